@@ -46,7 +46,7 @@ def test_one_report_names_all_that_are_waited_for() -> None:
     assert job.stderr.count("for the other ranks") == 1
     assert "ranks 0,4 of 5 have waited" in job.stderr
     assert "for the other ranks in all_reduce SUM of float64(5,), collective number 3:\n" in job.stderr
-    last = "has not come to it: its last one was number 2, all_reduce SUM of float64(2,)"
+    last = "has not come to it: its last collective was number 2, all_reduce SUM of float64(2,)"
     lines = {line.split(":")[0].strip(): line for line in job.stderr.splitlines() if line.startswith("  rank")}
     assert set(lines) == {"rank 1", "rank 2", "rank 3", "ranks 0,4"}
     assert last in lines["rank 1"]
@@ -62,7 +62,7 @@ def test_the_error_of_a_deadline_has_the_report() -> None:
     assert job.returncode != 0
     error = job.stderr[job.stderr.index("CollectiveTimeoutError") :]
     assert "rank 0 of 2 has waited 1 s for the other ranks in all_reduce SUM of float64(5,)" in error
-    assert "  rank 1: has not come to it: its last one was number 2" in error
+    assert "  rank 1: has not come to it: its last collective was number 2" in error
 
 
 def test_without_the_guard_each_rank_speaks_for_itself() -> None:
@@ -158,10 +158,10 @@ def test_reports_of_many_ranks_are_short() -> None:
     }
     assert report_text(7, found, 904, range(904)).splitlines() == [
         "ranks 0-899 of 904 have waited 60 s for the other ranks in barrier, collective number 7:",
-        "  rank 900: has not come to it: its last one was number 6, barrier, 70 s ago; its program is at train.py:9 "
-        "(load) (process 2 on b)",
+        "  rank 900: has not come to it: its last collective was number 6, barrier, 70 s ago; its program is at "
+        "train.py:9 (load) (process 2 on b)",
         "  rank 901: waiting in number 9, reduce, at train.py:9 (load) (process 3 on b)",
-        "  rank 902: has ended its program (process 4 on b); it has made none yet",
+        "  rank 902: has ended its program (process 4 on b); it has made no collective yet",
         "  rank 903: gave no answer within 2 s: its host cannot be reached, its process has ended or was stopped, or "
         "runs code that keeps Python's lock",
         "  ranks 0-899: waiting for them at train.py:3 (step)",

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 from mpidist import Communicator, MismatchError
+from mpidist.collectives.watch.flight_record import merged_text, read_folder
+from mpidist.collectives.watch.trace_files import path_of
 from tests.support.ranks.jobs import run_script
 
 pytestmark = [pytest.mark.counts, pytest.mark.nodes]
@@ -187,17 +193,76 @@ SLOW = """
 import time, numpy, mpidist
 comm = mpidist.Communicator()
 if comm.rank == 1:
-    time.sleep(1.5)
+    comm.send(numpy.ones(2), 0, 1)
+    time.sleep(3)  # for long
     comm.send(numpy.ones(3), 0)
 else:
+    comm.recv(numpy.empty(2), 1, 1)
     comm.recv(numpy.empty(3))
 """
 
 
 @pytest.mark.jobs
 @pytest.mark.one_rank
-def test_a_long_wait_is_reported() -> None:
+def test_a_long_wait_is_reported_with_the_place_of_the_other_side() -> None:
     job = run_script(SLOW, 2, env={"MPIDIST_WARN_AFTER": "0.5"})
+    assert job.returncode == 0, job.stderr
+    assert "rank 0 of 2 waits for recv from any rank with tag 0 of float64(3,), at " in job.stderr
+    assert re.search(r"  rank 1: its last collective was .*; its program is at .*\.py:6 ", job.stderr), job.stderr
+    assert "  rank 0: its last collective was" in job.stderr
+
+
+@pytest.mark.jobs
+@pytest.mark.one_rank
+def test_a_long_wait_is_reported_without_the_guard() -> None:
+    job = run_script(SLOW, 2, env={"MPIDIST_WARN_AFTER": "0.5", "MPIDIST_GUARD": "0"})
     assert job.returncode == 0, job.stderr
     assert "rank 0 of 2 has waited" in job.stderr
     assert "s in recv from any rank with tag 0 of float64(3,), at " in job.stderr
+
+
+WATCHED = """
+import numpy, mpidist
+comm = mpidist.Communicator()
+other, got = 1 - comm.rank, numpy.empty(1000)
+for _ in range(3):
+    work = comm.recv_async(got, other, 2)
+    comm.send(numpy.ones(1000), other, 2)
+    work.wait()
+comm.barrier()
+try:
+    if comm.rank == 0:
+        comm.recv(numpy.empty(3), 1, 5)
+    else:
+        comm.send(numpy.ones(4), 0, 5)
+except mpidist.MismatchError:
+    pass
+work = comm.recv_async(numpy.empty(5), other, 9)
+comm.barrier()
+raise SystemExit
+"""
+
+
+@pytest.mark.jobs
+@pytest.mark.one_rank
+def test_messages_are_seen_by_trace_report_and_flight_record(tmp_path: Path) -> None:
+    trace, flight = tmp_path / "trace", tmp_path / "flight"
+    watched = {"MPIDIST_TRACE": trace, "MPIDIST_FLIGHT_RECORD": flight, "MPIDIST_REPORT": 1, "MPIDIST_TIMEOUT": 10}
+    job = run_script(WATCHED, 2, env={name: str(value) for name, value in watched.items()})
+    report = job.stdout + job.stderr
+    assert re.search(r"^  send +3\.5 +", report, re.MULTILINE), report
+    assert re.search(r"^  recv +3\.5 +", report, re.MULTILINE), report
+    for rank in range(2):
+        events = json.loads(path_of(trace, rank).read_text())["traceEvents"]
+        names = Counter(event["name"] for event in events if event["ph"] == "b")
+        assert names[f"send to rank {1 - rank} with tag 2"] == names[f"recv from rank {1 - rank} with tag 2"] == 3
+        assert names[f"unfinished recv from rank {1 - rank} with tag 9"] == 1
+    (error,) = [
+        event for event in json.loads(path_of(trace, 0).read_text())["traceEvents"] if "error" in event.get("args", ())
+    ]
+    assert (error["name"], error["args"]["error"]) == ("recv from rank 1 with tag 5", "MismatchError")
+    flights, _ = read_folder(str(flight))
+    text = merged_text(flights, 2)
+    assert "went apart" not in text
+    assert re.search(r"not ended  rank 1: recv from rank 0 with tag 9 of float64\(5,\), at .*:17", text), text
+    assert re.search(r"ms  rank 1: send to rank 0 with tag 5 of float64\(4,\), at .*:14", text), text

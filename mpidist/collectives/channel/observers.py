@@ -86,6 +86,21 @@ class Observer:
     def explanation(self, operation: Operation[object]) -> str | None:
         """Return why the others do not come, for the error of a deadline, if known."""
 
+    def message_began(self, operation: Operation[object]) -> None:
+        """Take note of a message that is to go or come, in the calling thread; its collectives go on beside it."""
+
+    def message_ended(self, operation: Operation[object]) -> None:
+        """Take note that it has gone or come, in the thread that finds out."""
+
+    def message_tells(self, operation: Operation[object], rank: int | None) -> bool:
+        """Return whether this observer reports a wait for a message longer than ``MPIDIST_WARN_AFTER``.
+
+        Args:
+            operation: The message's.
+            rank: The other side; None for any.
+        """
+        return False
+
     def closed(self) -> None:
         """Take note that the communicator is closed or given up; an exception here is logged."""
 
@@ -136,6 +151,9 @@ class Observers:
         self.waits = self._overriding(Observer.waits)
         self.tells = self._overriding(Observer.tells)
         self.explanation = self._overriding(Observer.explanation)
+        self.message_began = self._overriding(Observer.message_began)
+        self.message_ended = self._overriding(Observer.message_ended)
+        self.message_tells = self._overriding(Observer.message_tells)
         self.closed = self._overriding(Observer.closed)
         self.see_steps = bool(self.began or self.ended)
         self.see_calls = any(each not in self._see_short and _sees_calls(each) for each in self._all)

@@ -12,7 +12,7 @@ import struct
 import threading
 from collections import Counter
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -30,9 +30,6 @@ from mpidist.core.deadline import Deadline
 from mpidist.core.errors import MessageTimeoutError, MismatchError
 from mpidist.core.message_tags import DATA_OF_PROGRAMS, HEADS_OF_PROGRAMS, TAGS_OF_PROGRAMS
 from mpidist.topology import import_mpi
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 
@@ -70,7 +67,7 @@ class PointToPoint:
         text, description = _described(f"send to rank {dest}", tag, array.shape, array.dtype)
         here = user_call_site()
         data, told = as_bytes(in_order(array)), f"{text}\n{here}".encode()[:_TEXT_BYTES]
-        return self._started(self._sending(data, dest, tag, told), description, here, timeout)
+        return self._started(self._sending(data, dest, tag, told), description, dest, here, timeout)
 
     def receive(self, out: Array, source: int | None, tag: int, timeout: float | None) -> Work[int]:
         """Start to receive an array into one like it.
@@ -80,14 +77,21 @@ class PointToPoint:
         of = "any rank" if source is None else f"rank {source}"
         text, description = _described(f"recv from {of}", tag, out.shape, out.dtype)
         here = user_call_site()
-        return self._started(self._receiving(out, source, tag, text, here), description, here, timeout)
+        return self._started(self._receiving(out, source, tag, text, here), description, source, here, timeout)
 
-    def _started(self, steps: Steps[T], description: Description, here: str, timeout: float | None) -> Work[T]:
+    def _started(
+        self, steps: Steps[T], description: Description, other: int | None, here: str, timeout: float | None
+    ) -> Work[T]:
         channel = self._channel
         channel.executor.check_usable()
         operation = Operation(steps, description, timeout)
         operation.is_work, operation.call_site = True, here
-        work: Work[T] = Work(operation, steps, timeout or channel.timeout, self._advance, self._complete)
+        for tell in channel.observers.message_began:
+            tell(operation)
+        if channel.observers.message_ended:
+            steps = self._observed(operation, steps)
+        complete = partial(self._complete, other)
+        work: Work[T] = Work(operation, steps, timeout or channel.timeout, self._advance, complete)
         with self._lock:
             self._under_way.append(work)
             # Messages are handed to MPI in the order of the calls.
@@ -141,6 +145,21 @@ class PointToPoint:
             out[...] = into.view(out.dtype).reshape(out.shape)
         return rank
 
+    def _observed(self, operation: Operation[object], steps: Steps[T]) -> Steps[T]:
+        """Carry out the steps of a message, and tell observers of its end."""
+        try:
+            result = yield from steps
+        except Exception as error:
+            operation.error = error
+            self._tell_end(operation)
+            raise
+        self._tell_end(operation)
+        return result
+
+    def _tell_end(self, operation: Operation[object]) -> None:
+        for tell in self._channel.observers.message_ended:
+            tell(operation)
+
     # Moving on ----------------------------------------------------------------------------------------------------
 
     def move(self) -> Work[object] | None:
@@ -163,7 +182,7 @@ class PointToPoint:
             self._channel.executor.lose_or_interrupt(error, work.operation.text)
             raise
 
-    def _complete(self, work: Work[object], timeout: float | None) -> None:
+    def _complete(self, other: int | None, work: Work[object], timeout: float | None) -> None:
         """Move messages on until one is done, for at most ``timeout`` seconds."""
         if work.is_done:
             return
@@ -172,7 +191,7 @@ class PointToPoint:
         seconds = left if is_last or timeout is None else timeout
         work.waited += 0 if is_last else seconds
         error = partial(self._expired if is_last else _not_yet, work)
-        report = partial(self._report, work)
+        report = partial(self._report, other, work)
         drive(self._polling(work), lambda: Deadline(report, error, seconds, meanwhile=move_works))
 
     def _polling(self, work: Work[object]) -> Steps[None]:
@@ -181,7 +200,9 @@ class PointToPoint:
             self._advance()
             yield
 
-    def _report(self, work: Work[object], waited: float) -> str:
+    def _report(self, other: int | None, work: Work[object], waited: float) -> str | None:
+        if any([tell(work.operation, other) for tell in self._channel.observers.message_tells]):
+            return None
         return (
             f"rank {self._channel.rank} of {self._channel.size} has waited {waited:.0f} s in {work.operation.text}, at "
             f"{work.operation.call_site}"

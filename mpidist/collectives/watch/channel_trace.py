@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import count
 from weakref import WeakKeyDictionary
 
 from mpidist.collectives.channel.observers import OTHERS, Chunk, Observer
@@ -48,6 +49,9 @@ class ChannelTrace(Observer):
         # Of collectives that have been issued and have not begun: when, and how many works had ended by then.
         self._asked: WeakKeyDictionary[Operation[object], tuple[int, int]] = WeakKeyDictionary()
         self._call: _TracedCall | None = None
+        # Messages on their way: their number, and when they began.
+        self._messages: dict[Operation[object], tuple[int, int]] = {}
+        self._message_numbers = count(1)
         # When each of the tracks of the wire is free again.
         self._wire_tracks: list[int] = []
         recorder.add_unfinished(self.tell_unfinished)
@@ -97,7 +101,9 @@ class ChannelTrace(Observer):
         self._recorder.settle(at_once=operation.error is not None)
 
     def tell_unfinished(self) -> None:
-        """Write down the unfinished collective as far as it has got, once."""
+        """Write down what is unfinished as far as it has got, once."""
+        for operation in list(self._messages):
+            self._add_message(operation, "unfinished ")
         call = self._call
         if call is not None and not call.is_told:
             call.is_told = True
@@ -142,6 +148,31 @@ class ChannelTrace(Observer):
         args: dict[str, object] = {"text": _shortened(description.text)}
         track = self._recorder.track_of_thread()
         self._recorder.add(Span(f"wait for {description.title}", "wait", track, start, now, args))
+
+    def message_began(self, operation: Operation[object]) -> None:
+        """See ``Observer``."""
+        self._messages[operation] = next(self._message_numbers), clock()
+
+    def message_ended(self, operation: Operation[object]) -> None:
+        """See ``Observer``."""
+        took = self._add_message(operation)
+        totals = self._recorder.totals_of(operation.description.operation)
+        with self._recorder.lock:
+            totals.calls += 1
+            totals.nbytes += operation.description.nbytes
+            totals.time += took
+        self._recorder.settle(at_once=operation.error is not None)
+
+    def _add_message(self, operation: Operation[object], prefix: str = "") -> int:
+        """Write down a message, which is on its way no longer; return the nanoseconds that it took."""
+        number, start = self._messages.pop(operation)
+        now = clock()
+        args: dict[str, object] = {"text": operation.text, "bytes": operation.description.nbytes}
+        if operation.error is not None:
+            args["error"] = type(operation.error).__name__
+        name, track = f"{prefix}{operation.description.title}", self._track("messages")
+        self._recorder.add(Span(name, "message", track, start, now, args, f"{self._name} message {number}"))
+        return now - start
 
     def _free_wire_track(self, start: int, end: int) -> int:
         """Return a wire's track that is free from ``start``, and take it until ``end``."""

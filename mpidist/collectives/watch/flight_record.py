@@ -12,8 +12,10 @@ import mmap
 import os
 import socket
 import struct
+import threading
 import time
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +29,8 @@ from mpidist.core.wording import ranks_text
 
 ENTRIES = 1000
 RUNNING, DONE, FAILED = range(3)
+# In place of a number on the communicator: messages come beside the collectives.
+MESSAGE = 0
 _HEAD_BYTES = 512
 # Serial number (0: nothing yet), number on the communicator, wall clock at begin and end, state, lengths of the texts.
 _ENTRY = struct.Struct("<QQddBHHH")
@@ -38,11 +42,12 @@ _STATES = {RUNNING: "had not ended", FAILED: "failed"}
 
 @dataclass(frozen=True)
 class FlightEntry:
-    """One collective of one rank.
+    """One collective of one rank, or a message.
 
     Args:
-        serial: Counts all collectives of the rank.
-        number: Counts those of the communicator, in the order in which they are carried out.
+        serial: Counts all collectives and messages of the rank.
+        number: Counts the collectives of the communicator, in the order in which they are carried out; ``MESSAGE`` for
+            a message.
         begin: Seconds of the wall clock of the host.
         end: The same; 0 if it had not ended.
         state: ``RUNNING``, ``DONE`` or ``FAILED``.
@@ -104,11 +109,14 @@ class FlightFile:
             self.memory = mmap.mmap(descriptor, size)
             self.memory[:_HEAD_BYTES] = json.dumps(head).encode().ljust(_HEAD_BYTES)
         self.serial = array("q", [0])
+        # Messages begin in any thread.
+        self._lock = threading.Lock()
 
     def begin(self, communicator: str, number: int, text: str, call_site: str) -> int:
-        """Write down that a collective begins, and return its serial number."""
-        self.serial[0] += 1
-        serial = self.serial[0]
+        """Write down that a collective or a message begins, and return its serial number."""
+        with self._lock:
+            self.serial[0] += 1
+            serial = self.serial[0]
         texts = [_cut(communicator, _TEXTS[0]), _cut(text, _TEXTS[1]), _cut(call_site, _TEXTS[2], keep_end=True)]
         packed = _ENTRY.pack(serial, number, time.time(), 0.0, RUNNING, *map(len, texts)) + b"".join(texts)
         at = self._at(serial)
@@ -142,6 +150,8 @@ class FlightObserver(Observer):
         self._name = name
         # Number on the communicator and serial number of the last collective.
         self._last = array("q", [0, 0])
+        # Of messages on their way.
+        self._serials: dict[Operation[object], int] = {}
         if core is not None:
             core.keep_flight(file.memory, file.serial, self._last, _cut(name, _TEXTS[0]), user_call_site)
 
@@ -160,6 +170,15 @@ class FlightObserver(Observer):
     def ended(self, operation: Operation[object]) -> None:
         """See ``Observer``."""
         self._file.end(self._last[1], failed=operation.error is not None)
+
+    def message_began(self, operation: Operation[object]) -> None:
+        """See ``Observer``."""
+        where = operation.call_site or ""
+        self._serials[operation] = self._file.begin(self._name, MESSAGE, operation.text, where)
+
+    def message_ended(self, operation: Operation[object]) -> None:
+        """See ``Observer``."""
+        self._file.end(self._serials.pop(operation), failed=operation.error is not None)
 
 
 def path_of(folder: str | os.PathLike[str], rank: int) -> Path:
@@ -255,14 +274,38 @@ def merged_text(flights: list[Flight], last: int) -> str:
     lines = [f"flight record of {ranks} rank{'s' * (ranks != 1)}"]
     if missing:
         lines.append(f"  without rank{'s' * (len(missing) > 1)} {ranks_text(missing)}: no file to read")
-    for name, by_rank in _by_communicator(flights).items():
-        lines += ["", name, *_progress(by_rank)]
-        divergence = first_divergence(by_rank)
-        if divergence is not None:
-            lines.append(f"  the ranks went apart at number {divergence.number}:")
-            lines += [f"    {_who(found)}: {what}" for what, found in divergence.groups.items()]
-        lines += _table(by_rank, last)
+    for name, everything in _by_communicator(flights).items():
+        lines += ["", name]
+        by_rank = _only(everything, lambda entry: entry.number != MESSAGE)
+        if by_rank:
+            lines += _collectives_text(by_rank, last)
+        lines += _messages_text(_only(everything, lambda entry: entry.number == MESSAGE), last)
     return "\n".join(lines)
+
+
+def _only(
+    by_rank: dict[int, list[FlightEntry]], is_wanted: Callable[[FlightEntry], bool]
+) -> dict[int, list[FlightEntry]]:
+    found = {rank: [entry for entry in entries if is_wanted(entry)] for rank, entries in by_rank.items()}
+    return {rank: entries for rank, entries in found.items() if entries}
+
+
+def _collectives_text(by_rank: dict[int, list[FlightEntry]], last: int) -> list[str]:
+    lines = _progress(by_rank)
+    divergence = first_divergence(by_rank)
+    if divergence is not None:
+        lines.append(f"  the ranks went apart at number {divergence.number}:")
+        lines += [f"    {_who(found)}: {what}" for what, found in divergence.groups.items()]
+    return lines + _table(by_rank, last)
+
+
+def _messages_text(by_rank: dict[int, list[FlightEntry]], last: int) -> list[str]:
+    """Return the last messages of each rank, those that have not come or gone among them."""
+    lines = []
+    for rank, entries in by_rank.items():
+        shown = [entry for entry in entries[:-last] if entry.state == RUNNING] + entries[-last:]
+        lines += [f"          {_when([entry])}  rank {rank}: {entry.text}, at {entry.call_site}" for entry in shown]
+    return lines and ["  messages:", *lines]
 
 
 def first_divergence(by_rank: dict[int, list[FlightEntry]]) -> Divergence | None:
@@ -310,14 +353,16 @@ def _table(by_rank: dict[int, list[FlightEntry]], last: int) -> list[str]:
                 if entry.number == number:
                     groups.setdefault((entry.text, entry.call_site), []).append((rank, entry))
         for (text, site), found in groups.items():
-            entries_here = [entry for _, entry in found]
-            begin = min(entry.begin for entry in entries_here)
-            ends = [entry.end for entry in entries_here]
-            took = f"{1e3 * (max(ends) - begin):.3f} ms" if all(ends) else "not ended"
-            clock = time.strftime("%H:%M:%S", time.localtime(begin))
-            ranks = [rank for rank, _ in found]
-            lines.append(f"  {number:>6}  {clock}  {took:>12}  {_who(ranks)}: {text}, at {site}")
+            when, ranks = _when([entry for _, entry in found]), [rank for rank, _ in found]
+            lines.append(f"  {number:>6}  {when}  {_who(ranks)}: {text}, at {site}")
     return lines
+
+
+def _when(entries: list[FlightEntry]) -> str:
+    """Return when the first of some entries began, and how long all took."""
+    begin, ends = min(entry.begin for entry in entries), [entry.end for entry in entries]
+    took = f"{1e3 * (max(ends) - begin):.3f} ms" if all(ends) else "not ended"
+    return f"{time.strftime('%H:%M:%S', time.localtime(begin))}  {took:>12}"
 
 
 def _who(ranks: list[int]) -> str:

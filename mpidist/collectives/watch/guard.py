@@ -13,8 +13,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from mpidist.collectives.channel.channel import Channel
@@ -40,6 +41,11 @@ _MOST_LINES = 40
 _ASK_AFTER_SECONDS, _ASK_EVERY_SECONDS = 0.5, 1.0
 # Those of this process that are there.
 _guards: list[Guard] = []
+_NO_ANSWER = (
+    f"gave no answer within {_ANSWER_SECONDS:.0f} s: its host cannot be reached, its process has ended or was "
+    "stopped, or runs code that keeps Python's lock"
+)
+_FAR = "is on another node, and cannot be asked from here"
 _NOT_ASKED = "could not be asked from here, as the first ranks of the first two nodes gave no answer"
 
 
@@ -60,23 +66,33 @@ class RankStatus:
     process: str = ""
 
 
-# The purpose of a question: a report to be printed, one for the error of a deadline, or a deadlock.
-_PRINT, _REPORT, _DEADLOCK = "print", "report", "deadlock"
+# The purpose of a question: a report to be printed, one for the error of a deadline, a deadlock, or the report of a
+# message that does not come.
+_PRINT, _REPORT, _DEADLOCK, _MESSAGE = "print", "report", "deadlock", "message"
 
 
 @dataclass(frozen=True)
 class _Question:
-    """A question about a collective, with its purpose."""
+    """A question about a collective, or about a message of the rank that asks; with its purpose."""
 
     number: int
     purpose: str
 
 
 class _Inquiry:
-    """The answers so far, on the rank that asks all others."""
+    """The answers so far, on the rank that asks the others.
 
-    def __init__(self, own_rank: int, own: RankStatus) -> None:
+    Args:
+        own_rank, own: The first answer.
+        asked: The ranks that are asked.
+        tell: Called with all answers.
+    """
+
+    def __init__(
+        self, own_rank: int, own: RankStatus, asked: Collection[int], tell: Callable[[_Inquiry], None]
+    ) -> None:
         self.answers = {own_rank: own}
+        self.asked, self.tell = asked, tell
         self.askers: set[int] = set()
         self.report: str | None = None
         self.is_over = False
@@ -100,6 +116,7 @@ class Guard(Observer):
         self._heard: set[tuple[_Question, int]] = set()
         self._reports: dict[_Question, str] = {}
         self._deadlocks: dict[int, str] = {}
+        self._messages = count(1)
         # The collective that the program waits in, and when to ask whether it can ever go on.
         self._waits_in, self._ask_at = 0, math.inf
         self._line = SideLine(channel.comm, self._receive)
@@ -135,6 +152,24 @@ class Guard(Observer):
         wait_at_most(_ANSWER_SECONDS + 2 * _HEARD_SECONDS, lambda: question in self._reports, 0.01)
         return self._reports.get(question)
 
+    def message_tells(self, operation: Operation[object], rank: int | None) -> bool:
+        """Print what the other side of a message does, or all that it may be; returns at once."""
+        question, others = _Question(next(self._messages), _MESSAGE), range(self._size) if rank is None else [rank]
+        asked = self._connections.known & {*others} - {self._rank}
+        head = f"rank {self._rank} of {self._size} waits for {operation.text}, at {operation.call_site}:"
+
+        def tell(inquiry: _Inquiry) -> None:
+            del self._inquiries[question]
+            found, near = {each: inquiry.answers.get(each) for each in others}, asked | {self._rank}
+            states = {each: _place_text(status) if each in near else _FAR for each, status in found.items()}
+            tell_user("\n".join([head, *_grouped(states)]))
+
+        def ask() -> None:
+            self._begin(question, asked, tell)
+
+        side_thread.call(ask)
+        return True
+
     def closed(self) -> None:
         """Ask and answer no more."""
         self._line.close()
@@ -157,8 +192,8 @@ class Guard(Observer):
             inquiry = self._inquiries.get(about)
             if inquiry is not None:  # it is not kept where it found no deadlock
                 inquiry.answers[source] = told[0]
-                if len(inquiry.answers) == len(self._connections.known):
-                    self._finish(about, inquiry)
+                if inquiry.answers.keys() >= set(inquiry.asked):
+                    self._finish(inquiry)
         elif kind == "report":
             self._reports[about] = told[0]
         elif kind == "deadlock":
@@ -185,19 +220,25 @@ class Guard(Observer):
     def _inquire(self, question: _Question, asker: int) -> None:
         inquiry = self._inquiries.get(question)
         if inquiry is None:
-            inquiry = self._inquiries[question] = _Inquiry(self._rank, self._own_status(question))
-            for rank in self._connections.known - {self._rank}:
-                self._send(rank, "ask", question)
-            found = inquiry
-            side_thread.later(_ANSWER_SECONDS, lambda: self._finish(question, found))
+            others = self._connections.known - {self._rank}
+            inquiry = self._begin(question, others, lambda found: self._tell_all(question, found))
         inquiry.askers.add(asker)
         if inquiry.report is not None:
             self._tell(asker, question, inquiry.report)
 
-    def _finish(self, question: _Question, inquiry: _Inquiry) -> None:
-        if inquiry.is_over:
-            return
-        inquiry.is_over = True
+    def _begin(self, question: _Question, asked: Collection[int], tell: Callable[[_Inquiry], None]) -> _Inquiry:
+        inquiry = self._inquiries[question] = _Inquiry(self._rank, self._own_status(question), asked, tell)
+        for rank in asked:
+            self._send(rank, "ask", question)
+        side_thread.later(_ANSWER_SECONDS, lambda: self._finish(inquiry))
+        return inquiry
+
+    def _finish(self, inquiry: _Inquiry) -> None:
+        if not inquiry.is_over:
+            inquiry.is_over = True
+            inquiry.tell(inquiry)
+
+    def _tell_all(self, question: _Question, inquiry: _Inquiry) -> None:
         if question.purpose == _DEADLOCK:
             # The next that asks wants to know anew.
             del self._inquiries[question]
@@ -265,23 +306,25 @@ def report_text(number: int, answers: dict[int, RankStatus], size: int, asked: C
         f"{'has' if len(waiting) == 1 else 'have'} waited {seconds:.0f} s for the other ranks in {text}, "
         f"collective number {number}:"
     ]
+    states = {rank: _state_text(answers.get(rank), number) if rank in asked else _NOT_ASKED for rank in range(size)}
+    return "\n".join([*lines, *_grouped(states, waiting)])
+
+
+def _grouped(states: dict[int, str], waiting: Collection[int] = ()) -> list[str]:
+    """Return lines with the states of ranks, equal ones in one; those of ranks that wait come last."""
     groups: dict[str, list[int]] = {}
-    for rank in range(size):
-        groups.setdefault(_state_text(answers.get(rank), number) if rank in asked else _NOT_ASKED, []).append(rank)
-    # Those that are waited for come first.
+    for rank, state in states.items():
+        groups.setdefault(state, []).append(rank)
     order = sorted(groups.items(), key=lambda group: (group[1][0] in waiting, group[1]))
-    lines += [f"  rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}: {state}" for state, ranks in order[:_MOST_LINES]]
+    lines = [f"  rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}: {state}" for state, ranks in order[:_MOST_LINES]]
     if len(order) > _MOST_LINES:
         lines.append(f"  and {len(order) - _MOST_LINES} more lines like these")
-    return "\n".join(lines)
+    return lines
 
 
 def _state_text(found: RankStatus | None, number: int) -> str:
     if found is None:
-        return (
-            f"gave no answer within {_ANSWER_SECONDS:.0f} s: its host cannot be reached, its process has ended or was "
-            "stopped, or runs code that keeps Python's lock"
-        )
+        return _NO_ANSWER
     here, status = f"at {found.where} ({found.process})", found.status
     if status.waits:
         return (
@@ -289,11 +332,20 @@ def _state_text(found: RankStatus | None, number: int) -> str:
             if status.number == number
             else f"waiting in number {status.number}, {status.text}, {here}"
         )
-    last = f"its last one was number {status.number}, {status.text}, {status.seconds:.0f} s ago"
+    if not status.ended and status.issued >= number:
+        return f"has issued it, and does not move it on: its program is {here}"
+    place = _place_text(found)
+    return place if status.ended else f"has not come to it: {place}"
+
+
+def _place_text(found: RankStatus | None) -> str:
+    """Return where the program of a rank is, and its last collective."""
+    if found is None:
+        return _NO_ANSWER
+    status = found.status
+    last = f"its last collective was number {status.number}, {status.text}, {status.seconds:.0f} s ago"
     if not status.number:
-        last = "it has made none yet"
+        last = "it has made no collective yet"
     if status.ended:
         return f"has ended its program ({found.process}); {last}"
-    if status.issued >= number:
-        return f"has issued it, and does not move it on: its program is {here}"
-    return f"has not come to it: {last}; its program is {here}"
+    return f"{last}; its program is at {found.where} ({found.process})"
