@@ -87,7 +87,7 @@ class Observer:
         """Return why the others do not come, for the error of a deadline, if known."""
 
     def message_began(self, operation: Operation[object]) -> None:
-        """Take note of a message that is to go or come, in the calling thread; its collectives go on beside it."""
+        """Take note that a message is to go or come, in the calling thread."""
 
     def message_ended(self, operation: Operation[object]) -> None:
         """Take note that it has gone or come, in the thread that finds out."""

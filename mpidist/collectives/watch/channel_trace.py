@@ -164,7 +164,7 @@ class ChannelTrace(Observer):
         self._recorder.settle(at_once=operation.error is not None)
 
     def _add_message(self, operation: Operation[object], prefix: str = "") -> int:
-        """Write down a message, which is on its way no longer; return the nanoseconds that it took."""
+        """Write down a message and forget it; return the nanoseconds that it took."""
         number, start = self._messages.pop(operation)
         now = clock()
         args: dict[str, object] = {"text": operation.text, "bytes": operation.description.nbytes}

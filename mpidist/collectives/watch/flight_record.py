@@ -300,7 +300,7 @@ def _collectives_text(by_rank: dict[int, list[FlightEntry]], last: int) -> list[
 
 
 def _messages_text(by_rank: dict[int, list[FlightEntry]], last: int) -> list[str]:
-    """Return the last messages of each rank, those that have not come or gone among them."""
+    """Return the last messages of each rank, and those that have not ended."""
     lines = []
     for rank, entries in by_rank.items():
         shown = [entry for entry in entries[:-last] if entry.state == RUNNING] + entries[-last:]

@@ -73,7 +73,7 @@ _PRINT, _REPORT, _DEADLOCK, _MESSAGE = "print", "report", "deadlock", "message"
 
 @dataclass(frozen=True)
 class _Question:
-    """A question about a collective, or about a message of the rank that asks; with its purpose."""
+    """A question about a collective, or a message of the rank that asks."""
 
     number: int
     purpose: str
@@ -153,7 +153,7 @@ class Guard(Observer):
         return self._reports.get(question)
 
     def message_tells(self, operation: Operation[object], rank: int | None) -> bool:
-        """Print what the other side of a message does, or all that it may be; returns at once."""
+        """Print where the other side of a message is, or all ranks are; returns at once."""
         question, others = _Question(next(self._messages), _MESSAGE), range(self._size) if rank is None else [rank]
         asked = self._connections.known & {*others} - {self._rank}
         head = f"rank {self._rank} of {self._size} waits for {operation.text}, at {operation.call_site}:"
@@ -311,7 +311,10 @@ def report_text(number: int, answers: dict[int, RankStatus], size: int, asked: C
 
 
 def _grouped(states: dict[int, str], waiting: Collection[int] = ()) -> list[str]:
-    """Return lines with the states of ranks, equal ones in one; those of ranks that wait come last."""
+    """Return lines with the states of ranks, those of ranks that wait last.
+
+    Ranks of equal states share one.
+    """
     groups: dict[str, list[int]] = {}
     for rank, state in states.items():
         groups.setdefault(state, []).append(rank)
