@@ -153,7 +153,7 @@ class Guard(Observer):
         return self._reports.get(question)
 
     def message_tells(self, operation: Operation[object], rank: int | None) -> bool:
-        """Print where the other side of a message is, or all ranks are; returns at once."""
+        """Print where the other side of a message is, or all that may be it."""
         question, others = _Question(next(self._messages), _MESSAGE), range(self._size) if rank is None else [rank]
         asked = self._connections.known & {*others} - {self._rank}
         head = f"rank {self._rank} of {self._size} waits for {operation.text}, at {operation.call_site}:"
