@@ -20,7 +20,7 @@ from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.core import MET, MOST_INPUTS, NO_SHORT, Core, GoOn, Short
 from mpidist.collectives.node.memory import Pool
-from mpidist.collectives.node.packing import Pack, copies_of_overlapping
+from mpidist.collectives.node.packing import Pack, are_in_place, copies_of_overlapping
 from mpidist.collectives.reduce.choice import Choice, place_of
 from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.collectives.reduce.registry import Algorithm, Site, host_algorithms
@@ -182,7 +182,12 @@ class Engine:
             if not channel.begin(plan.description):
                 yield from channel.finish(plan.description)
             return plan.from_inline(channel.handshake.totals(plan.count, plan.formed[0][0]), out)
-        if out is not None and plan.read_late and not self._is_alone(plan) and not self._core_finds_overlaps(plan):
+        if (
+            out is not None
+            and plan.read_late
+            and not self._is_alone(plan)
+            and not self._goes_in_place(plan, arrays, out)
+        ):
             # One pack may write what another has still to read, and a rank what its neighbours read.
             arrays = self._apart(plan, arrays, out)
         try:
@@ -195,14 +200,17 @@ class Engine:
         """Whether there is nothing to reduce with, and no algorithm was named."""
         return self.channel.size == 1 and plan.options.algorithm is None
 
-    def _core_finds_overlaps(self, plan: ReductionPlan) -> bool:
-        """Whether all arrays go in one call of the core.
+    def _goes_in_place(self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array]) -> bool:
+        """Whether all arrays go in one call that results over inputs do no harm.
 
-        The core sees whether results overlap inputs.
+        The core sees where they overlap otherwise. A rank that is alone on its node takes them one over the other.
         """
-        if self.core is None or len(plan.packs) > 1 or plan.device_packs:
+        if len(plan.packs) > 1 or plan.device_packs:
             return False
-        return self.choice.first_working(self._names_for(plan, plan.packs[0])) == BY_CORE
+        names = self._names_for(plan, plan.packs[0])
+        if self.choice.first_working(names) != BY_CORE or self.choice.made(names) is None:
+            return False
+        return self.channel.node.core is not None or are_in_place(arrays, out)
 
     def _names_for(self, plan: ReductionPlan, pack: Pack) -> Sequence[str]:
         if pack.algorithms is None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist import Communicator
+from mpidist.collectives import engine
 from mpidist.collectives.mpi import mpi_types
 from mpidist.collectives.reduce.registry import wire_algorithms
 from mpidist.core.settings import RANKS_PER_NODE
@@ -309,6 +310,32 @@ def test_small_arrays_take_no_more_calls_with_out(is_in_place: bool) -> None:
     out = values if is_in_place else [np.ones(40) for _ in range(50)]
     with Communicator() as comm:
         assert calls_of(comm, values, out) <= calls_of(comm, values)
+
+
+@pytest.mark.min_ranks(2)
+@pytest.mark.parametrize("wire", [None, *wire_algorithms.names])
+@pytest.mark.parametrize("nbytes", [300_000, 3 << 20])
+def test_large_arrays_are_reduced_in_place_without_a_copy(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, wire: str | None, nbytes: int
+) -> None:
+    options = CommunicationOptions(algorithm=wire or "hierarchical")
+    mine = np.random.default_rng(comm.rank).random(nbytes // 8)
+    wanted = comm.all_reduce("SUM", mine, options=options)
+    if comm.last_algorithm != "mpi":
+        monkeypatch.setattr(engine, "copies_of_overlapping", None)
+    for given in (mine.copy(), [mine.copy(), mine.copy()]):
+        comm.all_reduce("SUM", given, out=given, options=options)
+        for found in given if isinstance(given, list) else [given]:
+            np.testing.assert_allclose(found, wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("step", [1, -1, 1000])
+def test_results_that_are_shifted_against_their_inputs(comm: Communicator, step: int) -> None:
+    whole = np.random.default_rng(comm.rank).random(50_000 + abs(step))
+    given, out = (whole[: -abs(step)], whole[abs(step) :])[:: 1 if step > 0 else -1]
+    wanted = comm.all_reduce("SUM", given)
+    comm.all_reduce("SUM", given, out=out)
+    np.testing.assert_allclose(out, wanted, rtol=1e-12)
 
 
 def test_complex_numbers_have_no_maximum(comm: Communicator) -> None:

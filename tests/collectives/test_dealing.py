@@ -63,7 +63,7 @@ def test_unequal_parts_of_every_kind(comm: Communicator, dtype: str) -> None:
     np.testing.assert_array_equal(result, np.concatenate(parts))
 
 
-@pytest.mark.parametrize("width", [1, 3000, 200_000])
+@pytest.mark.parametrize("width", [0, 1, 3000, 200_000])
 def test_unequal_parts(comm: Communicator, width: int) -> None:
     counts = [2 * (rank % 2) + (rank == SIZE - 1) for rank in range(SIZE)]
     total = sum(counts)
@@ -77,7 +77,7 @@ def test_unequal_parts(comm: Communicator, width: int) -> None:
     np.testing.assert_array_equal(mean, whole[start : start + counts[RANK]].astype("f8"))
 
 
-@pytest.mark.parametrize("width", [1, 3000, 200_000])
+@pytest.mark.parametrize("width", [0, 1, 3000, 200_000])
 def test_results_where_they_are_wanted(comm: Communicator, width: int) -> None:
     mine = rows_of(RANK, SIZE, "f8", width)
     everything = np.concatenate([rows_of(rank, SIZE, "f8", width) for rank in range(SIZE)])

@@ -143,9 +143,11 @@ class HostMovement:
         Returns what all give to this one, one after the other.
         """
         comm, results = self._channel.comm, []
-        parts = [[row * nbytes for row in rows] for rows, nbytes in zip(borders, plan.row_bytes, strict=True)]
+        # Rows without bytes travel as one byte each, so that they can be counted.
+        widths = [nbytes or 1 for nbytes in plan.row_bytes]
+        parts = [[row * width for row in rows] for rows, width in zip(borders, widths, strict=True)]
         apart = copies_of_overlapping(arrays, outs, self._pool) if outs else arrays
-        given = [as_bytes(in_order(array)) for array in apart]
+        given = [as_bytes(in_order(array)) if array.size else np.zeros(len(array), np.uint8) for array in apart]
         core = yield from self._open(plan.description, partial(_deal, given[0], parts[0]) if given else None)
         self._channel.phase(MOVE)
         for index, array in enumerate(arrays):
@@ -157,12 +159,13 @@ class HostMovement:
                     _deal(given[index], parts[index], core, 0)
                     yield from core.go_on()
                 lengths = core.lengths()
-            rows = sum(lengths) // (plan.row_bytes[index] or 1)
+            rows = sum(lengths) // widths[index]
             dealt = self._target((rows, *plan.row_shapes[index]), array.dtype, outs[index] if outs else None)
+            into = as_bytes(dealt) if plan.row_bytes[index] else np.empty(rows, np.uint8)
             if core is None:
-                yield from gathering.exchange_parts(comm, given[index], parts[index], as_bytes(dealt), lengths)
+                yield from gathering.exchange_parts(comm, given[index], parts[index], into, lengths)
             else:
-                core.targets([as_bytes(dealt)])
+                core.targets([into])
                 yield from core.go_on()
             results.append(dealt)
         return results

@@ -12,6 +12,7 @@ from mpidist.arrays.device_ops import ops_of
 from mpidist.arrays.dtypes import HALF, Array, DType
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.node import native
+from mpidist.collectives.node.mapping import address_of
 from mpidist.collectives.node.memory import Pool
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CommunicationOptions
@@ -71,6 +72,20 @@ def copies_of_overlapping(arrays: Sequence[Array], out: Sequence[Array], pool: P
     if overlap is not None and not overlap(list(arrays), list(out)):
         return list(arrays)
     return [_copied(array, pool) if does else array for array, does in zip(arrays, overlaps(arrays, out), strict=True)]
+
+
+def are_in_place(arrays: Sequence[Array], out: Sequence[Array]) -> bool:
+    """Whether each array is the memory of its own result.
+
+    >>> whole = np.zeros(4)
+    >>> are_in_place([whole[:2]], [whole[:2]]), are_in_place([whole[:2]], [whole[1:3]])
+    (True, False)
+    """
+    pairs = zip(arrays, out, strict=True)
+    return all(
+        array is target or (address_of(array), array.strides) == (address_of(target), target.strides)
+        for array, target in pairs
+    )
 
 
 @cache
