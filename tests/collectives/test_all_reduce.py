@@ -323,18 +323,18 @@ def test_large_arrays_are_reduced_in_place_without_a_copy(
     wanted = comm.all_reduce("SUM", mine, options=options)
     if comm.last_algorithm != "mpi":
         monkeypatch.setattr(engine, "copies_of_overlapping", None)
-    for given in (mine.copy(), [mine.copy(), mine.copy()]):
-        comm.all_reduce("SUM", given, out=given, options=options)
-        for found in given if isinstance(given, list) else [given]:
+    for arrays in ([mine.copy()], [mine.copy(), mine.copy()]):
+        comm.all_reduce("SUM", arrays, out=arrays, options=options)
+        for found in arrays:
             np.testing.assert_allclose(found, wanted, rtol=1e-12)
 
 
 @pytest.mark.parametrize("step", [1, -1, 1000])
 def test_results_that_are_shifted_against_their_inputs(comm: Communicator, step: int) -> None:
     whole = np.random.default_rng(comm.rank).random(50_000 + abs(step))
-    given, out = (whole[: -abs(step)], whole[abs(step) :])[:: 1 if step > 0 else -1]
-    wanted = comm.all_reduce("SUM", given)
-    comm.all_reduce("SUM", given, out=out)
+    array, out = (whole[: -abs(step)], whole[abs(step) :])[:: 1 if step > 0 else -1]
+    wanted = comm.all_reduce("SUM", array)
+    comm.all_reduce("SUM", array, out=out)
     np.testing.assert_allclose(out, wanted, rtol=1e-12)
 
 
