@@ -23,6 +23,14 @@ can_be_used = hasattr(_Backend, "supports_reconfigure")
 _open: list[MpidistBackend] = []
 
 
+def are_of_other_backends(options: Foreign) -> bool:
+    """Return whether options are meant for the other backends of a group.
+
+    torch hands the same to all of them.
+    """
+    return can_be_used and isinstance(options, _Backend.Options)
+
+
 class MpidistBackend(Operations, _Backend):
     """A backend over a Communicator.
 
@@ -66,7 +74,8 @@ class MpidistBackend(Operations, _Backend):
 
     @property
     def supports_reconfigure(self) -> bool:
-        """Whether its ranks can become others: those of a Backend of Python stay as they are."""
+        """Whether its ranks can become others."""
+        # Nothing gives a Backend of Python another rank and size than it was made with.
         return False
 
     @property
@@ -79,29 +88,34 @@ class MpidistBackend(Operations, _Backend):
         """Whether it tells how long a call would take."""
         return False
 
+    # Its name from torch 2.15 on.
+    _supports_time_estimate = supports_time_estimate
+
     @property
     def options(self) -> Foreign:
         """The options that torch makes groups of this one with."""
         return _Backend.Options(self.backend_name, self.timeout)
 
     def split(self, store: Foreign, ranks: Sequence[int], opts: Foreign) -> MpidistBackend:
-        """Return a backend of some ranks, this one among them (collective over them alone)."""
-        return MpidistBackend(self.comm.group(ranks), self.backend_name, self.options_within(opts._timeout))
+        """Return a backend of some ranks, this one among them (collective over them)."""
+        return MpidistBackend(self.comm.group(ranks), self.backend_name, self._options_of_another(opts))
 
     def shrink(
         self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: Foreign = None
     ) -> MpidistBackend:
-        """Return a backend of the other ranks (collective over them alone), and leave this one.
+        """Return a backend of the other ranks, and leave this one (collective over them).
 
         What is on its way ends with an error, whatever the flags say: the excluded ranks take no part in it.
         """
         del shrink_flags
         left = [rank for rank in range(self.comm.size) if rank not in ranks_to_exclude]
-        options = self._options if opts_override is None else self.options_within(opts_override._timeout)
         self.abort()
         comm = self.comm.group(left)
         replace_default(self.comm, comm)
-        return MpidistBackend(comm, self.backend_name, options)
+        return MpidistBackend(comm, self.backend_name, self._options_of_another(opts_override))
+
+    def _options_of_another(self, given: Foreign) -> CommunicationOptions | None:
+        return self._options if given is None else self.options_within(given._timeout)
 
     def shutdown(self) -> None:
         """Finish the works on their way, and free the communicator (collective)."""

@@ -376,7 +376,7 @@ class Operations:
                 _log.warning("mpidist: a process group was left without the others: %s", error)
 
     def abort(self) -> None:
-        """Leave the group without its other ranks: works on their way end with an error, and no more is carried out."""
+        """Leave the group without the other ranks; works end with an error (local)."""
         self.comm.abort()
         self._works.move()
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mpidist.collectives import Communicator
 from mpidist.core.callsite import skip_frames_of
 from mpidist.core.options import CommunicationOptions
-from mpidist.torch.backend import MpidistBackend, can_be_used
+from mpidist.torch.backend import MpidistBackend, are_of_other_backends, can_be_used
 from mpidist.torch.foreign import Foreign
 from mpidist.torch.groups import communicator_for
 from mpidist.torch.operations import Operations
@@ -76,7 +76,7 @@ class MpidistProcessGroup(Operations, _ProcessGroup):
         group_desc: str | None = None,
         device_types: Foreign = None,
     ) -> MpidistProcessGroup:
-        """Return a group of some ranks, this one among them (collective over them alone)."""
+        """Return a group of some ranks, this one among them (collective over them)."""
         name = group_name or f"{self._group_name}:split:{ranks}"
         options = self.options_within(self.timeout if timeout is None else timeout)
         group = MpidistProcessGroup(
@@ -109,8 +109,7 @@ def create(name: str, given: Foreign, options: Foreign) -> Foreign:
 
 
 def _options(given: Foreign, options: Foreign) -> CommunicationOptions:
-    if can_be_used and isinstance(options, torch._C._distributed_c10d.Backend.Options):
-        # Of the other backends of the group: torch hands the same to all.
+    if are_of_other_backends(options):
         options = None
     if not (options is None or isinstance(options, CommunicationOptions)):
         raise TypeError(f"pg_options is {options!r}; expected None or mpidist.experimental.CommunicationOptions(...)")

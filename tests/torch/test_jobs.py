@@ -198,6 +198,25 @@ def test_torch_finds_the_backend_by_its_name() -> None:
     assert done.stdout.strip() == "mpidist", done.stderr
 
 
+@only_backend
+def test_monitored_barrier_names_who_is_missing() -> None:
+    program = """
+    from datetime import timedelta
+    from mpidist.errors import CollectiveTimeoutError
+    dist.monitored_barrier()
+    if rank == 0:
+        try:
+            dist.monitored_barrier(timeout=timedelta(seconds=1))
+        except CollectiveTimeoutError as error:
+            print("rank 1: has not come to it" in str(error))
+        dist.distributed_c10d._get_default_store().set("late", "yes")
+    else:
+        dist.distributed_c10d._get_default_store().wait(["late"])
+    """
+    done = jobs.run_script(START + dedent(program), 2)
+    assert done.stdout.split() == ["True"], done.stderr
+
+
 def test_groups_under_the_wrapper_of_debugging() -> None:
     program = """
     import gc

@@ -271,7 +271,7 @@ class Executor:
             self.unusable = reason
 
     def abort(self) -> None:
-        """End what is on its way here with an error, in all threads, and carry out no more.
+        """End the operations of this rank with an error, in all threads; take no more.
 
         What other ranks wait for of it is finished when the program ends, as far as they have come by then.
         """

@@ -148,7 +148,11 @@ class ChannelLock:
         self._program.release()
 
     def take_if_free(self, seconds: float = 0.0) -> bool:
-        """Take the lock for one step unless another thread has it, for so long; return whether that worked."""
+        """Take the lock for one step unless another thread has it; return whether that worked.
+
+        Args:
+            seconds: How long to wait for it.
+        """
         return self._anyone.acquire(timeout=seconds)
 
     def give_back(self) -> None:

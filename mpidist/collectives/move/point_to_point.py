@@ -95,7 +95,10 @@ class PointToPoint:
         return work
 
     def abort(self) -> None:
-        """End all messages under way with an error, here; MPI may still write to the memory of one, which is kept."""
+        """End all messages of this rank with an error.
+
+        MPI may still write to the memory of one, which is kept.
+        """
         error = PeerError("this Communicator was aborted while the message was under way")
         with self._lock:
             for work in self._under_way:
