@@ -33,6 +33,9 @@ def register() -> None:
             return
         for name in _names(dist):
             dist.Backend.register_backend(name, partial(_create, name), extended_api=True, devices=["cpu"])
+            # As torch's own backend of that name would be known: DDP tells it in its figures.
+            kinds = dist.Backend.backend_type_map
+            kinds[name] = getattr(dist.ProcessGroup.BackendType, name.upper(), kinds[name])
         if _started_by_a_launcher():
             _meet_by_mpi()
     except Exception as error:

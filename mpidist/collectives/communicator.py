@@ -615,6 +615,22 @@ class Communicator(ArrayCollectives):
             self._messages.check_none_under_way()
         super().close()
 
+    def abort(self) -> None:
+        """Leave without the other ranks, for good (local; any thread may call it).
+
+        Started collectives and messages end with a PeerError, and so does a call in which another thread waits; MPI
+        may still write to their results. Ranks that wait for this one in a collective do so until their deadline, or
+        until its program ends.
+
+        >>> comm = Communicator()
+        >>> comm.abort()
+        >>> comm.barrier()
+        Traceback (most recent call last):
+        RuntimeError: this Communicator can no longer be used: this rank has aborted it
+        """
+        self._channel.executor.abort()
+        self._messages.abort()
+
     # Memory and groups ------------------------------------------------------------------------------------
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = "float32") -> Array:

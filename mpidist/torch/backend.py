@@ -1,20 +1,34 @@
 """The backend of torch 2.14 and newer, which mixes with those of other devices.
 
-Written after torch's sources and not tried: torch 2.13, which the tests run with, has no Backend to be subclassed.
+Programs get its works from torch, which lets ``wait`` and ``get_future`` through and answers the rest itself
+(PyWorkHolder): ``is_completed`` is never True there, and ``source_rank`` an error. ``get_future().done()`` is right.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from mpidist.collectives import Communicator
 from mpidist.core.options import CommunicationOptions
 from mpidist.torch.foreign import Foreign
+from mpidist.torch.groups import replace_default
 from mpidist.torch.operations import Operations
 
 _Backend: Foreign = torch._C._distributed_c10d.Backend
 can_be_used = hasattr(_Backend, "supports_reconfigure")
 """Whether this torch lets Python be a backend."""
+# Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch keeps its half of a backend alive, and not the Python object.
+_open: list[MpidistBackend] = []
+
+
+def are_of_other_backends(options: Foreign) -> bool:
+    """Return whether options are meant for the other backends of a group.
+
+    torch hands the same to all of them.
+    """
+    return can_be_used and isinstance(options, _Backend.Options)
 
 
 class MpidistBackend(Operations, _Backend):
@@ -29,6 +43,7 @@ class MpidistBackend(Operations, _Backend):
     def __init__(self, comm: Communicator, name: str, options: CommunicationOptions | None = None) -> None:
         _Backend.__init__(self, comm.rank, comm.size)
         Operations.__init__(self, comm, name, options)
+        _open.append(self)
 
     def __repr__(self) -> str:
         return f"<MpidistBackend rank {self.comm.rank} of {self.comm.size}>"
@@ -37,17 +52,73 @@ class MpidistBackend(Operations, _Backend):
         """Return the name of the backend."""
         return self.backend_name
 
-    # As methods these two would call themselves without end.
+    def _get_sequence_number_for_group(self) -> int:
+        # Compared under TORCH_DISTRIBUTED_DEBUG=DETAIL.
+        return self.calls
+
+    # Methods in place of these properties, and those of torch, would call themselves without end.
     @property
     def supports_splitting(self) -> bool:
         """Whether it makes groups from groups by itself."""
-        return False
+        return True
 
     @property
     def supports_coalescing(self) -> bool:
         """Whether it collects calls to carry them out together."""
         return False
 
+    @property
+    def supports_shrinking(self) -> bool:
+        """Whether it makes a group of the ranks that are left."""
+        return True
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether its ranks can become others."""
+        # Nothing gives a Backend of Python another rank and size than it was made with.
+        return False
+
+    @property
+    def supports_window(self) -> bool:
+        """Whether ranks reach into one another's memory."""
+        return False
+
+    @property
+    def supports_time_estimate(self) -> bool:
+        """Whether it tells how long a call would take."""
+        return False
+
+    # Its name from torch 2.15 on.
+    _supports_time_estimate = supports_time_estimate
+
+    @property
+    def options(self) -> Foreign:
+        """The options that torch makes groups of this one with."""
+        return _Backend.Options(self.backend_name, self.timeout)
+
+    def split(self, store: Foreign, ranks: Sequence[int], opts: Foreign) -> MpidistBackend:
+        """Return a backend of some ranks, this one among them (collective over them)."""
+        return MpidistBackend(self.comm.group(ranks), self.backend_name, self._options_of_another(opts))
+
+    def shrink(
+        self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: Foreign = None
+    ) -> MpidistBackend:
+        """Return a backend of the other ranks, and leave this one (collective over them).
+
+        What is on its way ends with an error, whatever the flags say: the excluded ranks take no part in it.
+        """
+        del shrink_flags
+        left = [rank for rank in range(self.comm.size) if rank not in ranks_to_exclude]
+        self.abort()
+        comm = self.comm.group(left)
+        replace_default(self.comm, comm)
+        return MpidistBackend(comm, self.backend_name, self._options_of_another(opts_override))
+
+    def _options_of_another(self, given: Foreign) -> CommunicationOptions | None:
+        return self._options if given is None else self.options_within(given._timeout)
+
     def shutdown(self) -> None:
         """Finish the works on their way, and free the communicator (collective)."""
+        if self in _open:
+            _open.remove(self)
         self.close()

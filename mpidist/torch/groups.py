@@ -39,7 +39,17 @@ def communicator_for(ranks: Sequence[int], rank: int, size: int, options: Commun
         if not ranks:
             _default[:] = [ref(comm)]
         return comm
-    base = _default[0]() if _default else None
+    base = _default_comm()
     if base is None:
         raise LaunchError("a group of some ranks is made of a default group that is mpidist's; this one is not")
     return base.group(list(ranks))
+
+
+def replace_default(old: Communicator, new: Communicator) -> None:
+    """Have further groups made from ``new`` where they were made from ``old``."""
+    if _default_comm() is old:
+        _default[:] = [ref(new)]
+
+
+def _default_comm() -> Communicator | None:
+    return _default[0]() if _default else None

@@ -235,6 +235,10 @@ class MpiStore(_Store):
         """Return True: there are append, multi_get and multi_set."""
         return True
 
+    def clone(self) -> MpiStore:
+        """Return the store, which all threads of a process may use at once."""
+        return self
+
     # The names that C++ looks up.
     deleteKey, getNumKeys, hasExtendedApi = delete_key, num_keys, has_extended_api  # noqa: N815
 

@@ -45,12 +45,16 @@ class Operations:
         comm: The ranks of the group.
         name: Of the backend, for profilers.
         options: Laid over those of the communicator.
+
+    Attributes:
+        calls: The collectives so far.
     """
 
     def __init__(self, comm: Communicator, name: str, options: CommunicationOptions | None = None) -> None:
         self.comm, self.backend_name, self._options = comm, name, options
         self._program = threading.RLock()
         self._works = OpenWorks()
+        self.calls = 0
 
     # One array in, one out --------------------------------------------------------------------------------------
 
@@ -123,10 +127,13 @@ class Operations:
         """Return once all ranks have come."""
         return self._do("barrier", "barrier", [], [], options_of(c10d.BarrierOptions, opts, timeout), nothing)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Return once all ranks have come; the error after the timeout names the others."""
+    def monitored_barrier(self, timeout: Foreign = None, wait_all_ranks: bool = False) -> None:
+        """Return once all ranks have come; the error after the timeout names the others.
+
+        C++ gives the timeout within options.
+        """
         del wait_all_ranks  # the report is of all ranks anyway
-        opts = options_of(c10d.BarrierOptions, None, timeout)
+        opts = options_of(c10d.BarrierOptions, None, getattr(timeout, "timeout", timeout))
         opts.asyncOp = False
         self.barrier(opts)
 
@@ -341,8 +348,18 @@ class Operations:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the calls that have none of their own."""
+        self._options = self.options_within(timeout)
+
+    def options_within(self, timeout: timedelta) -> CommunicationOptions:
+        """Return the options of the group with a timeout."""
         options = CommunicationOptions() if self._options is None else self._options
-        self._options = options.merge(CommunicationOptions(timeout_seconds=timeout.total_seconds()))
+        return options.merge(CommunicationOptions(timeout_seconds=timeout.total_seconds()))
+
+    @property
+    def timeout(self) -> timedelta:
+        """The timeout of the calls that have none of their own."""
+        seconds = None if self._options is None else self._options.timeout_seconds
+        return c10d.default_pg_timeout if seconds is None else timedelta(seconds=seconds)
 
     # The end ----------------------------------------------------------------------------------------------------
 
@@ -357,6 +374,11 @@ class Operations:
                 self.comm.close()
             except (CollectiveTimeoutError, MismatchError, PeerError) as error:
                 _log.warning("mpidist: a process group was left without the others: %s", error)
+
+    def abort(self) -> None:
+        """Leave the group without the other ranks; works end with an error (local)."""
+        self.comm.abort()
+        self._works.move()
 
     # Inside -----------------------------------------------------------------------------------------------------
 
@@ -383,10 +405,9 @@ class Operations:
             args: Of the method.
             kwargs: Of the method.
         """
+        self.calls += opts is not None
         if opts is not None and opts.timeout > _UNSET:
-            seconds = opts.timeout.total_seconds()
-            options = CommunicationOptions() if self._options is None else self._options
-            kwargs["options"] = options.merge(CommunicationOptions(timeout_seconds=seconds))
+            kwargs["options"] = self.options_within(opts.timeout)
         elif self._options is not None:
             kwargs["options"] = self._options
         ended = begin_event(f"{self.backend_name}:{event}", given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from mpidist.collectives import Communicator
 from mpidist.core.callsite import skip_frames_of
 from mpidist.core.options import CommunicationOptions
-from mpidist.torch.backend import MpidistBackend, can_be_used
+from mpidist.torch.backend import MpidistBackend, are_of_other_backends, can_be_used
 from mpidist.torch.foreign import Foreign
 from mpidist.torch.groups import communicator_for
 from mpidist.torch.operations import Operations
@@ -66,6 +67,25 @@ class MpidistProcessGroup(Operations, _ProcessGroup):
         """Return the store of the group."""
         return self._store
 
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Foreign = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Foreign = None,
+    ) -> MpidistProcessGroup:
+        """Return a group of some ranks, this one among them (collective over them)."""
+        name = group_name or f"{self._group_name}:split:{ranks}"
+        options = self.options_within(self.timeout if timeout is None else timeout)
+        group = MpidistProcessGroup(
+            self.comm.group(ranks), self.backend_name, dist.PrefixStore(f"{name}/", self._store), options
+        )
+        group.setGroupName(name)
+        group.setGroupDesc(group_desc or "")
+        return group
+
     def shutdown(self) -> None:
         """Finish the works on their way, and free the communicator (collective)."""
         self.close()
@@ -89,6 +109,8 @@ def create(name: str, given: Foreign, options: Foreign) -> Foreign:
 
 
 def _options(given: Foreign, options: Foreign) -> CommunicationOptions:
+    if are_of_other_backends(options):
+        options = None
     if not (options is None or isinstance(options, CommunicationOptions)):
         raise TypeError(f"pg_options is {options!r}; expected None or mpidist.experimental.CommunicationOptions(...)")
     chosen: CommunicationOptions = CommunicationOptions() if options is None else options

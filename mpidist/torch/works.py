@@ -140,7 +140,13 @@ class StartedWork(_TorchWork):
 
     def get_future(self) -> Foreign:
         """Return a future with the tensors, which completes on the progress thread."""
-        return self._future
+        # In C++, where DDP waits, an exception that Python sets is the result. That of a callback is an error.
+        return self._future.then(self._checked_tensors)
+
+    def _checked_tensors(self, _: Foreign) -> list[Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._tensors
 
     def advance(self) -> bool:
         """Complete the future if the collective has ended, and return whether it has. Called by the progress thread."""
@@ -193,10 +199,7 @@ class StartedWork(_TorchWork):
             self._completing.release()
         if self._ended is not None:
             self._ended()
-        if self._error is None:
-            self._future.set_result(self._tensors)
-        else:
-            self._future.set_exception(self._error)
+        self._future.set_result(None)
 
 
 def advise(error: CollectiveTimeoutError) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.ranks import jobs
 
-pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
 
 pytestmark = [pytest.mark.torch, pytest.mark.one_rank, pytest.mark.jobs]
 
@@ -144,6 +144,96 @@ def test_a_group_of_mpidist_beside_gloo() -> None:
     """
     done = jobs.run_script(START + dedent(program), 2)
     assert done.returncode == 0, done.stderr
+
+
+IS_BACKEND = hasattr(torch._C._distributed_c10d.Backend, "supports_reconfigure")
+only_backend = pytest.mark.skipif(not IS_BACKEND, reason="torch takes a Backend of Python, and the name, from 2.14 on")
+
+
+@only_backend
+def test_the_name_mpi() -> None:
+    program = """
+    assert dist.get_backend() == "mpi"
+    half = dist.new_group([0])
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor[0] == size
+    if rank == 0:
+        dist.all_reduce(tensor, group=half)
+    print("end")
+    """
+    done = jobs.run_script(START.replace("mpidist", "mpi") + dedent(program), 2)
+    assert (done.returncode, done.stdout.split()) == (0, ["end", "end"]), done.stderr
+
+
+@only_backend
+@pytest.mark.parametrize("devices", ["cpu:mpidist", "cpu:mpidist,meta:gloo"])
+def test_a_backend_for_each_device(devices: str) -> None:
+    program = """
+    groups = [None, dist.new_group([0, 1]), dist.new_group(backend="cpu:gloo"), dist.new_group(backend="cpu:mpidist")]
+    for group in groups:
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=group)
+        assert tensor[0] == size
+    kinds = [type(group._get_backend(torch.device("cpu"))).__name__ for group in [dist.group.WORLD, *groups[1:]]]
+    assert kinds == ["MpidistBackend", "MpidistBackend", "ProcessGroupGloo", "MpidistBackend"], kinds
+    print("end")
+    """
+    done = jobs.run_script(START.replace("mpidist", devices) + dedent(program), 2)
+    assert (done.returncode, done.stdout.split()) == (0, ["end", "end"]), done.stderr
+
+
+@only_backend
+def test_torch_finds_the_backend_by_its_name() -> None:
+    """By the entry point of torch.distributed, where that of torch is off."""
+    program = (
+        "import torch, torch.distributed as dist\n"
+        "assert 'MPIDIST' not in dist.Backend._plugins\n"
+        "dist.init_process_group('mpidist', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "print(dist.get_backend())"
+    )
+    environment = {**jobs.child_environment(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "mpidist", done.stderr
+
+
+@only_backend
+def test_monitored_barrier_names_who_is_missing() -> None:
+    program = """
+    from datetime import timedelta
+    from mpidist.errors import CollectiveTimeoutError
+    dist.monitored_barrier()
+    if rank == 0:
+        try:
+            dist.monitored_barrier(timeout=timedelta(seconds=1))
+        except CollectiveTimeoutError as error:
+            print("rank 1: has not come to it" in str(error))
+        dist.distributed_c10d._get_default_store().set("late", "yes")
+    else:
+        dist.distributed_c10d._get_default_store().wait(["late"])
+    """
+    done = jobs.run_script(START + dedent(program), 2)
+    assert done.stdout.split() == ["True"], done.stderr
+
+
+def test_groups_under_the_wrapper_of_debugging() -> None:
+    program = """
+    import gc
+    group = dist.new_group()
+    gc.collect()
+    for each in (None, group):
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=each)
+        assert tensor[0] == size
+        found = [None] * size
+        dist.all_gather_object(found, rank, group=each)
+        assert found == [0, 1]
+    dist.destroy_process_group()
+    print("end")
+    """
+    done = jobs.run_script(START + dedent(program), 2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    assert (done.returncode, done.stdout.split()) == (0, ["end", "end"]), done.stderr
 
 
 def test_the_timeout_of_a_group() -> None:

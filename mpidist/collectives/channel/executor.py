@@ -30,6 +30,9 @@ T = TypeVar("T")
 # Works that were submitted and never waited for: beyond this many the oldest is finished first.
 _MOST_WORKS = 256
 DEADLOCKED = "its ranks waited for one another in different communicators"
+_ABORTED = "this rank has aborted it"
+# So long may another thread have the lock for one step.
+_ABORT_SECONDS = 0.1
 # Those of the open channels of this process.
 _executors: list[Executor] = []
 
@@ -107,6 +110,7 @@ class Executor:
         self._has_ended = False
         self._given_up: Steps[object] | None = None
         self._interrupted: BaseException | None = None
+        self._aborted: PeerError | None = None
         _executors.append(self)
 
     @property
@@ -266,6 +270,21 @@ class Executor:
         if not self._waits:
             self.unusable = reason
 
+    def abort(self) -> None:
+        """End the operations of this rank with an error, in all threads; take no more.
+
+        What other ranks wait for of it is finished when the program ends, as far as they have come by then.
+        """
+        if self.unusable is None:
+            self._aborted = PeerError(f"this {self._owner} can no longer be used: {_ABORTED}")
+            self.unusable = _ABORTED
+        # A thread that has the lock for longer waits in an operation, and ends it and the works at its next look.
+        if self._lock.take_if_free(_ABORT_SECONDS):
+            try:
+                self._step_oldest()
+            finally:
+                self._lock.give_back()
+
     # The end ----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
@@ -342,6 +361,10 @@ class Executor:
         if not self._works:
             return
         work = self._works[0]
+        if self._aborted is not None:
+            self._give_up(_stepping(work), _ABORTED)
+            self._settle_all(self._aborted)
+            return
         try:
             if work.step():
                 self._works.popleft()
@@ -385,6 +408,10 @@ class Executor:
 
     def _deadline(self, steps: Steps[object], operation: Operation[object], timeout: float) -> Deadline:
         def meanwhile() -> None:
+            if self._aborted is not None:
+                self._give_up(steps, _ABORTED)
+                self._settle_all(self._aborted)
+                raise self._aborted
             self._move_others()
             for ask in self._observers.waits:
                 error = ask(operation)

@@ -147,9 +147,13 @@ class ChannelLock:
         self._anyone.release()
         self._program.release()
 
-    def take_if_free(self) -> bool:
-        """Take the lock for one step unless another thread has it; return whether that worked."""
-        return self._anyone.acquire(blocking=False)
+    def take_if_free(self, seconds: float = 0.0) -> bool:
+        """Take the lock for one step unless another thread has it; return whether that worked.
+
+        Args:
+            seconds: How long to wait for it.
+        """
+        return self._anyone.acquire(timeout=seconds)
 
     def give_back(self) -> None:
         """Give the lock back after the step."""

@@ -27,7 +27,7 @@ from mpidist.collectives.mpi.waiting import Steps, drive, until_done
 from mpidist.collectives.node.packing import in_order
 from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline
-from mpidist.core.errors import MessageTimeoutError, MismatchError
+from mpidist.core.errors import MessageTimeoutError, MismatchError, PeerError
 from mpidist.core.message_tags import DATA_OF_PROGRAMS, HEADS_OF_PROGRAMS, TAGS_OF_PROGRAMS
 from mpidist.topology import import_mpi
 
@@ -97,6 +97,16 @@ class PointToPoint:
             # Messages are handed to MPI in the order of the calls.
             self._step(work)
         return work
+
+    def abort(self) -> None:
+        """End all messages of this rank with an error.
+
+        MPI may still write to the memory of one, which is kept.
+        """
+        error = PeerError("this Communicator was aborted while the message was under way")
+        with self._lock:
+            for work in self._under_way:
+                work.settle(error)
 
     def later(self, work: Work[T]) -> Work[T]:
         """Have a work go on while the program computes, or waits for something else."""
