@@ -1,0 +1,67 @@
+"""torch.compile of programs with collectives."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.torch.test_training import network, train, trained_alone
+
+torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+nn = torch.nn
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.powers,
+    # torch warns of its own deprecated parts.
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.timeout(300),
+]
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+COMPILERS = ["aot_eager", pytest.param("inductor", marks=needs_compiler)]
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty cache for what the compiler writes, and no threads that it would leave behind."""
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_functional_collectives(dist: Any, compiler: str) -> None:
+    import torch.distributed._functional_collectives as functional
+
+    def doubled_sum(tensor: Any) -> Any:
+        return functional.all_reduce(2 * tensor, "sum", dist.group.WORLD) + 1
+
+    compiled = torch.compile(doubled_sum, backend=compiler, fullgraph=True)
+    for number in (1, 2):
+        expected = 2 * number * dist.get_world_size() + 1
+        assert compiled(torch.full((3,), float(number))).tolist() == [expected] * 3
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_plain_collectives(dist: Any, compiler: str) -> None:
+    def total(tensor: Any) -> Any:
+        tensor = 2 * tensor
+        dist.all_reduce(tensor)
+        return tensor + 1
+
+    compiled = torch.compile(total, backend=compiler, fullgraph=True)
+    for number in (1, 2):
+        expected = 2 * number * dist.get_world_size() + 1
+        assert compiled(torch.full((3,), float(number))).tolist() == [expected] * 3
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_ddp(dist: Any, compiler: str) -> None:
+    model = torch.compile(nn.parallel.DistributedDataParallel(network()), backend=compiler)
+    found = train(model, dist.get_rank())
+    for mine, expected in zip(found, trained_alone(dist.get_world_size()), strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
