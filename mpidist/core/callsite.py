@@ -10,6 +10,8 @@ from types import FrameType
 
 _CONTEXTLIB = contextlib.__file__
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# Beside the package, since importing a module of the package imports all of it.
+_TORCH_ENTRY = _PACKAGE.rstrip(os.sep) + "_torch_entry.py"
 _LIBRARIES = (
     _PACKAGE,
     "<frozen ",
@@ -28,7 +30,7 @@ def skip_frames_of(file: str) -> None:
 
 def is_of_package(file: str) -> bool:
     """Return whether code of ``file`` is mpidist's own."""
-    return file.startswith(_PACKAGE)
+    return file.startswith((_PACKAGE, _TORCH_ENTRY))
 
 
 def is_of_program(file: str) -> bool:

@@ -28,7 +28,7 @@ COMPILERS = ["aot_eager", pytest.param("inductor", marks=needs_compiler)]
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An empty cache for what the compiler writes, and no threads that it would leave behind."""
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
 

@@ -97,14 +97,13 @@ def test_ddp_with_a_hook(dist: Any, name: str) -> None:
         torch.testing.assert_close(mine, expected, atol=exactness, rtol=exactness)
 
 
-@pytest.mark.parametrize("kind", ["powerSGD_hook", "batched_powerSGD_hook"])
-def test_ddp_with_power_sgd(dist: Any, kind: str) -> None:
+def test_ddp_with_power_sgd(dist: Any) -> None:
     """Its hook starts collectives where a future completes, in an order that is the ranks' with one bucket alone."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     model = nn.parallel.DistributedDataParallel(network(), bucket_cap_mb=25)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
-    model.register_comm_hook(state, getattr(powerSGD_hook, kind))
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     found = train(model, dist.get_rank())
     total = torch.stack([parameter.sum() for parameter in found])
     of_all = [torch.empty_like(total) for _ in range(dist.get_world_size())]
