@@ -49,15 +49,18 @@ class Reader(lightning.LightningModule):
         )
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        """Return the loss of some images."""
         images, labels = batch
         return nn.functional.cross_entropy(self.network(images), labels)
 
     def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
+        """Count those that are read right."""
         images, labels = batch
         right = (self.network(images).argmax(1) == labels).float().mean()
         self.log("accuracy", right, sync_dist=True, batch_size=len(labels))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return what changes the weights."""
         return torch.optim.AdamW(self.parameters(), 3e-3)
 
 

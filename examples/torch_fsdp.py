@@ -53,6 +53,7 @@ class Transformer(nn.Module):
         self.digit = nn.Linear(WIDTH, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return ten numbers for each image, of which the largest is at its digit."""
         return self.digit(self.layers(self.words(images) + self.places).mean(1))
 
 
@@ -63,10 +64,12 @@ class Training:
         self.model, self.optimizer, self.epoch = model, optimizer, 0
 
     def state_dict(self) -> dict[str, Any]:
+        """Return what is to be saved, each rank its parts."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what was saved."""
         model, optimizer = state["model"], state["optimizer"]
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
         self.epoch = state["epoch"]

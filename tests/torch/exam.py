@@ -4,7 +4,8 @@
 
 They are run by mpirun, in the process groups ``mpidist`` (without PyTorch's rules of what which backend can do, which
 go by names) or ``mpi`` (with its rules). Tests that pass are listed in passing_BACKEND.txt; it is an error if one of
-these does not pass. ``--share 4`` takes a quarter of them, which the hash of the commit decides; ``--all`` runs the others, too, and ``--update`` writes the list anew.
+these does not pass. ``--share 4`` takes a quarter of them, which the hash of the commit decides; ``--all`` runs the
+others, too, and ``--update`` writes the list anew.
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -25,11 +27,17 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inducto
 COMPILERS = ["aot_eager", pytest.param("inductor", marks=needs_compiler)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiler_has_started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An empty cache for all that the compiler writes, and its threads, which live as long as the process."""
+    with patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path_factory.mktemp("inductor"))):
+        if shutil.which("g++") is not None:
+            torch.compile(torch.sin)(torch.ones(3))
+        yield
+
+
 @pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty cache for what the compiler writes, and no threads that it would leave behind."""
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+def nothing_is_compiled() -> None:
     torch._dynamo.reset()
 
 

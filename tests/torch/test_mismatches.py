@@ -1,4 +1,4 @@
-"""Ranks that call different things in torch.distributed: one error on all, with the line of each, and the group goes on."""
+"""Ranks that call different things in torch.distributed: one error on all, with both lines, and the group goes on."""
 
 from __future__ import annotations
 
