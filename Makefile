@@ -25,8 +25,8 @@
 #
 # Variables: PYTHON (the interpreter to start from), VENV, RANKS, OUT, TRAIN_ARGS, CHECK_ARGS (of python -m tests.checks,
 # such as --only "2 ranks"), TEST_ARGS, BENCH_OUT, BENCH_ARGS, BENCH_FOLDER, STEP_SECONDS, CUDA (12 or 13, of the GPU's
-# driver), CUPY_VENV, MPICH_VENV, TORCH_VENV, TYPES_VENV, and MPIRUN: on a cluster, `make test MPIRUN="mpirun"` takes the
-# cluster's MPI instead of the one from PyPI.
+# driver), CUPY_VENV, MPICH_VENV, TORCH_VENV, TORCH, TORCH_SHARE (4: a quarter of PyTorch's own tests, by turns),
+# TYPES_VENV, and MPIRUN: on a cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI instead of the one from PyPI.
 
 SHELL := /bin/sh
 PYTHON ?= python3
@@ -48,7 +48,9 @@ MPICH_VENV ?= .venv-mpich
 TORCH_VENV ?= .venv-torch
 TYPES_VENV ?= .venv-types
 # What pip installs there, such as TORCH="torch==2.13.0+cpu jax".
-TORCH ?= torch jax expecttest
+TORCH ?= torch jax expecttest lightning accelerate transformers
+# Of how many of PyTorch's own tests one is run; the hash of the commit decides which. 4: within four minutes in all.
+TORCH_SHARE ?= 1
 
 ifeq ($(origin MPIRUN),undefined)
 MPIRUN := $(VENV)/bin/mpirun
@@ -158,8 +160,8 @@ test-torch: $(TORCH_VENV)/.done $(NATIVE)
 	$(LIMIT) $(TORCH_VENV)/bin/python -m pytest -q $(TORCH_TESTS) tests/torch < /dev/null
 	$(call TORCH_PYTEST,2) $(TORCH_TESTS) tests/torch < /dev/null
 	MPIDIST_RANKS_PER_NODE=2 $(call TORCH_PYTEST,4) tests/torch < /dev/null
-	$(LIMIT) $(TORCH_VENV)/bin/python -m tests.torch.exam < /dev/null
-	$(LIMIT) $(TORCH_VENV)/bin/python -m tests.torch.exam --backend mpi < /dev/null
+	$(LIMIT) $(TORCH_VENV)/bin/python -m tests.torch.exam --share $(TORCH_SHARE) < /dev/null
+	$(LIMIT) $(TORCH_VENV)/bin/python -m tests.torch.exam --share $(TORCH_SHARE) --backend mpi < /dev/null
 
 $(TORCH_VENV)/.done: pyproject.toml setup.cfg
 	$(call CHECK,$(TORCH_VENV))

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 
 from mpidist.arrays.convert import fill_torch, to_array
-from mpidist.arrays.dtypes import Array
+from mpidist.arrays.dtypes import Array, as_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # NumPy has nothing for them, and to move them is to move their bytes.
 _OPAQUE = tuple(dtype for name, dtype in vars(torch).items() if name.startswith("float8"))
-# Those that NumPy has, too.
-_OF_NUMPY = {torch.from_numpy(np.empty(0, code)).dtype for code in "?bhilBefdFD"}
+# Those that NumPy has, too, and how it writes them.
+_OF_NUMPY = {torch.from_numpy(np.empty(0, code)).dtype: np.dtype(code).str for code in "?bhilBefdFD"}
 
 
 def array_of(tensor: Tensor) -> Array:
@@ -72,13 +72,32 @@ def fill(tensor: Tensor, array: Array) -> None:
         fill_torch(tensor, array)
 
 
+class _Memory:
+    """The memory of a tensor, as NumPy asks for it. It keeps the tensor alive as long as an array lies over it."""
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "typestr": _OF_NUMPY[tensor.dtype],
+        }
+
+
 def _plain_array(tensor: Tensor) -> Array:
     tensor = tensor.detach()
-    if tensor.dtype in _OF_NUMPY and tensor.is_cpu:
-        # The way of most tensors, without the questions that arrays of all libraries are asked.
-        array: Array = tensor.numpy()
-        return array
-    return to_array(tensor.view(torch.uint8) if tensor.dtype in _OPAQUE else tensor, "tensor")
+    if tensor.dtype in _OPAQUE:
+        tensor = tensor.view(torch.uint8)
+    if tensor.is_cpu:
+        # Tensor.numpy() would keep torch from giving the memory back and taking it again, as FSDP and PowerSGD do.
+        if tensor.dtype in _OF_NUMPY:
+            return np.asarray(_Memory(tensor))
+        if tensor.dtype == torch.bfloat16:
+            return np.asarray(_Memory(tensor.view(torch.int16))).view(as_dtype("bfloat16"))
+    return to_array(tensor, "tensor")
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from mpidist.collectives.channel.progress import progress
 from mpidist.collectives.channel.work import Work
+from mpidist.core.daemon_thread import is_own_thread
 from mpidist.core.errors import CollectiveTimeoutError
 from mpidist.torch.foreign import Foreign
 
@@ -228,8 +229,9 @@ class OpenWorks:
         with self._lock:
             self._works.append(work)
         progress.watch(self.move)
-        if self.move not in progress.watched:
-            # There is no progress thread: whoever waits for the future in C++ would wait for ever.
+        if self.move not in progress.watched or is_own_thread():
+            # Whoever waits for the future in C++ would wait for ever: there is no progress thread, or it is this one,
+            # in a function that was given to the future of an earlier work.
             work.settle()
 
     def move(self) -> StartedWork | None:

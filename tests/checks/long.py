@@ -49,11 +49,16 @@ def always() -> list[Part]:
 
 def share() -> list[Part]:
     """Return the share of the commit that is checked out."""
+    names = share_of(commit())
+    return [part for part in everything() if part.name in names]
+
+
+def commit() -> str:
+    """Return the hash of the commit that is checked out, which decides what is by turns."""
     asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     if asked.returncode != 0:
         raise SystemExit(f"the commit decides which long tests are run, and git does not tell it: {asked.stderr}")
-    names = share_of(asked.stdout.strip())
-    return [part for part in everything() if part.name in names]
+    return asked.stdout.strip()
 
 
 def share_of(commit: str) -> list[str]:

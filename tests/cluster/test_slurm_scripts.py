@@ -119,6 +119,14 @@ def test_workers_that_do_not_wait_for_one_another(start: Submit, script: str) ->
         assert float(re.findall(r"test accuracy ([\d.]+)%", line)[0]) >= 96
 
 
+def test_a_program_of_torch(start: Submit, folder: Path) -> None:
+    pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+    job = start("torch", "--nodes=2", "--ntasks-per-node=2")
+    check_completed(job, "torch")
+    assert float(re.findall(r"([\d.]+) % of the test images", job.output)[-1]) > 90
+    assert (folder / "out" / job.number / "epoch-008" / ".metadata").exists()
+
+
 def test_an_evaluator_beside_the_training(start: Submit, folder: Path) -> None:
     job = start(
         "evaluator", "--nodes=2", "--ntasks-per-node=2",

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "slurm"
 SCRIPTS = sorted(FOLDER.glob("*.sbatch"))
 EXPECTED = {
     "apptainer", "array", "benchmarks", "coordinator", "cpu_mpirun", "cpu_srun_pmi2", "cpu_srun_pmix", "evaluator",
-    "factorization", "gpu_rank_per_gpu", "gpu_rank_per_node", "parameter_server", "preemptible",
+    "factorization", "gpu_rank_per_gpu", "gpu_rank_per_node", "parameter_server", "preemptible", "torch",
 }  # fmt: skip
 ALIKE = "# From here on the scripts of this folder are alike.\n"
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "SLURM_NTASKS": "2", "SLURM_CPUS_PER_TASK": "1"}
