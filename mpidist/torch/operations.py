@@ -19,11 +19,11 @@ from mpidist.core.options import CommunicationOptions
 from mpidist.torch.arguments import listed, nested, options_of
 from mpidist.torch.compiling import keep_compiler_out
 from mpidist.torch.foreign import Foreign
-from mpidist.torch.profiling import begin_event
-from mpidist.torch.reductions import Reduction
+from mpidist.torch.profiling import begin_event, is_profiling
+from mpidist.torch.reductions import SUM, Reduction
 from mpidist.torch.results import Finish, bringing, filling, filling_flat, gathered_parts, nothing
 from mpidist.torch.sparse import gathered_elements
-from mpidist.torch.tensors import array_of, fill, target_of, targets_of
+from mpidist.torch.tensors import array_of, fill, memory_of, target_of, targets_of
 from mpidist.torch.works import DoneWork, ManyWorks, OpenWorks, StartedWork, advise
 
 if TYPE_CHECKING:
@@ -63,7 +63,26 @@ class Operations:
         op: Foreign = None,
     ) -> Foreign:
         """Reduce tensors in place, on all ranks."""
-        return self._reduce_in_place(listed(tensors), options_of(c10d.AllreduceOptions, opts, timeout, reduceOp=op))
+        tensors, opts = listed(tensors), options_of(c10d.AllreduceOptions, opts, timeout, reduceOp=op)
+        return self._sum_in_place(tensors, opts) or self._reduce_in_place(tensors, opts)
+
+    def _sum_in_place(self, tensors: Sequence[Tensor], opts: Foreign) -> Foreign:
+        """Sum up one tensor where it lies, and wait, as most calls do; None where others have more to ask for."""
+        if opts.asyncOp or len(tensors) > 1 or hash(opts.reduceOp) != SUM or opts.timeout > _UNSET:
+            return None
+        if self._options is not None or is_profiling():
+            return None
+        array = memory_of(tensors[0])
+        # A sum of bools is another operation.
+        if array is None or array.dtype.kind == "b":
+            return None
+        try:
+            with self._program:
+                self.comm.all_reduce("SUM", array, out=array)
+        except CollectiveTimeoutError as error:
+            advise(error)
+            raise
+        return DoneWork(list(tensors))
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Foreign = None) -> Foreign:
         """Reduce tensors in place, on all ranks, in one go."""

@@ -72,8 +72,22 @@ def fill(tensor: Tensor, array: Array) -> None:
         fill_torch(tensor, array)
 
 
+def memory_of(tensor: Tensor) -> Array | None:
+    """Return the array over a tensor's memory where its elements lie there in order, as NumPy has them; else None.
+
+    A tensor that is part of a graph is none of those.
+    """
+    try:
+        # Asks all that there is to ask, at half the price.
+        array: Array = tensor.numpy()
+    except (RuntimeError, TypeError):
+        return None
+    return array if array.flags.c_contiguous else None
+
+
 def _plain_array(tensor: Tensor) -> Array:
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.dtype in _OF_NUMPY and tensor.is_cpu:
         # The way of most tensors, without the questions that arrays of all libraries are asked.
         array: Array = tensor.numpy()

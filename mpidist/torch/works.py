@@ -32,7 +32,7 @@ class DoneWork(_TorchWork):
     """
 
     def __init__(self, tensors: list[Tensor], source: int | None = None) -> None:
-        super().__init__()
+        _TorchWork.__init__(self)
         self._tensors, self._source = tensors, source
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
