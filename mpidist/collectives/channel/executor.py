@@ -197,6 +197,8 @@ class Executor:
             if timeout is None or timeout >= work.timeout - work.waited:
                 while self._works and not work.is_done:
                     self._finish_oldest()
+                if self._works:
+                    progress.wake()
             elif not work.is_done:
                 work.waited += timeout
                 drive(
@@ -243,7 +245,7 @@ class Executor:
                 self._step_oldest()
             finally:
                 self._lock.give_back()
-        return self.oldest_work()
+        return None if self._waits else self.oldest_work()
 
     def status(self) -> ChannelStatus:
         """Return the activity of this rank."""

@@ -20,6 +20,8 @@ _log = logging.getLogger("mpidist")
 _SHORTEST_NAP_SECONDS = 5e-5
 # In this time less passes than the buffers of a network connection hold.
 _LONGEST_NAP_SECONDS = 5e-4
+# A program that uses less of a core waits, and leaves it to the works.
+_IDLE_SHARE = 0.1
 # Moves works on, and returns the one that is next to be moved on.
 Move = Callable[[], object | None]
 
@@ -45,6 +47,8 @@ class Progress(DaemonThread[Move]):
         super().__init__("progress")
         self._nap = _SHORTEST_NAP_SECONDS
         self._last: list[int | None] = []
+        # The clock, and the time that the other threads had used a core, at the last look.
+        self._since = self._others = 0.0
         self._is_allowed: bool | None = None
 
     def watch(self, move: Move) -> None:
@@ -63,9 +67,16 @@ class Progress(DaemonThread[Move]):
             return None
         self._nap = min(1.25 * self._nap, _LONGEST_NAP_SECONDS) if works == self._last else _SHORTEST_NAP_SECONDS
         self._last = works
-        # To be woken earlier would cost the program more than it gains.
-        time.sleep(self._nap)
+        # To be woken earlier would cost the program more than it gains, if it computes.
+        time.sleep(0.0 if self._is_idle() else self._nap)
         return 0.0
+
+    def _is_idle(self) -> bool:
+        """Return whether the program has hardly used a core since the last call."""
+        now, others = time.perf_counter(), time.process_time() - time.thread_time()
+        idle = others - self._others < _IDLE_SHARE * (now - self._since)
+        self._since, self._others = now, others
+        return idle
 
 
 def _moved(move: Move) -> int | None:
