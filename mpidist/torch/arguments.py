@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def listed(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the tensors as a sequence, also if one is given by itself."""
-    return tensors if isinstance(tensors, list) or not isinstance(tensors, torch.Tensor) else [tensors]
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
 def nested(lists: Sequence[Foreign]) -> Sequence[Sequence[Tensor]]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 c10d: Foreign = torch.distributed.distributed_c10d
 _log = logging.getLogger("mpidist")
+_AllreduceOptions = c10d.AllreduceOptions
 # Written by torch where a call has no timeout of its own.
 _UNSET = timedelta(0)
 _MESSAGES = ("send_async", "recv_async")
@@ -63,10 +64,13 @@ class Operations:
         op: Foreign = None,
     ) -> Foreign:
         """Reduce tensors in place, on all ranks."""
-        tensors, opts = listed(tensors), options_of(c10d.AllreduceOptions, opts, timeout, reduceOp=op)
-        return self._sum_in_place(tensors, opts) or self._reduce_in_place(tensors, opts)
+        if isinstance(opts, _AllreduceOptions) and isinstance(tensors, list):
+            done = self._sum_in_place(tensors, opts)
+            if done is not None:
+                return done
+        return self._reduce_in_place(listed(tensors), options_of(_AllreduceOptions, opts, timeout, reduceOp=op))
 
-    def _sum_in_place(self, tensors: Sequence[Tensor], opts: Foreign) -> Foreign:
+    def _sum_in_place(self, tensors: list[Tensor], opts: Foreign) -> Foreign:
         """Sum up one tensor where it lies, and wait, as most calls do; None where others have more to ask for."""
         if opts.asyncOp or len(tensors) > 1 or hash(opts.reduceOp) != SUM or opts.timeout > _UNSET:
             return None
@@ -82,7 +86,7 @@ class Operations:
         except CollectiveTimeoutError as error:
             advise(error)
             raise
-        return DoneWork(list(tensors))
+        return DoneWork([*tensors])
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Foreign = None) -> Foreign:
         """Reduce tensors in place, on all ranks, in one go."""
