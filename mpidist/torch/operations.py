@@ -16,6 +16,7 @@ from mpidist.arrays.dtypes import Array
 from mpidist.collectives import Communicator
 from mpidist.core.errors import CollectiveTimeoutError, MismatchError, PeerError
 from mpidist.core.options import CommunicationOptions
+from mpidist.topology import cores_are_short
 from mpidist.torch.arguments import listed, nested, options_of
 from mpidist.torch.compiling import keep_compiler_out
 from mpidist.torch.foreign import Foreign
@@ -35,6 +36,8 @@ _AllreduceOptions = c10d.AllreduceOptions
 # Written by torch where a call has no timeout of its own.
 _UNSET = timedelta(0)
 _MESSAGES = ("send_async", "recv_async")
+# Of a tensor that takes longer than it takes another rank to come.
+_LARGE_BYTES = 1 << 20
 
 
 class Operations:
@@ -52,6 +55,8 @@ class Operations:
         self.comm, self.backend_name, self._options = comm, name, options
         self._program = threading.RLock()
         self._works = OpenWorks()
+        # Where the progress thread has no core of its own, backward hides nothing.
+        self._is_short_of_cores = cores_are_short(2)
 
     # One array in, one out --------------------------------------------------------------------------------------
 
@@ -439,6 +444,8 @@ class Operations:
         program = threading.RLock() if name in _MESSAGES else self._program
         with program:
             work = StartedWork(getattr(self.comm, name)(*args, **kwargs), finish, tensors, program, ended)
+            if name not in _MESSAGES and self._is_short_of_cores and any(t.nbytes >= _LARGE_BYTES for t in tensors):
+                work.carry_on()
         if not work.advance():
             self._works.add(work)
         return work

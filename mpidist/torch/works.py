@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 _TorchWork: Foreign = dist.Work
 _NO_LIMIT = timedelta(0)
+# Ranks that go through the same backward pass are not further apart.
+_LONGEST_START_SECONDS = 0.02
 
 
 class DoneWork(_TorchWork):
@@ -150,6 +153,14 @@ class StartedWork(_TorchWork):
             elif time.monotonic() - self._work.began > self._work.timeout:
                 self._expire()
         return self._is_over
+
+    def carry_on(self) -> None:
+        """Move it on as far as the other ranks have come, where it would only take the core from the program later.
+
+        It goes on in the background if one of them is late.
+        """
+        with contextlib.suppress(TimeoutError):
+            self._end(_LONGEST_START_SECONDS)
 
     def settle(self) -> None:
         """Wait until it has ended, well or not."""
