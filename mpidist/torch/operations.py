@@ -76,7 +76,10 @@ class Operations:
         return self._reduce_in_place(listed(tensors), options_of(_AllreduceOptions, opts, timeout, reduceOp=op))
 
     def _sum_in_place(self, tensors: list[Tensor], opts: Foreign) -> Foreign:
-        """Sum up one tensor where it lies, and wait, as most calls do; None where others have more to ask for."""
+        """Sum up one tensor where it lies, and wait, as most calls do.
+
+        None where there is more to ask.
+        """
         if opts.asyncOp or len(tensors) > 1 or hash(opts.reduceOp) != SUM or opts.timeout > _UNSET:
             return None
         if self._options is not None or is_profiling():

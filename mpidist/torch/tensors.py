@@ -73,9 +73,9 @@ def fill(tensor: Tensor, array: Array) -> None:
 
 
 def memory_of(tensor: Tensor) -> Array | None:
-    """Return the array over a tensor's memory where its elements lie there in order, as NumPy has them; else None.
+    """Return the array over a tensor's memory, or None.
 
-    A tensor that is part of a graph is none of those.
+    It is there for elements that lie one behind the other as NumPy has them, of a tensor that needs no gradient.
     """
     try:
         # Asks all that there is to ask, at half the price.

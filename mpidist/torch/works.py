@@ -155,9 +155,9 @@ class StartedWork(_TorchWork):
         return self._is_over
 
     def carry_on(self) -> None:
-        """Move it on as far as the other ranks have come, where it would only take the core from the program later.
+        """Wait for it a while.
 
-        It goes on in the background if one of them is late.
+        For where it would only take the core from the program later. It goes on in the background if another rank is late.
         """
         with contextlib.suppress(TimeoutError):
             self._end(_LONGEST_START_SECONDS)
