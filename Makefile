@@ -15,6 +15,7 @@
 #                        in .venv-cupy12 and .venv-cupy13; no GPU needed
 #   make test-mpich      tests on two ranks of the MPICH of PyPI, in .venv-mpich
 #   make test-torch      tests with PyTorch and JAX, and PyTorch's own of torch.distributed, in .venv-torch
+#   make bench-torch     measure torch.distributed beside gloo on 2 and on 4 ranks, about 6 minutes; benchmarks/results/torch-*
 #   make test-types      the types that a program and the examples see, by mypy and pyright, in .venv-types
 #   make test-gpu        tests on an NVIDIA GPU, one is enough, at most 21 minutes; summary and JSON in out/gpu/
 #   make bench-gpu       measure on a GPU, about 5 minutes, at most 9; benchmarks/results/gpu.*
@@ -81,7 +82,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .PHONY: train test quick test-all test-share mutants lint bench test-cluster bench-cluster bench-input test-chaos test-mpich
-.PHONY: gpu-env test-gpu bench-gpu test-binding test-torch test-types env native clean
+.PHONY: gpu-env test-gpu bench-gpu test-binding test-torch bench-torch test-types env native clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -167,6 +168,16 @@ $(TORCH_VENV)/.done: pyproject.toml setup.cfg
 	$(call CHECK,$(TORCH_VENV))
 	$(PYTHON) -m venv $(TORCH_VENV)
 	$(TORCH_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' $(TORCH)
+	@touch $@
+
+bench-torch: $(TORCH_VENV)/.bench $(NATIVE)
+	for ranks in 2 4; do \
+	  $(LIMIT) $(TORCH_VENV)/bin/mpirun -n $$ranks $(TORCH_VENV)/bin/python -m benchmarks torch --out $(BENCH_OUT) \
+	    $(BENCH_ARGS) < /dev/null && \
+	  $(TORCH_VENV)/bin/python -m benchmarks plot $(BENCH_OUT)/torch-$$ranks-ranks.json || exit 1; done
+
+$(TORCH_VENV)/.bench: $(TORCH_VENV)/.done
+	$(TORCH_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)bench]'
 	@touch $@
 
 # In an environment of its own: basedpyright brings Node, 300 MB.

@@ -56,20 +56,25 @@ class Gloo:
             self._dist.destroy_process_group()
 
     def _connect(self, comm: MPI.Intracomm) -> None:
+        host = self._prepare(comm)
+        is_first = comm.rank == 0
+        server = self._dist.TCPStore(host, 0, comm.size, True, wait_for_workers=False) if is_first else None
+        host, port = comm.bcast((host, server.port) if server else None)
+        store = server or self._dist.TCPStore(host, port, comm.size, False)
+        self._dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+
+    def _prepare(self, comm: MPI.Intracomm) -> str:
+        """Say in the environment where gloo is; return the address of this host."""
         from mpi4py import MPI
 
         self._torch.set_num_threads(1)
         host = MPI.Get_processor_name()
         hosts = comm.allgather(host)
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(hosts.count(host)))
-        if len(set(hosts)) == 1:
-            host = "127.0.0.1"
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        is_first = comm.rank == 0
-        server = self._dist.TCPStore(host, 0, comm.size, True, wait_for_workers=False) if is_first else None
-        host, port = comm.bcast((host, server.port) if server else None)
-        store = server or self._dist.TCPStore(host, port, comm.size, False)
-        self._dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+        if len(set(hosts)) > 1:
+            return host
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return "127.0.0.1"
 
     def all_reduce(self, array: Array) -> None:
         """Sum over all ranks, in place (gloo knows no other way)."""
@@ -88,6 +93,27 @@ class Gloo:
     def broadcast(self, array: Array) -> None:
         """Replace the array by that of rank 0."""
         self._dist.broadcast(self._torch.from_numpy(array), 0)
+
+
+class GlooBeside(Gloo):
+    """A gloo process group beside torch.distributed's default one, which another backend has.
+
+    Attributes:
+        group: The process group, inside ``connected()``.
+    """
+
+    group: Any = None
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Have the process group while the block runs (collective)."""
+        self._prepare(self._comm)
+        self.group = self._dist.new_group(backend="gloo")
+        try:
+            yield
+        finally:
+            self._dist.destroy_process_group(self.group)
+            self.group = None
 
 
 class GlooBuckets:

@@ -14,6 +14,7 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "batch": lambda n: 2 * (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
     "broadcast": lambda _: 1.0,
 }
 # The names of those who do the work, as rows carry them.
@@ -22,6 +23,13 @@ OURS, MPI, GLOO, COPY, ALONE = "mpidist", "mpi", "gloo", "copy", "alone"
 IN_PLACE = "in place"
 # The operation of all-reduces through a replica context.
 IN_CONTEXT = "context_all_reduce"
+
+# Variants of collectives that go through torch.distributed, and beside them: the Communicator's own call.
+TORCH, TORCH_WITH_LOCAL, COMMUNICATOR = "torch", "torch, LOCAL_WORLD_SIZE", "Communicator"
+# The operation of steps with DistributedDataParallel.
+DDP = "ddp"
+# Their figure that has a bar, after the name of the network.
+OF_GLOO = "communication of a step, of gloo's"
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,10 @@ class Measured:
     algorithm: str = "-"
 
 
-def measure(comm: MPI.Intracomm, cases: Sequence[Case], seconds: float) -> list[Measured]:
-    """Time ``cases`` in turn for about ``seconds`` in all, at least 11 times each (collective).
+def measure(
+    comm: MPI.Intracomm, cases: Sequence[Case], seconds: float, least: int = LEAST_REPETITIONS
+) -> list[Measured]:
+    """Time ``cases`` in turn for about ``seconds`` in all, at least ``least`` times each (collective).
 
     The order is drawn anew in each repetition (alike on all ranks), so that no case always finds the caches as the
     same other case has left them. Results are checked by a call before and a call after the timed ones.
@@ -78,7 +80,7 @@ def measure(comm: MPI.Intracomm, cases: Sequence[Case], seconds: float) -> list[
     estimates = [agreed_seconds(comm, case) for case in cases]
     calls = [case.repetition(estimate) for case, estimate in zip(cases, estimates, strict=True)]
     one_round = sum(estimate * len(group) for estimate, group in zip(estimates, calls, strict=True))
-    repetitions = min(MOST_REPETITIONS, max(LEAST_REPETITIONS, math.ceil(seconds / one_round)))
+    repetitions = min(MOST_REPETITIONS, max(least, math.ceil(seconds / one_round)))
     times: list[list[float]] = [[] for _ in cases]
     order = list(range(len(cases)))
     draw = random.Random(0)

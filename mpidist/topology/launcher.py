@@ -17,13 +17,18 @@ from mpidist.topology.mpi_library import MpiLibrary, library_of, loaded_library,
 from mpidist.topology.start_watch import watch_start
 
 
-def cores_are_short() -> bool:
+def cores_are_short(threads: int = 1) -> bool:
     """Return whether this node has more ranks than this process has cores. False where the launcher does not say.
 
     Ranks that are bound to one core each see one core and are counted as too many.
+
+    Args:
+        threads: Of each rank, that are to have a core each.
     """
     info = read_launcher()
-    return info is not None and info.local_size is not None and info.local_size > len(os.sched_getaffinity(0))
+    if info is None or info.local_size is None:
+        return False
+    return info.local_size * threads > len(os.sched_getaffinity(0))
 
 
 def _needed_environment() -> dict[str, str]:

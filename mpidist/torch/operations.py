@@ -16,14 +16,15 @@ from mpidist.arrays.dtypes import Array
 from mpidist.collectives import Communicator
 from mpidist.core.errors import CollectiveTimeoutError, MismatchError, PeerError
 from mpidist.core.options import CommunicationOptions
+from mpidist.topology import cores_are_short
 from mpidist.torch.arguments import listed, nested, options_of
 from mpidist.torch.compiling import keep_compiler_out
 from mpidist.torch.foreign import Foreign
-from mpidist.torch.profiling import begin_event
-from mpidist.torch.reductions import Reduction
+from mpidist.torch.profiling import begin_event, is_profiling
+from mpidist.torch.reductions import SUM, Reduction
 from mpidist.torch.results import Finish, bringing, filling, filling_flat, gathered_parts, nothing
 from mpidist.torch.sparse import gathered_elements
-from mpidist.torch.tensors import array_of, fill, target_of, targets_of
+from mpidist.torch.tensors import array_of, fill, memory_of, target_of, targets_of
 from mpidist.torch.works import DoneWork, ManyWorks, OpenWorks, StartedWork, advise
 
 if TYPE_CHECKING:
@@ -31,9 +32,12 @@ if TYPE_CHECKING:
 
 c10d: Foreign = torch.distributed.distributed_c10d
 _log = logging.getLogger("mpidist")
+_AllreduceOptions = c10d.AllreduceOptions
 # Written by torch where a call has no timeout of its own.
 _UNSET = timedelta(0)
 _MESSAGES = ("send_async", "recv_async")
+# Of a tensor that takes longer than it takes another rank to come.
+_LARGE_BYTES = 1 << 20
 
 
 class Operations:
@@ -55,6 +59,8 @@ class Operations:
         self._program = threading.RLock()
         self._works = OpenWorks()
         self.calls = 0
+        # Where the progress thread has no core of its own, backward hides nothing.
+        self._is_short_of_cores = cores_are_short(2)
 
     # One array in, one out --------------------------------------------------------------------------------------
 
@@ -67,7 +73,33 @@ class Operations:
         op: Foreign = None,
     ) -> Foreign:
         """Reduce tensors in place, on all ranks."""
-        return self._reduce_in_place(listed(tensors), options_of(c10d.AllreduceOptions, opts, timeout, reduceOp=op))
+        if isinstance(opts, _AllreduceOptions) and isinstance(tensors, list):
+            done = self._sum_in_place(tensors, opts)
+            if done is not None:
+                return done
+        return self._reduce_in_place(listed(tensors), options_of(_AllreduceOptions, opts, timeout, reduceOp=op))
+
+    def _sum_in_place(self, tensors: list[Tensor], opts: Foreign) -> Foreign:
+        """Sum up one tensor where it lies, and wait, as most calls do.
+
+        None where there is more to ask.
+        """
+        if opts.asyncOp or len(tensors) > 1 or hash(opts.reduceOp) != SUM or opts.timeout > _UNSET:
+            return None
+        if self._options is not None or is_profiling():
+            return None
+        array = memory_of(tensors[0])
+        # A sum of bools is another operation.
+        if array is None or array.dtype.kind == "b":
+            return None
+        try:
+            with self._program:
+                self.calls += 1
+                self.comm.all_reduce("SUM", array, out=array)
+        except CollectiveTimeoutError as error:
+            advise(error)
+            raise
+        return DoneWork([*tensors])
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Foreign = None) -> Foreign:
         """Reduce tensors in place, on all ranks, in one go."""
@@ -437,6 +469,8 @@ class Operations:
         program = threading.RLock() if name in _MESSAGES else self._program
         with program:
             work = StartedWork(getattr(self.comm, name)(*args, **kwargs), finish, tensors, program, ended)
+            if name not in _MESSAGES and self._is_short_of_cores and any(t.nbytes >= _LARGE_BYTES for t in tensors):
+                work.carry_on()
         if not work.advance():
             self._works.add(work)
         return work

@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _autograd: Foreign = torch.autograd
-_is_enabled = _autograd._profiler_enabled
+is_profiling: Callable[[], bool] = _autograd._profiler_enabled
+"""Return whether a profiler runs."""
 _enter = _autograd._record_function_with_args_enter
 _exit = _autograd._record_function_with_args_exit
 
 
 def begin_event(name: str, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
     """Begin an event, and return the function that ends it; None while no profiler runs."""
-    if not _is_enabled():
+    if not is_profiling():
         return None
     handle = _enter(name, *tensors)
 

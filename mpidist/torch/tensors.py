@@ -100,6 +100,16 @@ def _plain_array(tensor: Tensor) -> Array:
     return to_array(tensor, "tensor")
 
 
+def memory_of(tensor: Tensor) -> Array | None:
+    """Return the array over a tensor's memory, or None.
+
+    It is there for elements that lie one behind the other as NumPy has them.
+    """
+    if tensor.dtype in _OF_NUMPY and tensor.is_cpu and _is_plain(tensor):
+        return np.asarray(_Memory(tensor))
+    return None
+
+
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether the elements lie one behind the other in memory, as they are."""
     return bool(

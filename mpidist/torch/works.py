@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 _TorchWork: Foreign = dist.Work
 _NO_LIMIT = timedelta(0)
+# Ranks that go through the same backward pass are not further apart.
+_LONGEST_START_SECONDS = 0.02
 
 
 class DoneWork(_TorchWork):
@@ -33,7 +36,7 @@ class DoneWork(_TorchWork):
     """
 
     def __init__(self, tensors: list[Tensor], source: int | None = None) -> None:
-        super().__init__()
+        _TorchWork.__init__(self)
         self._tensors, self._source = tensors, source
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
@@ -157,6 +160,14 @@ class StartedWork(_TorchWork):
             elif time.monotonic() - self._work.began > self._work.timeout:
                 self._expire()
         return self._is_over
+
+    def carry_on(self) -> None:
+        """Wait for it a while.
+
+        For where it would only take the core from the program later. It goes on in the background if another rank is late.
+        """
+        with contextlib.suppress(TimeoutError):
+            self._end(_LONGEST_START_SECONDS)
 
     def settle(self) -> None:
         """Wait until it has ended, well or not."""

@@ -107,6 +107,8 @@ class Executor:
         # Since when the program has waited for the last operation that it waited for, and whether it still does.
         self._since = 0.0
         self._waits = False
+        # Whether a thread of the program waits for a work, and so moves all of them.
+        self._completes = False
         self._has_ended = False
         self._given_up: Steps[object] | None = None
         self._interrupted: BaseException | None = None
@@ -198,24 +200,32 @@ class Executor:
     def complete(self, work: Work[object], timeout: float | None) -> None:
         """Carry out works in order until ``work`` is done, for at most ``timeout`` seconds."""
         with self._lock:
-            if timeout is None or timeout >= work.timeout - work.waited:
-                while self._works and not work.is_done:
-                    self._finish_oldest()
-            elif not work.is_done:
-                work.waited += timeout
-                drive(
-                    self._polling(work),
-                    lambda: Deadline(
-                        lambda waited: self._report(work.operation, waited),
-                        lambda _: TimeoutError(
-                            f"{work.operation.text} is not done after {timeout} s; it goes on, and may be waited for "
-                            "again"
-                        ),
-                        timeout,
-                        self._warn_after,
-                        self._move_others,
+            self._completes = True
+            try:
+                self._complete(work, timeout)
+            finally:
+                self._completes = False
+                if self._works:
+                    progress.wake()
+
+    def _complete(self, work: Work[object], timeout: float | None) -> None:
+        if timeout is None or timeout >= work.timeout - work.waited:
+            while self._works and not work.is_done:
+                self._finish_oldest()
+        elif not work.is_done:
+            work.waited += timeout
+            drive(
+                self._polling(work),
+                lambda: Deadline(
+                    lambda waited: self._report(work.operation, waited),
+                    lambda _: TimeoutError(
+                        f"{work.operation.text} is not done after {timeout} s; it goes on, and may be waited for again"
                     ),
-                )
+                    timeout,
+                    self._warn_after,
+                    self._move_others,
+                ),
+            )
 
     def _wait_for(self, work: Work[object], timeout: float | None) -> None:
         """Complete a work, and tell observers of the wait."""
@@ -247,7 +257,8 @@ class Executor:
                 self._step_oldest()
             finally:
                 self._lock.give_back()
-        return self.oldest_work()
+        # Nothing is left to do for a thread that comes by while the program itself moves the works.
+        return None if self._completes else self.oldest_work()
 
     def status(self) -> ChannelStatus:
         """Return the activity of this rank."""
