@@ -157,7 +157,8 @@ class StartedWork(_TorchWork):
     def carry_on(self) -> None:
         """Wait for it a while.
 
-        For where it would only take the core from the program later. It goes on in the background if another rank is late.
+        For where it would only take the core from the program later. If another rank is late, it goes on in the
+        background.
         """
         with contextlib.suppress(TimeoutError):
             self._end(_LONGEST_START_SECONDS)
