@@ -15,7 +15,7 @@
 #                        in .venv-cupy12 and .venv-cupy13; no GPU needed
 #   make test-mpich      tests on two ranks of the MPICH of PyPI, in .venv-mpich
 #   make test-torch      tests with PyTorch and JAX, and PyTorch's own of torch.distributed, in .venv-torch
-#   make bench-torch     measure torch.distributed beside gloo on 2 and on 4 ranks, about 6 minutes; benchmarks/results/torch-*
+#   make bench-torch     measure torch.distributed beside gloo on 2 and on 4 ranks, about 5 minutes; benchmarks/results/torch-*
 #   make test-types      the types that a program and the examples see, by mypy and pyright, in .venv-types
 #   make test-gpu        tests on an NVIDIA GPU, one is enough, at most 21 minutes; summary and JSON in out/gpu/
 #   make bench-gpu       measure on a GPU, about 5 minutes, at most 9; benchmarks/results/gpu.*

@@ -1,37 +1,58 @@
-"""The progress thread: it leaves the core to a program that computes, and takes it while the program waits."""
+"""The progress thread naps between its looks, but not while the program waits."""
 
 from __future__ import annotations
 
-import time
-
-import numpy as np
 import pytest
 
+from mpidist.collectives.channel import progress as module
 from mpidist.collectives.channel.progress import Progress
 
 pytestmark = pytest.mark.one_rank
-SECONDS = 0.05
+# Of a look itself.
+LOOK_SECONDS = 1e-4
 
 
-def looks_while(progress: Progress, compute: bool) -> int:
-    """Return how often a new work is moved on meanwhile."""
-    looks, array = [0], np.ones(1 << 16)
+class Clock:
+    """A clock that goes on in naps and looks alone, while the program uses a share of a core."""
 
-    def move() -> object:
-        looks[0] += 1
-        return looks
+    def __init__(self, share: float) -> None:
+        self.share, self.now, self.naps = share, 0.0, list[float]()
 
-    progress.watch(move)
-    end = time.monotonic() + SECONDS
-    while time.monotonic() < end:
-        if compute:
-            np.sqrt(array, out=array)
-        else:
-            time.sleep(SECONDS)
-    progress.forget(move)
-    return looks[0]
+    def monotonic(self) -> float:
+        return self.now
+
+    def process_time(self) -> float:
+        return self.share * self.now
+
+    def thread_time(self) -> float:
+        return 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.naps.append(seconds)
+        self.now += seconds + LOOK_SECONDS
 
 
-def test_looks_are_rare_only_while_the_program_computes() -> None:
-    progress = Progress()
-    assert looks_while(progress, compute=False) > 2 * looks_while(progress, compute=True)
+def naps_of(monkeypatch: pytest.MonkeyPatch, share: float, looks: int) -> list[float]:
+    """Return the naps between looks at one work, whose program uses a share of a core."""
+    clock, progress, work = Clock(share), Progress(), object()
+    monkeypatch.setattr(module, "time", clock)
+    # No thread: it looks when it is told to.
+    progress.watched.append(lambda: work)
+    clock.now = 1.0
+    for _ in range(looks):
+        assert progress.look() == 0.0
+    return clock.naps
+
+
+def test_a_program_that_computes_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    naps = naps_of(monkeypatch, 0.9, 30)
+    assert min(naps) > 0
+    assert naps == sorted(naps)
+    assert naps[-1] == pytest.approx(5e-4)
+
+
+def test_one_look_follows_the_other_while_the_program_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    naps = naps_of(monkeypatch, 0.0, 5000)
+    assert not any(naps[:900])
+    # A rank that waits for long does not use a core up.
+    assert all(naps[1100:])
