@@ -29,8 +29,11 @@ COMPILERS = ["aot_eager", pytest.param("inductor", marks=needs_compiler)]
 
 @pytest.fixture(scope="module", autouse=True)
 def compiler_has_started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """An empty cache for all that the compiler writes, and its threads, which live as long as the process."""
-    with patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path_factory.mktemp("inductor"))):
+    """An empty cache for all that the compiler writes, and no threads of its own, which live as long as the process."""
+    import torch._inductor.config as config
+
+    folder = str(tmp_path_factory.mktemp("inductor"))
+    with patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder), config.patch(compile_threads=1):
         if shutil.which("g++") is not None:
             torch.compile(torch.sin)(torch.ones(3))
         yield
