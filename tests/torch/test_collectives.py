@@ -312,6 +312,7 @@ def test_memory_can_still_be_given_back(dist: Any, dtype: Any) -> None:
     """FSDP takes and frees the memory of a tensor that lives on."""
     tensor = torch.ones(4).to(dtype)
     dist.broadcast(tensor, 0)
+    dist.all_reduce(tensor)
     tensor.untyped_storage().resize_(0)
     assert tensor.untyped_storage().size() == 0
 

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[to
 pytestmark = [pytest.mark.torch, pytest.mark.one_rank, pytest.mark.jobs]
 
 PROGRAM = """
-import gc, os, sys, threading
+import ctypes, gc, os, threading
 import torch, torch.distributed as dist
 from torch import nn
 
@@ -19,6 +19,8 @@ from mpidist.collectives.channel.channel import open_channels
 
 def held():
     gc.collect()
+    # What is free lies in the heaps of threads that have ended, more or less of it.
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/status") as file:
         kibibytes = next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
     shared = [name for name in os.listdir("/dev/shm") if "mpidist" in name]
@@ -63,7 +65,7 @@ def step():
     dist.all_gather(parts, total)
     total.div_(1000)
 
-check(step, 10_000, 500, 8)
+check(step, 10_000, 500, 4)
 dist.destroy_process_group()
 """
 
@@ -75,7 +77,7 @@ def group():
     dist.all_reduce(tensor, group=group, async_op=True).wait()
     dist.destroy_process_group(group)
 
-check(group, 1000, 50, 8)
+check(group, 1000, 50, 4)
 dist.destroy_process_group()
 """
 
