@@ -129,7 +129,8 @@ def test_the_metadata(wheel: zipfile.ZipFile, metadata: Message) -> None:
     entry_points = wheel.read(f"mpidist-{__version__}.dist-info/entry_points.txt").decode()
     assert entry_points.split("\n\n") == [
         "[console_scripts]\nmpidist = mpidist.__main__:main",
-        "[torch.backends]\nmpidist = mpidist_torch_entry:register\n",
+        "[torch.backends]\nmpidist = mpidist_torch_entry:register",
+        "[torch.distributed.backends]\nmpidist = mpidist_torch_entry:register\n",
     ]
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
     license_text = wheel.read(f"mpidist-{__version__}.dist-info/licenses/LICENSE").decode()

@@ -329,6 +329,15 @@ def test_large_arrays_are_reduced_in_place_without_a_copy(
             np.testing.assert_allclose(found, wanted, rtol=1e-12)
 
 
+def test_one_memory_twice_in_place(comm: Communicator) -> None:
+    whole = np.full(100_000, comm.rank + 1.0, "f4")
+    both = [whole, whole[:]]
+    for _ in range(2):
+        whole[:] = comm.rank + 1
+        comm.all_reduce("SUM", both, out=both, options=CommunicationOptions(algorithm="ring"))
+        np.testing.assert_array_equal(whole, sum(range(1, comm.size + 1)))
+
+
 @pytest.mark.parametrize("step", [1, -1, 1000])
 def test_results_that_are_shifted_against_their_inputs(comm: Communicator, step: int) -> None:
     whole = np.random.default_rng(comm.rank).random(50_000 + abs(step))

@@ -13,6 +13,8 @@ import pytest
 from mpi4py import MPI
 
 from mpidist import Communicator, MismatchError
+from mpidist.collectives.channel.observers import Observer
+from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.watch.flight_record import merged_text, read_folder
 from mpidist.collectives.watch.trace_files import path_of
 from tests.support.ranks.jobs import run_script
@@ -266,3 +268,75 @@ def test_messages_are_seen_by_trace_report_and_flight_record(tmp_path: Path) -> 
     assert "went apart" not in text
     assert re.search(r"not ended  rank 1: recv from rank 0 with tag 9 of float64\(5,\), at .*:17", text), text
     assert re.search(r"ms  rank 1: send to rank 0 with tag 5 of float64\(4,\), at .*:14", text), text
+
+
+SAVED_EARLY = """
+import sys, numpy, mpidist
+comm = mpidist.Communicator()
+out = numpy.zeros(10)
+work = comm.recv_async(out, comm.rank)
+try:
+    1 / 0
+except ZeroDivisionError:
+    sys.excepthook(*sys.exc_info())
+comm.send(numpy.ones(10), comm.rank)
+print(work.wait(), out[0])
+comm.close()
+"""
+
+
+@pytest.mark.jobs
+@pytest.mark.one_rank
+def test_a_trace_that_is_saved_while_a_message_is_under_way(tmp_path: Path) -> None:
+    job = run_script(SAVED_EARLY, 1, env={"MPIDIST_TRACE": str(tmp_path)})
+    assert job.stdout.split() == ["0", "1.0"], job.stderr
+    names = [event["name"] for event in json.loads(path_of(tmp_path, 0).read_text())["traceEvents"]]
+    assert names.count("unfinished recv from rank 0 with tag 0") == names.count("recv from rank 0 with tag 0") == 2
+
+
+MANY = """
+import os, time, numpy, mpidist
+comm = mpidist.Communicator()
+comm.barrier()
+if comm.rank == 1:
+    comm.barrier()
+pending = comm.recv_async(numpy.zeros(3), 1, tag=9)
+for _ in range(700):
+    work = comm.send_async(numpy.ones(2), 0)
+    comm.recv(numpy.zeros(2), 0)
+    work.wait()
+time.sleep(0.5)
+os._exit(1)
+"""
+
+
+@pytest.mark.jobs
+@pytest.mark.one_rank
+def test_messages_push_neither_collectives_nor_open_ones_out_of_the_flight_record(tmp_path: Path) -> None:
+    run_script(MANY, 2, env={"MPIDIST_FLIGHT_RECORD": str(tmp_path)})
+    text = merged_text(read_folder(str(tmp_path))[0], 3)
+    assert "  rank 0 came to number 2\n  rank 1 came to number 3, which had not ended" in text, text
+    assert "rank 0: has not come to it" in text
+    assert re.search(r"not ended  rank 0: recv from rank 1 with tag 9", text), text
+    assert len(re.findall(r"rank 0: (send|recv)", text)) == 4, text
+
+
+class Failing(Observer):
+    def message_began(self, operation: Operation[object]) -> None:
+        raise ValueError("began")
+
+    def message_ended(self, operation: Operation[object]) -> None:
+        raise ValueError("ended")
+
+
+def test_an_observer_that_fails_costs_no_message(comm: Communicator, caplog: pytest.LogCaptureFixture) -> None:
+    observer, out = Failing(), np.empty(2)
+    comm.add_observer(observer)
+    work = comm.send_async(np.ones(2), NEXT, 6)
+    assert comm.recv(out, PREVIOUS, 6) == PREVIOUS
+    work.wait()
+    comm.remove_observer(observer)
+    assert out.tolist() == [1, 1]
+    told = sorted(str(record.exc_info[1]) for record in caplog.records if record.exc_info)
+    assert told == ["began", "began", "ended", "ended"]
+    comm.barrier()

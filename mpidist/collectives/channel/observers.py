@@ -87,10 +87,16 @@ class Observer:
         """Return why the others do not come, for the error of a deadline, if known."""
 
     def message_began(self, operation: Operation[object]) -> None:
-        """Take note that a message is to go or come, in the calling thread."""
+        """Take note that a message is to go or come, in the calling thread.
+
+        An exception here is logged.
+        """
 
     def message_ended(self, operation: Operation[object]) -> None:
-        """Take note that it has gone or come, in the thread that finds out."""
+        """Take note that it has gone or come, in the thread that finds out.
+
+        An exception here is logged.
+        """
 
     def message_tells(self, operation: Operation[object], rank: int | None) -> bool:
         """Return whether this observer reports a wait for a message longer than ``MPIDIST_WARN_AFTER``.

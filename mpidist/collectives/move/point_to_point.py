@@ -7,10 +7,12 @@ than its memory some MPI libraries write more than fits.
 
 from __future__ import annotations
 
+import logging
 import math
 import struct
 import threading
 from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import TypeVar
 
@@ -32,6 +34,7 @@ from mpidist.core.message_tags import DATA_OF_PROGRAMS, HEADS_OF_PROGRAMS, TAGS_
 from mpidist.topology import import_mpi
 
 T = TypeVar("T")
+_log = logging.getLogger("mpidist")
 
 # Number of the message to its receiver, bytes of the data, of the text; the text; the data if they are small.
 _HEAD = struct.Struct("<IQH")
@@ -86,8 +89,7 @@ class PointToPoint:
         channel.executor.check_usable()
         operation = Operation(steps, description, timeout)
         operation.is_work, operation.call_site = True, here
-        for tell in channel.observers.message_began:
-            tell(operation)
+        self._tell(operation, channel.observers.message_began)
         if channel.observers.message_ended:
             steps = self._observed(operation, steps)
         complete = partial(self._complete, other)
@@ -159,16 +161,23 @@ class PointToPoint:
         """Carry out the steps of a message, and tell observers of its end."""
         try:
             result = yield from steps
-        except Exception as error:
-            operation.error = error
-            self._tell_end(operation)
+        except GeneratorExit:  # the program ends while it is on its way: it has no end that observers could see
             raise
-        self._tell_end(operation)
+        except BaseException as error:
+            operation.error = error
+            self._tell(operation, self._channel.observers.message_ended)
+            operation.error = None
+            raise
+        self._tell(operation, self._channel.observers.message_ended)
         return result
 
-    def _tell_end(self, operation: Operation[object]) -> None:
-        for tell in self._channel.observers.message_ended:
-            tell(operation)
+    def _tell(self, operation: Operation[object], event: Sequence[Callable[[Operation[object]], None]]) -> None:
+        for tell in event:
+            try:
+                tell(operation)
+            except Exception:
+                # The other side waits for the message.
+                _log.exception("mpidist: an observer failed when it was told of %s", operation.text)
 
     # Moving on ----------------------------------------------------------------------------------------------------
 

@@ -75,17 +75,16 @@ def copies_of_overlapping(arrays: Sequence[Array], out: Sequence[Array], pool: P
 
 
 def are_in_place(arrays: Sequence[Array], out: Sequence[Array]) -> bool:
-    """Whether each array is the memory of its own result.
+    """Whether each array is the memory of its own result, and of no other.
 
     >>> whole = np.zeros(4)
     >>> are_in_place([whole[:2]], [whole[:2]]), are_in_place([whole[:2]], [whole[1:3]])
     (True, False)
     """
-    pairs = zip(arrays, out, strict=True)
-    return all(
-        array is target or (address_of(array), array.strides) == (address_of(target), target.strides)
-        for array, target in pairs
-    )
+    for array, target in zip(arrays, out, strict=True):
+        if array is not target and (address_of(array), array.strides) != (address_of(target), target.strides):
+            return False
+    return max(overlaps(arrays, out), default=0) <= 1
 
 
 @cache

@@ -52,6 +52,8 @@ class ChannelTrace(Observer):
         # Messages on their way: their number, and when they began.
         self._messages: dict[Operation[object], tuple[int, int]] = {}
         self._message_numbers = count(1)
+        # Those that were written down before their end.
+        self._told_messages: set[int] = set()
         # When each of the tracks of the wire is free again.
         self._wire_tracks: list[int] = []
         recorder.add_unfinished(self.tell_unfinished)
@@ -102,8 +104,10 @@ class ChannelTrace(Observer):
 
     def tell_unfinished(self) -> None:
         """Write down what is unfinished as far as it has got, once."""
-        for operation in list(self._messages):
-            self._add_message(operation, "unfinished ")
+        for operation, (number, start) in list(self._messages.items()):
+            if number not in self._told_messages:
+                self._told_messages.add(number)
+                self._add_message(operation, "unfinished ", number, start)
         call = self._call
         if call is not None and not call.is_told:
             call.is_told = True
@@ -155,24 +159,23 @@ class ChannelTrace(Observer):
 
     def message_ended(self, operation: Operation[object]) -> None:
         """See ``Observer``."""
-        took = self._add_message(operation)
+        number, start = self._messages.pop(operation)
+        self._told_messages.discard(number)
         totals = self._recorder.totals_of(operation.description.operation)
         with self._recorder.lock:
             totals.calls += 1
             totals.nbytes += operation.description.nbytes
-            totals.time += took
+            totals.time += clock() - start
+        self._add_message(operation, "", number, start)
         self._recorder.settle(at_once=operation.error is not None)
 
-    def _add_message(self, operation: Operation[object], prefix: str = "") -> int:
-        """Write down a message and forget it; return the nanoseconds that it took."""
-        number, start = self._messages.pop(operation)
-        now = clock()
+    def _add_message(self, operation: Operation[object], prefix: str, number: int, start: int) -> None:
         args: dict[str, object] = {"text": operation.text, "bytes": operation.description.nbytes}
         if operation.error is not None:
             args["error"] = type(operation.error).__name__
         name, track = f"{prefix}{operation.description.title}", self._track("messages")
-        self._recorder.add(Span(name, "message", track, start, now, args, f"{self._name} message {number}"))
-        return now - start
+        identity = f"{self._name} {prefix}message {number}"
+        self._recorder.add(Span(name, "message", track, start, clock(), args, identity))
 
     def _free_wire_track(self, start: int, end: int) -> int:
         """Return a wire's track that is free from ``start``, and take it until ``end``."""

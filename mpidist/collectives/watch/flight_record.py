@@ -28,6 +28,8 @@ from mpidist.core.settings import FLIGHT_RECORD
 from mpidist.core.wording import ranks_text
 
 ENTRIES = 1000
+# Of messages, behind those of collectives.
+MESSAGES = 200
 RUNNING, DONE, FAILED = range(3)
 # In place of a number on the communicator: messages come beside the collectives.
 MESSAGE = 0
@@ -36,7 +38,8 @@ _HEAD_BYTES = 512
 _ENTRY = struct.Struct("<QQddBHHH")
 _TEXTS = (80, 280, 100)
 _ENTRY_BYTES = _ENTRY.size + sum(_TEXTS)
-_FORMAT = "mpidist flight record 1"
+_FILE_BYTES = _HEAD_BYTES + (ENTRIES + MESSAGES) * _ENTRY_BYTES
+_FORMAT = "mpidist flight record 2"
 _STATES = {RUNNING: "had not ended", FAILED: "failed"}
 
 
@@ -45,7 +48,7 @@ class FlightEntry:
     """One collective of one rank, or a message.
 
     Args:
-        serial: Counts all collectives and messages of the rank.
+        serial: Counts all collectives of the rank, or all messages.
         number: Counts the collectives of the communicator, in the order in which they are carried out; ``MESSAGE`` for
             a message.
         begin: Seconds of the wall clock of the host.
@@ -102,36 +105,62 @@ class FlightFile:
     def __init__(self, folder: str | os.PathLike[str], rank: int, ranks: int) -> None:
         path = path_of(folder, rank)
         head = {"format": _FORMAT, "rank": rank, "ranks": ranks, "host": socket.gethostname(), "process": os.getpid()}
-        size = _HEAD_BYTES + ENTRIES * _ENTRY_BYTES
         with folder_to_write(folder, FLIGHT_RECORD.name), replacing(path) as descriptor:
             # Room that is not there now would end the process by SIGBUS later.
-            os.posix_fallocate(descriptor, 0, size)
-            self.memory = mmap.mmap(descriptor, size)
+            os.posix_fallocate(descriptor, 0, _FILE_BYTES)
+            self.memory = mmap.mmap(descriptor, _FILE_BYTES)
             self.memory[:_HEAD_BYTES] = json.dumps(head).encode().ljust(_HEAD_BYTES)
         self.serial = array("q", [0])
-        # Messages begin in any thread.
-        self._lock = threading.Lock()
+        # Of the last message; the slots of those that are on their way; messages begin in any thread.
+        self._messages, self._under_way, self._lock = 0, set[int](), threading.Lock()
 
     def begin(self, communicator: str, number: int, text: str, call_site: str) -> int:
-        """Write down that a collective or a message begins, and return its serial number."""
-        with self._lock:
-            self.serial[0] += 1
-            serial = self.serial[0]
-        texts = [_cut(communicator, _TEXTS[0]), _cut(text, _TEXTS[1]), _cut(call_site, _TEXTS[2], keep_end=True)]
-        packed = _ENTRY.pack(serial, number, time.time(), 0.0, RUNNING, *map(len, texts)) + b"".join(texts)
-        at = self._at(serial)
-        self.memory[at : at + len(packed)] = packed
+        """Write down that a collective begins, and return its serial number."""
+        self.serial[0] += 1
+        serial = self.serial[0]
+        self._write((serial - 1) % ENTRIES, serial, number, (communicator, text, call_site))
         return serial
 
     def end(self, serial: int, failed: bool) -> None:
         """Write down that it has ended."""
-        at = self._at(serial)
-        found: tuple[float, ...] = _ENTRY.unpack_from(self.memory, at)
+        slot = (serial - 1) % ENTRIES
+        found: tuple[float, ...] = _ENTRY.unpack_from(self.memory, _place(slot))
         if found[0] == serial:
-            _ENTRY.pack_into(self.memory, at, *found[:3], time.time(), FAILED if failed else DONE, *found[5:])
+            self._write_end(slot, failed)
 
-    def _at(self, serial: int) -> int:
-        return _HEAD_BYTES + (serial - 1) % ENTRIES * _ENTRY_BYTES
+    def begin_message(self, communicator: str, text: str, call_site: str) -> int:
+        """Write down a message that is to go or come, and return its slot.
+
+        Messages that are on their way keep theirs, unless there are too many.
+        """
+        with self._lock:
+            serial = self._messages = self._messages + 1
+            slots = (ENTRIES + (serial + more) % MESSAGES for more in range(MESSAGES))
+            slot = next((slot for slot in slots if slot not in self._under_way), ENTRIES + serial % MESSAGES)
+            self._under_way.add(slot)
+            self._write(slot, serial, MESSAGE, (communicator, text, call_site))
+        return slot
+
+    def end_message(self, slot: int, failed: bool) -> None:
+        """Write down that it has gone or come, or has failed."""
+        with self._lock:
+            self._under_way.discard(slot)
+            self._write_end(slot, failed)
+
+    def _write(self, slot: int, serial: int, number: int, texts: tuple[str, str, str]) -> None:
+        communicator, text, call_site = texts
+        cut = [_cut(communicator, _TEXTS[0]), _cut(text, _TEXTS[1]), _cut(call_site, _TEXTS[2], keep_end=True)]
+        packed = _ENTRY.pack(serial, number, time.time(), 0.0, RUNNING, *map(len, cut)) + b"".join(cut)
+        self.memory[_place(slot) : _place(slot) + len(packed)] = packed
+
+    def _write_end(self, slot: int, failed: bool) -> None:
+        found: tuple[float, ...] = _ENTRY.unpack_from(self.memory, _place(slot))
+        state = FAILED if failed else DONE
+        _ENTRY.pack_into(self.memory, _place(slot), *found[:3], time.time(), state, *found[5:])
+
+
+def _place(slot: int) -> int:
+    return _HEAD_BYTES + slot * _ENTRY_BYTES
 
 
 class FlightObserver(Observer):
@@ -151,9 +180,15 @@ class FlightObserver(Observer):
         # Number on the communicator and serial number of the last collective.
         self._last = array("q", [0, 0])
         # Of messages on their way.
-        self._serials: dict[Operation[object], int] = {}
+        self._slots: dict[Operation[object], int] = {}
         if core is not None:
-            core.keep_flight(file.memory, file.serial, self._last, _cut(name, _TEXTS[0]), user_call_site)
+            core.keep_flight(
+                memoryview(file.memory)[: _place(ENTRIES)],
+                file.serial,
+                self._last,
+                _cut(name, _TEXTS[0]),
+                user_call_site,
+            )
 
     def issued(self, operation: Operation[object]) -> None:
         """See ``Observer``."""
@@ -174,11 +209,11 @@ class FlightObserver(Observer):
     def message_began(self, operation: Operation[object]) -> None:
         """See ``Observer``."""
         where = operation.call_site or ""
-        self._serials[operation] = self._file.begin(self._name, MESSAGE, operation.text, where)
+        self._slots[operation] = self._file.begin_message(self._name, operation.text, where)
 
     def message_ended(self, operation: Operation[object]) -> None:
         """See ``Observer``."""
-        self._file.end(self._serials.pop(operation), failed=operation.error is not None)
+        self._file.end_message(self._slots.pop(operation), failed=operation.error is not None)
 
 
 def path_of(folder: str | os.PathLike[str], rank: int) -> Path:
@@ -200,7 +235,7 @@ def read_flight(path: Path) -> Flight:
     content = path.read_bytes()
     try:
         head = json.loads(content[:_HEAD_BYTES])
-        known = head["format"] == _FORMAT and len(content) == _HEAD_BYTES + ENTRIES * _ENTRY_BYTES
+        known = head["format"] == _FORMAT and len(content) == _FILE_BYTES
     except (ValueError, KeyError, TypeError):
         known = False
     if not known:
@@ -303,8 +338,12 @@ def _messages_text(by_rank: dict[int, list[FlightEntry]], last: int) -> list[str
     """Return the last messages of each rank, and those that have not ended."""
     lines = []
     for rank, entries in by_rank.items():
+        failed = {entry.serial: " failed" for entry in entries if entry.state == FAILED}
         shown = [entry for entry in entries[:-last] if entry.state == RUNNING] + entries[-last:]
-        lines += [f"          {_when([entry])}  rank {rank}: {entry.text}, at {entry.call_site}" for entry in shown]
+        lines += [
+            f"          {_when([entry])}  rank {rank}{failed.get(entry.serial, '')}: {entry.text}, at {entry.call_site}"
+            for entry in shown
+        ]
     return lines and ["  messages:", *lines]
 
 
