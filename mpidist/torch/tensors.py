@@ -82,7 +82,7 @@ class _Memory:
         self.__array_interface__ = {
             "version": 3,
             "data": (tensor.data_ptr(), False),
-            "shape": tuple(tensor.shape),
+            "shape": tensor.shape,
             "typestr": _OF_NUMPY[tensor.dtype],
         }
 

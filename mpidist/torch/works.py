@@ -200,7 +200,7 @@ class StartedWork(_TorchWork):
             if self._is_over:
                 return
             try:
-                self._source = self._finish(self._work.wait(seconds if seconds > 0 else None))
+                self._source = self._finish(self._result(seconds))
             except Exception as error:  # handed on by wait and by the future
                 if not self._work.is_done:
                     raise
@@ -213,6 +213,18 @@ class StartedWork(_TorchWork):
         if self._ended is not None:
             self._ended()
         self._future.set_result(None)
+
+
+    def _result(self, seconds: float) -> Any:
+        if seconds <= 0:
+            return self._work.wait()
+        try:
+            return self._work.wait(seconds)
+        except TimeoutError:
+            if not self._work.is_done:
+                raise
+            # It has ended since, and this error was not its own.
+            return self._work.wait()
 
 
 def advise(error: CollectiveTimeoutError) -> None:
