@@ -1,9 +1,10 @@
 """The entry point that ``import torch`` runs: makes ``torch.distributed.init_process_group("mpidist")`` work.
 
 Every ``import torch`` of an environment with mpidist runs this, in programs too that have nothing to do with it, and
-an error in here would be one of ``import torch``. So it imports nothing that starts MPI or changes the process, hands
-errors on as warnings, and does all else when a process group is made. It lies beside the package since importing a
-module of the package imports ``mpidist``, which prepares the environment for MPI.
+an error in here would be one of ``import torch``. So it hands errors on as warnings, imports nothing that starts MPI,
+and does all else when a process group is made; where a launcher has started the process, it sets RANK and the like. It
+lies beside the package since importing a module of the package imports ``mpidist``, which prepares the environment for
+MPI.
 """
 
 import os

@@ -614,6 +614,7 @@ class Communicator(ArrayCollectives):
         with self.shared_errors("closing a Communicator"):
             self._messages.check_none_under_way()
         super().close()
+        self._messages.close()
 
     def abort(self) -> None:
         """Leave without the other ranks, for good (local; any thread may call it).
@@ -628,8 +629,8 @@ class Communicator(ArrayCollectives):
         Traceback (most recent call last):
         RuntimeError: this Communicator can no longer be used: this rank has aborted it
         """
-        self._channel.executor.abort()
         self._messages.abort()
+        self._channel.executor.abort()
 
     # Memory and groups ------------------------------------------------------------------------------------
 

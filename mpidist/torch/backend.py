@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from mpidist.collectives import Communicator
 from mpidist.core.options import CommunicationOptions
@@ -115,10 +116,20 @@ class MpidistBackend(Operations, _Backend):
         return MpidistBackend(comm, self.backend_name, self._options_of_another(opts_override))
 
     def _options_of_another(self, given: Foreign) -> CommunicationOptions | None:
-        return self._options if given is None else self.options_within(given._timeout)
+        # torch hands on the default where the program has not said another.
+        is_said = given is not None and given._timeout != default_pg_timeout
+        return self.options_within(given._timeout) if is_said else self._options
+
+    def abort(self) -> None:
+        """Leave the group without the other ranks; works end with an error (local)."""
+        super().abort()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self in _open:
+            _open.remove(self)
 
     def shutdown(self) -> None:
         """Finish the works on their way, and free the communicator (collective)."""
-        if self in _open:
-            _open.remove(self)
+        self._let_go()
         self.close()

@@ -31,7 +31,8 @@ _Store: Foreign = dist.Store
 # Requests come in rows; between them the thread leaves the core to the program.
 _BUSY_SECONDS, _IDLE_SECONDS, _BUSY_FOR_SECONDS = 2e-4, 1e-2, 0.2
 _SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 5e-5, 2e-3
-_LEFT = "left"
+# In place of the number of a request.
+_LEFT = -1
 
 
 class Shelf:
@@ -89,7 +90,7 @@ class StoreLine:
         # C++ keeps its own half of a store alive, and not the Python object.
         self.stores: list[MpiStore] = []
         self._size = comm.Get_size()
-        self._lock = threading.Lock()
+        self._lock, self._asked = threading.Lock(), 0
         if self.shelf is not None and self._size > 1:
             store_thread.watch(self)
             after_the_end(store_thread.stop)
@@ -99,13 +100,18 @@ class StoreLine:
         if self.shelf is not None:
             return self.shelf.do(*request)
         with self._lock:
-            self.mailbox.send(0, request)
+            self._asked += 1
+            self.mailbox.send(0, (self._asked, request))
             nap = _SHORTEST_NAP_SECONDS
             while True:
-                for _, (kind, answer) in self.mailbox.received():
-                    if kind == _LEFT:
+                for _, (number, answer) in self.mailbox.received():
+                    if number == _LEFT:
                         raise dist.DistNetworkError("rank 0, which keeps the store, has left the program")
-                    return answer
+                    # One that was interrupted has left its answer behind.
+                    if number == self._asked:
+                        # Forgets those that have gone.
+                        self.mailbox.all_sent()
+                        return answer
                 time.sleep(nap)
                 nap = min(1.5 * nap, _LONGEST_NAP_SECONDS)
 
@@ -113,8 +119,8 @@ class StoreLine:
         """Answer other ranks; return whether there was anything to do."""
         assert self.shelf is not None, "only the first rank is asked"
         was_asked = False
-        for source, request in self.mailbox.received():
-            self.mailbox.send(source, ("answer", self.shelf.do(*request)))
+        for source, (number, request) in self.mailbox.received():
+            self.mailbox.send(source, (number, self.shelf.do(*request)))
             was_asked = True
         return not self.mailbox.all_sent() or was_asked
 

@@ -22,7 +22,7 @@ from mpidist.torch.compiling import keep_compiler_out
 from mpidist.torch.foreign import Foreign
 from mpidist.torch.profiling import begin_event, is_profiling
 from mpidist.torch.reductions import SUM, Reduction
-from mpidist.torch.results import Finish, bringing, filling, filling_flat, gathered_parts, nothing
+from mpidist.torch.results import Finish, bringing, filling_flat, gathered_parts, nothing
 from mpidist.torch.sparse import gathered_elements
 from mpidist.torch.tensors import array_of, fill, memory_of, target_of, targets_of
 from mpidist.torch.works import DoneWork, ManyWorks, OpenWorks, StartedWork, advise
@@ -272,8 +272,8 @@ class Operations:
         opts = options_of(c10d.ReduceScatterOptions, opts, timeout, reduceOp=op)
         reduction = Reduction(opts.reduceOp, self.comm.size)
         array, bring = target_of(output)
-        finish = reduction.finisher([array], bring)
         out = reduction.opened(array)
+        finish = reduction.finisher([array], bring)
         if len({part.shape for part in parts}) == 1:
             given, counts, out = np.stack([array_of(part) for part in parts]), None, out[None]
         else:
@@ -314,8 +314,7 @@ class Operations:
         """Give each rank one tensor, and take one from each."""
         opts = options_of(c10d.AllToAllOptions, opts, timeout)
         given = [array_of(tensor) for tensor in inputs]
-        if len({array.shape for array in given}) == 1 and {output.shape for output in outputs} == {given[0].shape}:
-            return self._do("all_to_all", "all_to_all", inputs, list(outputs), opts, filling(outputs), np.stack(given))
+        # Flat, also where they are alike: other ranks may have others.
         flat = np.concatenate([array.reshape(-1) for array in given])
         out = np.empty(sum(output.numel() for output in outputs), flat.dtype)
         counts = [array.size for array in given]
@@ -447,14 +446,14 @@ class Operations:
             return self._start(name + "_async", list(tensors), finish, ended, args, kwargs)
         try:
             with self._program:
-                source = finish(getattr(self.comm, name)(*args, **kwargs))
+                finish(getattr(self.comm, name)(*args, **kwargs))
         except CollectiveTimeoutError as error:
             advise(error)
             raise
         finally:
             if ended is not None:
                 ended()
-        return DoneWork(list(tensors), source)
+        return DoneWork(list(tensors))
 
     def _start(
         self,
@@ -468,12 +467,24 @@ class Operations:
         # Collectives are carried out by one thread of the program at a time, messages by any.
         program = threading.RLock() if name in _MESSAGES else self._program
         with program:
-            work = StartedWork(getattr(self.comm, name)(*args, **kwargs), finish, tensors, program, ended)
-            if name not in _MESSAGES and self._is_short_of_cores and any(t.nbytes >= _LARGE_BYTES for t in tensors):
+            try:
+                started = getattr(self.comm, name)(*args, **kwargs)
+            except BaseException:
+                if ended is not None:
+                    ended()
+                raise
+            work = StartedWork(started, finish, tensors, program, ended)
+            if name not in _MESSAGES and self._is_short_of_cores and any(map(_is_large, tensors)):
                 work.carry_on()
         if not work.advance():
             self._works.add(work)
         return work
+
+
+def _is_large(tensor: Tensor) -> bool:
+    # Also of a sparse one.
+    nbytes: int = tensor.numel() * tensor.element_size()
+    return nbytes >= _LARGE_BYTES
 
 
 keep_compiler_out(Operations)

@@ -78,7 +78,7 @@ class MpidistProcessGroup(Operations, _ProcessGroup):
     ) -> MpidistProcessGroup:
         """Return a group of some ranks, this one among them (collective over them)."""
         name = group_name or f"{self._group_name}:split:{ranks}"
-        options = self.options_within(self.timeout if timeout is None else timeout)
+        options = self._options if timeout is None else self.options_within(timeout)
         group = MpidistProcessGroup(
             self.comm.group(ranks), self.backend_name, dist.PrefixStore(f"{name}/", self._store), options
         )

@@ -32,12 +32,11 @@ class DoneWork(_TorchWork):
 
     Args:
         tensors: With the result.
-        source: The rank that a message came from, if it was one.
     """
 
-    def __init__(self, tensors: list[Tensor], source: int | None = None) -> None:
+    def __init__(self, tensors: list[Tensor]) -> None:
         _TorchWork.__init__(self)
-        self._tensors, self._source = tensors, source
+        self._tensors = tensors
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Return True."""
@@ -62,8 +61,8 @@ class DoneWork(_TorchWork):
         return self._tensors
 
     def source_rank(self) -> int:
-        """Return the rank that the message came from."""
-        return _checked_source(self._source)
+        """Raise RuntimeError: it is of no message."""
+        return _checked_source(None)
 
     _source_rank = source_rank
 
@@ -106,6 +105,9 @@ class StartedWork(_TorchWork):
         if not self._is_over:
             with self._program:
                 self._end(timeout.total_seconds())
+        if not self._future.done():
+            # The thread that has found the end is about to tell.
+            self._future.wait()
         if self._error is not None:
             raise self._error
         return True
@@ -202,7 +204,7 @@ class StartedWork(_TorchWork):
             try:
                 self._source = self._finish(self._result(seconds))
             except Exception as error:  # handed on by wait and by the future
-                if not self._work.is_done:
+                if isinstance(error, TimeoutError) and not self._work.is_done:
                     raise
                 self._error = error
                 if isinstance(error, CollectiveTimeoutError):
@@ -213,7 +215,6 @@ class StartedWork(_TorchWork):
         if self._ended is not None:
             self._ended()
         self._future.set_result(None)
-
 
     def _result(self, seconds: float) -> Any:
         if seconds <= 0:
@@ -257,6 +258,7 @@ class OpenWorks:
             # Whoever waits for the future in C++ would wait for ever: there is no progress thread, or it is this one,
             # in a function that was given to the future of an earlier work.
             work.settle()
+            self.move()
 
     def move(self) -> StartedWork | None:
         """Complete the works that have ended, and return the oldest that has not."""

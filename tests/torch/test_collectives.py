@@ -154,6 +154,13 @@ def test_reduce_scatter(dist: Any, is_even: bool) -> None:
     assert torch.equal(output, of_rank(sum(range(1, size + 1)) - 1, tuple(output.shape)))
 
 
+def test_a_mean_of_integers_in_parts(dist: Any) -> None:
+    size = dist.get_world_size()
+    output = torch.empty(2, dtype=torch.int64)
+    dist.reduce_scatter(output, [torch.tensor([dist.get_rank(), 7])] * size, dist.ReduceOp.AVG)
+    assert output.tolist() == [sum(range(size)) // size, 7]
+
+
 def test_reduce_scatter_of_one_tensor(dist: Any) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     output = torch.empty(2, 3)
@@ -188,6 +195,18 @@ def test_all_to_all(dist: Any) -> None:
     rows = torch.empty(size * (rank + 1), 2, dtype=torch.int64)
     dist.all_to_all_single(rows, uneven, [rank + 1] * size, counts)
     assert rows[:, 0].tolist() == [10 * other + rank for other in range(size) for _ in range(rank + 1)]
+
+
+def test_all_to_all_of_parts_that_are_alike_on_one_rank_only(dist: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def length(source: int, target: int) -> int:
+        return 3 if source == target == size - 1 else 2
+
+    given = [torch.full((length(rank, other),), 10 * rank + other) for other in range(size)]
+    taken = [torch.empty(length(other, rank), dtype=torch.int64) for other in range(size)]
+    dist.all_to_all(taken, given)
+    assert all((tensor == 10 * other + rank).all() for other, tensor in enumerate(taken))
 
 
 def test_objects(dist: Any) -> None:
@@ -250,10 +269,13 @@ def test_recv_returns_the_rank_that_has_sent(dist: Any) -> None:
         assert dist.recv(got) == 1
 
 
-def test_sparse_sum(dist: Any) -> None:
+@pytest.mark.parametrize("is_async", [False, True], ids=["now", "async"])
+def test_sparse_sum(dist: Any, is_async: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     tensor = torch.sparse_coo_tensor([[0, rank + 1]], [1.0, 2.0], (size + 2,))
-    dist.all_reduce(tensor)
+    work = dist.all_reduce(tensor, async_op=is_async)
+    if is_async:
+        work.wait()
     assert tensor.to_dense().tolist() == [size, *[2.0] * size, 0.0]
 
 

@@ -236,3 +236,28 @@ def test_the_timeout_of_a_group() -> None:
     """
     done = jobs.run_script(START + dedent(program), 2)
     assert "late" in done.stdout, done.stderr
+
+
+def test_a_message_that_never_comes_ends_its_future() -> None:
+    program = """
+    import time
+    from datetime import timedelta
+    dist.destroy_process_group()
+    dist.init_process_group("mpidist", timeout=timedelta(seconds=1))
+    if rank == 0:
+        other = dist.all_reduce(torch.ones(3), async_op=True)
+        other.wait()
+        began = time.monotonic()
+        try:
+            dist.irecv(torch.empty(3), 1).get_future().wait()
+        except RuntimeError as error:
+            assert "recv from rank 1" in str(error), error
+            print("late", time.monotonic() - began < 10)
+        os._exit(0)
+    dist.all_reduce(torch.ones(3))
+    time.sleep(3)
+    os._exit(0)
+    """
+    done = jobs.run_script(START + dedent(program), 2)
+    assert done.stdout.split() == ["late", "True"], done.stdout + done.stderr
+    assert done.stderr.count("can no longer be used") < 5, done.stderr

@@ -391,6 +391,8 @@ class Executor:
 
     def _polling(self, work: Work[object]) -> Steps[None]:
         while not work.is_done:
+            if self._aborted is not None:
+                raise self._aborted
             self.check_usable()
             self._step_oldest()
             yield

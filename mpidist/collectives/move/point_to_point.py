@@ -13,6 +13,7 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TypeVar
 
@@ -105,16 +106,27 @@ class PointToPoint:
 
         MPI may still write to the memory of one, which is kept.
         """
-        error = PeerError("this Communicator was aborted while the message was under way")
+        self._settle_all(PeerError("this Communicator was aborted while the message was under way"))
+
+    def _settle_all(self, error: Exception) -> None:
         with self._lock:
             for work in self._under_way:
-                work.settle(error)
+                if not work.is_done:
+                    work.settle(error)
+
+    def close(self) -> None:
+        """Move nothing on any more."""
+        with self._lock:
+            if self.move in also_moved:
+                also_moved.remove(self.move)
+        progress.forget(self.move)
 
     def later(self, work: Work[T]) -> Work[T]:
         """Have a work go on while the program computes, or waits for something else."""
-        if not work.is_done:
-            if self.move not in also_moved:
+        with self._lock:
+            if not work.is_done and self.move not in also_moved:
                 also_moved.append(self.move)
+        if not work.is_done:
             progress.watch(self.move)
         return work
 
@@ -184,7 +196,7 @@ class PointToPoint:
     def move(self) -> Work[object] | None:
         """Move all messages on, and return one of those that are left."""
         self._advance()
-        return self._under_way[0] if self._under_way else None
+        return next((work for work in list(self._under_way) if not work.is_done), None)
 
     def _advance(self) -> None:
         with self._lock:
@@ -211,7 +223,8 @@ class PointToPoint:
         work.waited += 0 if is_last else seconds
         error = partial(self._expired if is_last else _not_yet, work)
         report = partial(self._report, other, work)
-        drive(self._polling(work), lambda: Deadline(report, error, seconds, meanwhile=move_works))
+        with suppress(MessageTimeoutError):  # all messages end with it, this one too
+            drive(self._polling(work), lambda: Deadline(report, error, seconds, meanwhile=move_works))
 
     def _polling(self, work: Work[object]) -> Steps[None]:
         while not work.is_done:
@@ -230,7 +243,10 @@ class PointToPoint:
     def _expired(self, work: Work[object], waited: float) -> MessageTimeoutError:
         # MPI may still write to its memory, which the work keeps.
         self._channel.executor.unusable = f"{work.operation.text} did not come within its deadline"
-        return MessageTimeoutError(work.operation.text, str(work.operation.call_site), waited, self._channel.rank)
+        operation = work.operation
+        error = MessageTimeoutError(operation.text, str(operation.call_site), waited, self._channel.rank)
+        self._settle_all(error)
+        return error
 
 
 @lru_cache(maxsize=1024)

@@ -128,8 +128,8 @@ class FlightFile:
         if found[0] == serial:
             self._write_end(slot, failed)
 
-    def begin_message(self, communicator: str, text: str, call_site: str) -> int:
-        """Write down a message that is to go or come, and return its slot.
+    def begin_message(self, communicator: str, text: str, call_site: str) -> tuple[int, int]:
+        """Write down a message that is to go or come, and return its slot and number.
 
         Messages that are on their way keep theirs, unless there are too many.
         """
@@ -139,13 +139,15 @@ class FlightFile:
             slot = next((slot for slot in slots if slot not in self._under_way), ENTRIES + serial % MESSAGES)
             self._under_way.add(slot)
             self._write(slot, serial, MESSAGE, (communicator, text, call_site))
-        return slot
+        return slot, serial
 
-    def end_message(self, slot: int, failed: bool) -> None:
+    def end_message(self, slot: int, serial: int, failed: bool) -> None:
         """Write down that it has gone or come, or has failed."""
         with self._lock:
-            self._under_way.discard(slot)
-            self._write_end(slot, failed)
+            found: tuple[float, ...] = _ENTRY.unpack_from(self.memory, _place(slot))
+            if found[0] == serial:
+                self._under_way.discard(slot)
+                self._write_end(slot, failed)
 
     def _write(self, slot: int, serial: int, number: int, texts: tuple[str, str, str]) -> None:
         communicator, text, call_site = texts
@@ -180,7 +182,7 @@ class FlightObserver(Observer):
         # Number on the communicator and serial number of the last collective.
         self._last = array("q", [0, 0])
         # Of messages on their way.
-        self._slots: dict[Operation[object], int] = {}
+        self._slots: dict[Operation[object], tuple[int, int]] = {}
         if core is not None:
             core.keep_flight(
                 memoryview(file.memory)[: _place(ENTRIES)],
@@ -213,7 +215,7 @@ class FlightObserver(Observer):
 
     def message_ended(self, operation: Operation[object]) -> None:
         """See ``Observer``."""
-        self._file.end_message(self._slots.pop(operation), failed=operation.error is not None)
+        self._file.end_message(*self._slots.pop(operation), failed=operation.error is not None)
 
 
 def path_of(folder: str | os.PathLike[str], rank: int) -> Path:
