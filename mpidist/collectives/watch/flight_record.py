@@ -129,7 +129,7 @@ class FlightFile:
             self._write_end(slot, failed)
 
     def begin_message(self, communicator: str, text: str, call_site: str) -> tuple[int, int]:
-        """Write down a message that is to go or come, and return its slot and number.
+        """Write down that a message begins; return its slot and number.
 
         Messages that are on their way keep theirs, unless there are too many.
         """
