@@ -55,6 +55,19 @@ def _all_reduce_on(value: Array) -> Callable[..., object]:
     return partial(dist.all_reduce, torch.from_numpy(value))
 
 
+def _four(
+    point: Point, gloo: GlooBeside, mpi: Callable[..., object], ours: Callable[..., object], on: Callable[..., Any]
+) -> list[Case]:
+    """Return the cases of one collective into ``point.out``: MPI's, the Communicator's, and torch's over both."""
+    out, check = point.out, point.check_out
+    return [
+        point.case(MPI, "private", lambda value: partial(mpi, value, out), check),
+        point.case(OURS, COMMUNICATOR, lambda value: partial(ours, value, out=out), check),
+        point.case(OURS, TORCH, on, check),
+        _over_gloo(point, gloo, on, check),
+    ]
+
+
 def all_gather_cases(session: Session, gloo: GlooBeside, count: int) -> list[Case]:
     """Return the cases of an all-gather whose result has ``count`` float32."""
     part = count // session.ranks
@@ -65,12 +78,7 @@ def all_gather_cases(session: Session, gloo: GlooBeside, count: int) -> list[Cas
     def on(value: Array) -> Callable[..., object]:
         return partial(dist.all_gather_single, torch.from_numpy(out), torch.from_numpy(value))
 
-    return [
-        point.case(MPI, "private", lambda value: partial(bare.Allgather, value, out), point.check_out),
-        point.case(OURS, COMMUNICATOR, lambda value: partial(comm.all_gather, value, out=out), point.check_out),
-        point.case(OURS, TORCH, on, point.check_out),
-        _over_gloo(point, gloo, on, point.check_out),
-    ]
+    return _four(point, gloo, bare.Allgather, comm.all_gather, on)
 
 
 def reduce_scatter_cases(session: Session, gloo: GlooBeside, count: int) -> list[Case]:
@@ -83,14 +91,7 @@ def reduce_scatter_cases(session: Session, gloo: GlooBeside, count: int) -> list
     def on(value: Array) -> Callable[..., object]:
         return partial(dist.reduce_scatter_single, torch.from_numpy(out), torch.from_numpy(value))
 
-    return [
-        point.case(MPI, "private", lambda value: partial(bare.Reduce_scatter_block, value, out), point.check_out),
-        point.case(
-            OURS, COMMUNICATOR, lambda value: partial(comm.reduce_scatter, "SUM", value, out=out), point.check_out
-        ),
-        point.case(OURS, TORCH, on, point.check_out),
-        _over_gloo(point, gloo, on, point.check_out),
-    ]
+    return _four(point, gloo, bare.Reduce_scatter_block, partial(comm.reduce_scatter, "SUM"), on)
 
 
 def all_to_all_cases(session: Session, gloo: GlooBeside, count: int) -> list[Case]:
@@ -105,12 +106,7 @@ def all_to_all_cases(session: Session, gloo: GlooBeside, count: int) -> list[Cas
     def on(value: Array) -> Callable[..., object]:
         return partial(dist.all_to_all_single, torch.from_numpy(out), torch.from_numpy(value))
 
-    return [
-        point.case(MPI, "private", lambda value: partial(bare.Alltoall, value, out), point.check_out),
-        point.case(OURS, COMMUNICATOR, lambda value: partial(comm.all_to_all, value, out=out), point.check_out),
-        point.case(OURS, TORCH, on, point.check_out),
-        _over_gloo(point, gloo, on, point.check_out),
-    ]
+    return _four(point, gloo, bare.Alltoall, comm.all_to_all, on)
 
 
 _CASES: dict[str, Callable[[Session, GlooBeside, int], list[Case]]] = {

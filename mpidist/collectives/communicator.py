@@ -613,8 +613,10 @@ class Communicator(ArrayCollectives):
         """
         with self.shared_errors("closing a Communicator"):
             self._messages.check_none_under_way()
-        super().close()
-        self._messages.close()
+        try:
+            super().close()
+        finally:
+            self._messages.close()
 
     def abort(self) -> None:
         """Leave without the other ranks, for good (local; any thread may call it).

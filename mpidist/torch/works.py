@@ -212,9 +212,12 @@ class StartedWork(_TorchWork):
             self._is_over = True
         finally:
             self._completing.release()
-        if self._ended is not None:
-            self._ended()
-        self._future.set_result(None)
+        try:
+            if self._ended is not None:
+                self._ended()
+        finally:
+            # Others wait for it.
+            self._future.set_result(None)
 
     def _result(self, seconds: float) -> Any:
         if seconds <= 0:

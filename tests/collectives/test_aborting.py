@@ -68,13 +68,15 @@ def test_the_thread_that_waits_may_abort() -> None:
     run(
         """
 import os, signal
+from mpi4py import MPI
 if rank == 0:
     signal.signal(signal.SIGUSR1, lambda *_: comm.abort())
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
     ends(comm.barrier)
+    MPI.COMM_WORLD.send("aborted", 1)
 else:
-    # Not long before, or it would be a deadlock.
-    time.sleep(2)
+    # Not in the barrier of the others, or it would be a deadlock.
+    MPI.COMM_WORLD.recv(source=0)
 others.barrier()
 """
     )

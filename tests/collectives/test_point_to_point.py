@@ -295,7 +295,8 @@ def test_a_trace_that_is_saved_while_a_message_is_under_way(tmp_path: Path) -> N
 
 
 MANY = """
-import os, time, numpy, mpidist
+import os, numpy, mpidist
+from mpidist.collectives.watch.flight_record import path_of, read_flight
 comm = mpidist.Communicator()
 comm.barrier()
 if comm.rank == 1:
@@ -305,7 +306,10 @@ for _ in range(700):
     work = comm.send_async(numpy.ones(2), 0)
     comm.recv(numpy.zeros(2), 0)
     work.wait()
-time.sleep(0.5)
+if comm.rank == 0:
+    theirs = path_of(os.environ["MPIDIST_FLIGHT_RECORD"], 1)
+    while not any(entry.number == 3 for entry in read_flight(theirs).entries):
+        pass
 os._exit(1)
 """
 

@@ -373,8 +373,7 @@ class Executor:
             return
         work = self._works[0]
         if self._aborted is not None:
-            self._give_up(_stepping(work), _ABORTED)
-            self._settle_all(self._aborted)
+            self._end_aborted(_stepping(work), self._aborted)
             return
         try:
             if work.step():
@@ -391,9 +390,8 @@ class Executor:
 
     def _polling(self, work: Work[object]) -> Steps[None]:
         while not work.is_done:
-            if self._aborted is not None:
-                raise self._aborted
-            self.check_usable()
+            if self._aborted is None:
+                self.check_usable()
             self._step_oldest()
             yield
 
@@ -422,8 +420,7 @@ class Executor:
     def _deadline(self, steps: Steps[object], operation: Operation[object], timeout: float) -> Deadline:
         def meanwhile() -> None:
             if self._aborted is not None:
-                self._give_up(steps, _ABORTED)
-                self._settle_all(self._aborted)
+                self._end_aborted(steps, self._aborted)
                 raise self._aborted
             self._move_others()
             for ask in self._observers.waits:
@@ -469,6 +466,10 @@ class Executor:
         # and the buffers are kept.
         self._given_up = steps
         self.unusable = reason
+
+    def _end_aborted(self, steps: Steps[object], error: PeerError) -> None:
+        self._give_up(steps, _ABORTED)
+        self._settle_all(error)
 
     def lose_or_interrupt(self, error: BaseException, text: str) -> None:
         """Give the channel up for an error that the other ranks do not have."""

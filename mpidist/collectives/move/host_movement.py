@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -89,19 +89,14 @@ class HostMovement:
 
     def all_gather_bytes(self, description: Description, data: bytes) -> Steps[list[bytes]]:
         """Return the bytes of all ranks, in rank order."""
-        array = np.frombuffer(data, np.uint8)
-        core = yield from self._open(description, partial(_gather, array))
+        core = yield from self._open(description, partial(_gather, np.frombuffer(data, np.uint8)))
         if core is None:
-            lengths = [length for (length,) in (yield from gathering.gather_lengths(self._channel.comm, [len(array)]))]
-        else:
-            lengths = core.notes()
+            return (yield from gathering.all_gather_bytes(self._channel.comm, data))
+        lengths = core.notes()
         whole = np.empty(sum(lengths), np.uint8)
-        if core is None:
-            yield from gathering.all_gather_flat(self._channel.comm, array, whole, lengths)
-        else:
-            core.targets([whole])
-            yield from core.go_on()
-        return [whole[start:stop].tobytes() for start, stop in pairwise(accumulate(lengths, initial=0))]
+        core.targets([whole])
+        yield from core.go_on()
+        return [part.tobytes() for part in np.split(whole, np.cumsum(lengths[:-1]))]
 
     def gathered(self, core: Core, value: Array) -> Steps[Array]:
         """Return the arrays of all ranks, one after the other.

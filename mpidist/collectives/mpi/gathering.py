@@ -60,6 +60,14 @@ def all_gather_flat(comm: Comm, mine: Array, result: Array, counts: list[int]) -
             offset += count
 
 
+def all_gather_bytes(comm: Comm, data: bytes) -> Steps[list[bytes]]:
+    """Return the bytes of all ranks, in rank order (MPI_Iallgatherv)."""
+    lengths = [length for (length,) in (yield from gather_lengths(comm, [len(data)]))]
+    whole = np.empty(sum(lengths), np.uint8)
+    yield from all_gather_flat(comm, np.frombuffer(data, np.uint8), whole, lengths)
+    return [part.tobytes() for part in np.split(whole, np.cumsum(lengths[:-1]))]
+
+
 def _gather_round(comm: Comm, source: Array, target: Array, counts: list[int]) -> Steps[None]:
     byte = import_mpi().BYTE
     yield from until_done(comm.Iallgatherv([source, source.size, byte], [target, list(counts), byte]))

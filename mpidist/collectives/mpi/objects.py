@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 
-from mpidist.collectives.mpi.gathering import all_gather_flat, broadcast_flat, gather_lengths
+from mpidist.collectives.mpi.gathering import all_gather_bytes, broadcast_flat
 from mpidist.collectives.mpi.waiting import Comm, Steps
 
 T = TypeVar("T")
@@ -16,12 +15,8 @@ T = TypeVar("T")
 
 def gather_objects(comm: Comm, value: T) -> Steps[list[T]]:
     """Return the objects of all ranks, in rank order, on every rank (collective; MPI_Iallgatherv)."""
-    pickled = pickle.dumps(value)
-    rows = yield from gather_lengths(comm, [len(pickled)])
-    lengths = [length for (length,) in rows]
-    everything = np.empty(sum(lengths), np.uint8)
-    yield from all_gather_flat(comm, np.frombuffer(pickled, np.uint8), everything, lengths)
-    return [pickle.loads(everything[a:b].data) for a, b in pairwise(accumulate(lengths, initial=0))]
+    parts = yield from all_gather_bytes(comm, pickle.dumps(value))
+    return [*map(pickle.loads, parts)]
 
 
 def broadcast_pickle(comm: Comm, pickled: bytes, root: int) -> Steps[Any]:

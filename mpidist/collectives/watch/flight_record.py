@@ -123,10 +123,7 @@ class FlightFile:
 
     def end(self, serial: int, failed: bool) -> None:
         """Write down that it has ended."""
-        slot = (serial - 1) % ENTRIES
-        found: tuple[float, ...] = _ENTRY.unpack_from(self.memory, _place(slot))
-        if found[0] == serial:
-            self._write_end(slot, failed)
+        self._end((serial - 1) % ENTRIES, serial, failed)
 
     def begin_message(self, communicator: str, text: str, call_site: str) -> tuple[int, int]:
         """Write down that a message begins; return its slot and number.
@@ -144,10 +141,8 @@ class FlightFile:
     def end_message(self, slot: int, serial: int, failed: bool) -> None:
         """Write down that it has gone or come, or has failed."""
         with self._lock:
-            found: tuple[float, ...] = _ENTRY.unpack_from(self.memory, _place(slot))
-            if found[0] == serial:
+            if self._end(slot, serial, failed):
                 self._under_way.discard(slot)
-                self._write_end(slot, failed)
 
     def _write(self, slot: int, serial: int, number: int, texts: tuple[str, str, str]) -> None:
         communicator, text, call_site = texts
@@ -155,10 +150,14 @@ class FlightFile:
         packed = _ENTRY.pack(serial, number, time.time(), 0.0, RUNNING, *map(len, cut)) + b"".join(cut)
         self.memory[_place(slot) : _place(slot) + len(packed)] = packed
 
-    def _write_end(self, slot: int, failed: bool) -> None:
+    def _end(self, slot: int, serial: int, failed: bool) -> bool:
+        """Write down an end; return whether the slot still has this serial number."""
         found: tuple[float, ...] = _ENTRY.unpack_from(self.memory, _place(slot))
+        if found[0] != serial:
+            return False
         state = FAILED if failed else DONE
         _ENTRY.pack_into(self.memory, _place(slot), *found[:3], time.time(), state, *found[5:])
+        return True
 
 
 def _place(slot: int) -> int:
