@@ -379,6 +379,22 @@ def command_for(launcher: str, vendor: str, environ: Environ = os.environ) -> st
     return f"{command} {row.from_shell}" if in_shell(launcher, environ) else command
 
 
+def has_loose_barriers(environ: Environ = os.environ) -> bool:
+    """Return whether PMIx's barriers of this job hold the ranks of one node only.
+
+    Slurm's collectives without data go up a tree that is no tree where the job has fewer nodes than TreeWidth: every
+    node is its root, and waits for nobody (``reverse_tree_info`` in Slurm's src/common/reverse_tree.c). So one rank is
+    out of MPI_Init and sends while another is still in it, where Open MPI crashes (open-mpi/ompi issue 12495). In a
+    ring they are barriers.
+
+    >>> has_loose_barriers({"PMIX_NAMESPACE": "slurm.pmix.7.0"})
+    True
+    >>> has_loose_barriers({"PMIX_NAMESPACE": "slurm.pmix.7.0", "SLURM_PMIX_FENCE": "ring"})
+    False
+    """
+    return environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix") and environ.get("SLURM_PMIX_FENCE") != "ring"
+
+
 def mpirun_of(vendor: str) -> Launcher | None:
     """Return the row of the mpirun that belongs to an MPI library, or None.
 

@@ -12,6 +12,7 @@ from mpidist.cli.doctor_checks import CHECKS, findings
 from mpidist.cli.doctor_checks.gpus import check_gpus, devices, labels
 from mpidist.cli.doctor_checks.hosts import check_cores, check_shared_memory
 from mpidist.cli.doctor_checks.setup import (
+    check_barriers,
     check_native_core,
     check_settings,
     check_software,
@@ -72,6 +73,13 @@ def test_the_text_of_a_torn_world() -> None:
 def test_too_little_thread_support(vendor: str, command: str) -> None:
     found = check_world(job({}, vendor=vendor, thread_level="MPI_THREAD_SERIALIZED"))
     only(found, "warning", "gives MPI_THREAD_SERIALIZED", command)
+
+
+def test_barriers_that_hold_one_node_only() -> None:
+    loose = {"launcher": "srun", "loose_barriers": True}
+    found = check_barriers(job({}, {}, hosts=["node0", "node1"], **loose))
+    only(found, "warning", "segmentation fault", "export SLURM_PMIX_FENCE=ring")
+    assert check_barriers(job({}, {}, **loose)) == []
 
 
 # software -------------------------------------------------------------------------------------------------------------

@@ -48,6 +48,11 @@ PLACEMENTS = {
 }
 
 
+# The PMIx of the wheel has no munge component and would say so on every rank. Slurm's other barriers let ranks out of
+# MPI_Init before those of other hosts are through, and Open MPI crashes at times.
+SRUN_SETTINGS = {"PMIX_MCA_psec": "native", "SLURM_PMIX_FENCE": "ring"}
+
+
 class JobError(RuntimeError):
     """A job ended with a status, or ranks of it left no result."""
 
@@ -108,8 +113,7 @@ def start(
     if by == "mpirun":
         command = ["salloc", "--quiet", *allocation, *mpirun_command(), *places.mpirun, *command]
     else:
-        # The PMIx of the wheel has no munge component and would say so on every rank.
-        full["PMIX_MCA_psec"] = "native"
+        full |= SRUN_SETTINGS
         if "--distribution=arbitrary" in places.srun:
             hostfile = folder / "hosts"
             hostfile.write_text("".join(f"node{host}\n" for host in places.hosts))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.jobs import SRUN_SETTINGS
 from tests.cluster.lab import Lab
 from tests.support.ranks.jobs import child_environment, mpirun_command
 
@@ -21,10 +22,10 @@ NOBODY = "02:00:00:00:00:99"
 
 
 def doctor(
-    lab: Lab, hosts: int, ranks_per_host: int, *arguments: str, by: str = "mpirun"
+    lab: Lab, hosts: int, ranks_per_host: int, *arguments: str, by: str = "mpirun", fence: str = "ring"
 ) -> subprocess.CompletedProcess[str]:
     """Run doctor on ranks of the first hosts, by mpirun or by srun with a ``--mpi``."""
-    env = child_environment({"OMPI_MCA_mpi_yield_when_idle": "1", "PMIX_MCA_psec": "native"})
+    env = child_environment({"OMPI_MCA_mpi_yield_when_idle": "1", **SRUN_SETTINGS, "SLURM_PMIX_FENCE": fence})
     names = ",".join(f"node{host}" for host in range(hosts))
     place = [f"--nodelist={names}", f"--nodes={hosts}", f"--ntasks-per-node={ranks_per_host}"]
     if by == "mpirun":
@@ -75,6 +76,13 @@ def test_two_hosts_that_are_well(lab: Lab, by: str) -> None:
     # The hosts' cores are those of this machine, which may have one only.
     assert {finding["subject"] for finding in document["findings"]} <= {"cores"}
     assert done.returncode == (1 if document["findings"] else 0)
+
+
+def test_barriers_that_hold_one_host_only(lab: Lab) -> None:
+    # Two hosts might crash by them, which is what doctor warns of. On one host they do no harm.
+    done = doctor(lab, 1, 2, "--json", by="pmix", fence="mixed")
+    assert found(json.loads(done.stdout), "start") == []
+    assert [facts["loose_barriers"] for facts in json.loads(done.stdout)["ranks"]] == [True, True]
 
 
 def test_srun_without_pmix_makes_worlds_of_one_rank(lab: Lab) -> None:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.cluster.jobs import SRUN_SETTINGS
 from tests.cluster.lab import Lab
 from tests.support.ranks.jobs import child_environment
 
@@ -21,7 +22,7 @@ def test_a_shell_of_srun(lab: Lab) -> None:
         f'{sys.executable} -c "{SIZE}"\n'
         f'srun --mpi=pmix --overlap -n 4 {sys.executable} -c "{SIZE}"\n'
     )
-    env = child_environment({"OMPI_MCA_mpi_yield_when_idle": "1", "PMIX_MCA_psec": "native"})
+    env = child_environment({"OMPI_MCA_mpi_yield_when_idle": "1", **SRUN_SETTINGS})
     terminal = ["script", "--quiet", "--command", f"srun --nodes=2 --ntasks-per-node=2 --pty sh {script}", "/dev/null"]
     said = lab.run("login", terminal, env=env).stdout
     assert "this is a shell that srun --pty started, and mpirun would wait for what that shell holds" in said

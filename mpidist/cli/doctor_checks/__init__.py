@@ -10,6 +10,7 @@ from mpidist.cli.doctor_facts.facts import JobFacts
 
 CHECKS = (
     setup.check_world,
+    setup.check_barriers,
     network.check_reach,
     setup.check_settings,
     setup.check_software,

@@ -52,6 +52,17 @@ def check_world(job: JobFacts) -> list[Finding]:
     return [Finding(WARNING, "threads", text, "module avail mpi   # and load one that is built with thread support")]
 
 
+def check_barriers(job: JobFacts) -> list[Finding]:
+    """Check that the launcher's barriers, which MPI starts by, hold the ranks of all nodes."""
+    if len(job.machines) == 1 or not job.first.loose_barriers:
+        return []
+    text = (
+        "Slurm's PMIx lets ranks out of MPI_Init before those of other nodes are through; one that gets a message "
+        "meanwhile now and then ends with a segmentation fault."
+    )
+    return [Finding(WARNING, "start", text, "export SLURM_PMIX_FENCE=ring   # before srun")]
+
+
 def check_software(job: JobFacts) -> list[Finding]:
     """Check that versions are equal; pickles and the order of messages depend on them."""
     findings = []

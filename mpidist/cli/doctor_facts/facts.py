@@ -129,6 +129,7 @@ class RankFacts:
         batch_system: In whose job it is; None outside of one.
         job_hosts: The hosts of the job, where the batch system names them.
         without_core: Why it has no native core; empty where it has one.
+        loose_barriers: Whether the launcher's barriers let ranks go before those of other nodes have come.
     """
 
     host: str
@@ -146,6 +147,7 @@ class RankFacts:
     batch_system: str | None = None
     job_hosts: tuple[str, ...] = ()
     without_core: str = ""
+    loose_barriers: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from mpidist.collectives.node import native
 from mpidist.core.settings import SETTINGS
 from mpidist.core.version import __version__
 from mpidist.topology import import_mpi
-from mpidist.topology.environments import read_batch_system, read_launcher
+from mpidist.topology.environments import has_loose_barriers, read_batch_system, read_launcher
 from mpidist.topology.gpu_sharing import visible_devices
 from mpidist.topology.mpi_library import library_of, loaded_library
 from mpidist.topology.slurm_lists import expand_hostlist
@@ -253,6 +253,7 @@ def facts_of_this_rank() -> facts.RankFacts:
         batch_system=None if system is None else system.name,
         job_hosts=hosts_of_job(os.environ),
         without_core=_without_core(),
+        loose_barriers=has_loose_barriers(os.environ),
     )
 
 
