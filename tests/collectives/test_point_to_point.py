@@ -223,6 +223,32 @@ def test_a_long_wait_is_reported_without_the_guard() -> None:
     assert "s in recv from any rank with tag 0 of float64(3,), at " in job.stderr
 
 
+LEFT = """
+import sys, numpy, mpidist
+comm = mpidist.Communicator()
+source = None if sys.argv[1] == "any" else 1
+if comm.rank == 0:
+    try:
+        if sys.argv[1] == "send":
+            comm.send(numpy.ones(100_000), 1)
+        else:
+            comm.recv(numpy.empty(3), source)
+    except mpidist.errors.PeerError as error:
+        print(error)
+        raise SystemExit
+"""
+
+
+@pytest.mark.jobs
+@pytest.mark.one_rank
+@pytest.mark.parametrize(("what", "text"), [("one", "recv from rank 1"), ("any", "recv from any"), ("send", "send to")])
+def test_a_message_of_a_rank_that_has_ended_its_program_is_not_waited_for(what: str, text: str) -> None:
+    job = run_script(LEFT, 2, what, env={"MPIDIST_WARN_AFTER": "0.5", "MPIDIST_TIMEOUT": "60"}, timeout=30)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.startswith(text), job.stdout
+    assert "can never be done: rank 1 has ended the program" in job.stdout
+
+
 WATCHED = """
 import numpy, mpidist
 comm = mpidist.Communicator()

@@ -102,7 +102,7 @@ class Observer:
         """Return whether this observer reports a wait for a message longer than ``MPIDIST_WARN_AFTER``.
 
         Args:
-            operation: The message's.
+            operation: The message's, which the observer may call ``hopeless``.
             rank: The other side; None for any.
         """
         return False

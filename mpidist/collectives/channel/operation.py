@@ -116,6 +116,7 @@ class Operation(Generic[T_co]):
         tally: The changes that this rank had made by itself when it was issued, if any.
         algorithms: The algorithms that it took.
         error: The error that it ends with, if any, while observers are told of the end.
+        hopeless: Why it can never end, if an observer has found that out; of a message.
         let_go: Called when the operation needs its device no more, once it has been carried out or cannot begin.
         before_return: Called in each thread that waits, each time, when the result is there.
     """
@@ -131,6 +132,7 @@ class Operation(Generic[T_co]):
         self.tally: Tally | None = None
         self.algorithms: list[str] = []
         self.error: BaseException | None = None
+        self.hopeless = ""
         self.let_go: Callable[[], None] | None = None
         self.before_return: Callable[[], None] | None = None
         self._finish: tuple[Callable[..., object], ...] = ()

@@ -230,6 +230,8 @@ class PointToPoint:
         while not work.is_done:
             self._channel.executor.check_usable()
             self._advance()
+            if work.operation.hopeless and not work.is_done:
+                self._lose(work.operation)
             yield
 
     def _report(self, other: int | None, work: Work[object], waited: float) -> str | None:
@@ -239,6 +241,11 @@ class PointToPoint:
             f"rank {self._channel.rank} of {self._channel.size} has waited {waited:.0f} s in {work.operation.text}, at "
             f"{work.operation.call_site}"
         )
+
+    def _lose(self, operation: Operation[object]) -> None:
+        text = f"can never be done: {operation.hopeless}"
+        self._channel.executor.unusable = f"{operation.text} {text}"
+        self._settle_all(PeerError(f"{operation.text}, at {operation.call_site}, {text}"))
 
     def _expired(self, work: Work[object], waited: float) -> MessageTimeoutError:
         # MPI may still write to its memory, which the work keeps.

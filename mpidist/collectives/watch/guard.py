@@ -163,6 +163,10 @@ class Guard(Observer):
             found, near = {each: inquiry.answers.get(each) for each in others}, asked | {self._rank}
             states = {each: _place_text(status) if each in near else _FAR for each, status in found.items()}
             tell_user("\n".join([head, *_grouped(states)]))
+            left = [rank for rank, status in found.items() if status is not None and status.status.ended]
+            if left and {*left, self._rank} >= {*others}:
+                what = f"ranks {ranks_text(left)} have" if len(left) > 1 else f"rank {left[0]} has"
+                operation.hopeless = f"{what} ended the program"
 
         def ask() -> None:
             self._begin(question, asked, tell)
