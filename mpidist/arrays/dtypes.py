@@ -19,8 +19,6 @@ DType = np.dtype[Any]
 # A NumPy array or a CuPy array; what differs between them goes through ``device_ops``.
 Array = NDArray[Any]
 
-HALF = ("float16", "bfloat16")
-
 
 def check_transportable(dtype: DType, what: str) -> None:
     """Raise TypeError unless elements of ``dtype`` are numbers or bools in this machine's byte order."""
@@ -34,6 +32,12 @@ def check_transportable(dtype: DType, what: str) -> None:
 def is_transportable(dtype: DType) -> bool:
     """Return whether elements of ``dtype`` are numbers or bools in this machine's byte order."""
     return (dtype.kind in "biufc" and dtype.isnative) or dtype.name == "bfloat16"
+
+
+@lru_cache(maxsize=64)  # NumPy puts a name together each time
+def is_half(dtype: DType) -> bool:
+    """Return whether ``dtype`` is one of 16 bits that is summed in float32."""
+    return dtype.name in ("float16", "bfloat16")
 
 
 @lru_cache(maxsize=256)
@@ -58,7 +62,7 @@ def reduction_dtypes(dtype: DType, op: ReduceOp) -> tuple[DType, DType]:
             "take BAND, BOR or BXOR"
         )
     check_transportable(dtype, op.name)
-    if dtype.name in HALF:
+    if is_half(dtype):
         return np.dtype(np.float32), dtype
     if dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
         raise TypeError(f"{op.name} of {dtype} is not defined: complex numbers have no order; use SUM, MEAN or PROD")

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from mpidist.arrays.dtypes import HALF, Array, DType
+from mpidist.arrays.dtypes import Array, DType, is_half
 from mpidist.arrays.streams import Stream
 
 # Where arrays begin in a flat buffer; None: one after the other.
@@ -125,7 +125,7 @@ class DeviceOps:
         for target, piece in pieces(targets, flat, starts):
             if divisor is not None:
                 # Halves are divided in float32, as on a GPU: one rounding, at the cast.
-                wide = piece.astype(np.float32) if piece.dtype.name in HALF else piece
+                wide = piece.astype(np.float32) if is_half(piece.dtype) else piece
                 piece = np.true_divide(wide, wide.dtype.type(divisor))
             np.copyto(target.reshape(-1), piece, casting="unsafe")
 

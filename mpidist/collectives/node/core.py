@@ -6,6 +6,7 @@ What its functions do stands in ``mpidist/native/mpidist.h``. This is the only f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -418,5 +419,6 @@ def _lending(array: Array) -> Array:
     return array.view(np.uint16) if _code_of(array.dtype) == _BFLOAT16 else array
 
 
+@lru_cache(maxsize=64)
 def _code_of(dtype: DType) -> int:
     return _BFLOAT16 if dtype.name == "bfloat16" else _DTYPES[dtype.kind, dtype.itemsize]

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from mpidist.arrays.device_ops import ops_of
-from mpidist.arrays.dtypes import HALF, Array, DType
+from mpidist.arrays.dtypes import Array, DType, is_half
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.node import native
 from mpidist.collectives.node.mapping import address_of
@@ -300,7 +300,7 @@ class PackedReduction:
         self.pool = pool
         self.residuals = pack.residuals if options.error_feedback else None
         self.counts, self.count, self.nbytes, self.dtype = pack.counts, pack.count, pack.nbytes, pack.dtype
-        self._flat_dtype = np.dtype(np.float32) if self.dtype.name in HALF else self.dtype
+        self._flat_dtype = np.dtype(np.float32) if is_half(self.dtype) else self.dtype
         self.is_wanted = True
         self.may_share = self.has_begun = False
         self.took: str | None = None

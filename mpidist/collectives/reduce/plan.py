@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mpidist.arrays.dtypes import HALF, Array, DType, reduction_dtypes
+from mpidist.arrays.dtypes import Array, DType, is_half, reduction_dtypes
 from mpidist.collectives.channel.operation import Signature, describe, note_text, signature_text
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import Pack, PackedReduction, copies_of_overlapping, group_by_size
@@ -84,7 +84,7 @@ class ReductionPlan:
             # Of arrays on a GPU it gets nothing.
             devices = on_device or (False,) * len(signature)
             self.formed = formed = [
-                (to, to) if to.name in HALF and not is_on_device else (wire, to)
+                (to, to) if is_half(to) and not is_on_device else (wire, to)
                 for (wire, to), is_on_device in zip(formed, devices, strict=True)
             ]
         self.result_dtypes = [result for _, result in formed]
