@@ -34,6 +34,7 @@ from mpidist.collectives.gpu.staging import on_host
 from mpidist.collectives.move.movement_plan import BroadcastPlan, DealPlan, GatherPlan
 from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.node.core import GoOn
+from mpidist.collectives.reading import check_writable, delivering
 from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.collectives.reduce.registry import check_options, gpu_names
 from mpidist.collectives.reduce.table import Table, check_table
@@ -199,12 +200,14 @@ class ArrayCollectives:
 
         return learn
 
-    def _go_on(self, number: int, state: int, value: Array, result: Array) -> Array:
+    def _go_on(self, number: int, state: int, value: Array, result: Array, out: Array | None) -> Array:
         """Carry on with a short call whose ranks have not come soon, or differ."""
         description = self._channel.executor.short.description(number)
         rest = Operation(self._engine.rest_of_short(description, state, value, result), description)
         rest.is_rest = True
-        return self._channel.run(rest)
+        # Where ranks give unequal parts the result is another array than the one at hand.
+        (final,) = self._channel.run(rest.then(lambda found: [found]).then(delivering(None if out is None else [out])))
+        return final
 
     def _check_out(self, plan: ReductionPlan, out: Sequence[Array]) -> None:
         given, on_device = signature_of(out), which_on_device(out)
@@ -219,8 +222,7 @@ class ArrayCollectives:
                     f"out has {signature_text(given, on_device)}; expected "
                     f"{signature_text(plan.result_signature, plan.on_device)}, where the values lie"
                 )
-            if not on_device and not all([array.flags.writeable for array in out]):
-                raise ValueError("out is read-only; expected arrays that can be written")
+            check_writable(out)
         except ValueError as error:
             self.announce(error, "checking out")
             raise
@@ -543,10 +545,10 @@ def _weakly(method: GoOn) -> GoOn:
     """
     reference: WeakMethod[Any] = WeakMethod(method)
 
-    def call(number: int, state: int, value: Array, result: Array) -> Array:
+    def call(number: int, state: int, value: Array, result: Array, out: Array | None) -> Array:
         found = reference()
         assert found is not None, "a call of a communicator that is gone"
-        carried_on: Array = found(number, state, value, result)
+        carried_on: Array = found(number, state, value, result, out)
         return carried_on
 
     return call

@@ -166,6 +166,12 @@ static void cut_stripes(nc *c)
     }
 }
 
+/* Whether a gathering is as long as if all gave what this rank gives, and has that where it then would. */
+static int gives_its_share(const nc *c)
+{
+    return c->whole == c->bytes * (size_t)c->ranks && c->border[c->rank] == c->bytes * (size_t)c->rank;
+}
+
 /* All ranks have met, and find the same. */
 static nc_state refuse(nc *c, int error)
 {
@@ -215,8 +221,7 @@ static nc_state decide(nc *c)
         if (!core_start_chunks(c))
             return refuse(c, ENOBUFS);
     }
-    size_t expected = c->call.kind == NC_ALL_GATHER ? c->bytes * (size_t)c->ranks : c->bytes;
-    int differ = c->call.flags & NC_EQUAL && c->whole != expected;
+    int differ = c->call.flags & NC_EQUAL && !gives_its_share(c);
     return differ || c->call.flags & (NC_STOP | NC_SHARE) ? NC_MET : NC_MOVED;
 }
 

@@ -45,7 +45,8 @@ enum {
     NC_SHARE = 2,      /* the same; where inputs lie in shared memory, so may the result, one for the node */
     NC_UNWANTED = 4,   /* this rank takes part, but does not want the result; not of REDUCE_SCATTER */
     NC_WATCH = 8,      /* return NC_CHUNK for every chunk */
-    NC_EQUAL = 16      /* return NC_MET unless the result is as long as if all had given what this rank gives */
+    NC_EQUAL = 16      /* of ALL_GATHER: return NC_MET unless the result is as long as if all had given what this rank
+                          gives, and has that in the same place */
 };
 
 /* Elements of one array, contiguous. Its inputs, one per local replica, are at in[piece * replicas + replica]. */

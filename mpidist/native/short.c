@@ -117,16 +117,37 @@ static PyObject *learn(PyObject *self, PyObject *const *a, ssize_t n)
     return PyLong_FromLongLong(s.number);
 }
 
-static PyObject *new_array(face *f, PyObject *like, const ssize_t *first, int axes, size_t bytes)
+/* A call on its way. */
+typedef struct {
+    PyObject *value, *out; /* NONE: a new array for the result */
+    Py_buffer view;        /* of the value */
+    signature known;       /* a copy: another thread may give its place to another one */
+    signature result;      /* shape and dtype, at first those of the value */
+    nc_call call;
+} short_call;
+
+static PyObject *shape_of(const short_call *c)
 {
-    PyObject *shape = PyObject_GetAttr(like, name_shape), *dtype = PyObject_GetAttr(like, name_dtype), *made = NULL;
-    if (first != NULL && shape != NULL) { /* of another length */
-        PyObject *other = PyTuple_New(axes);
-        for (int i = 0; i < axes && other != NULL; i++)
-            PyTuple_SetItem(other, i, PyLong_FromLongLong(first[i]));
-        Py_DecRef(shape);
-        shape = other;
+    const signature *s = &c->result;
+    if (!memcmp(s->shape, c->known.shape, sizeof *s->shape * (size_t)s->axes))
+        return PyObject_GetAttr(c->value, name_shape);
+    PyObject *shape = PyTuple_New(s->axes);
+    for (int i = 0; i < s->axes && shape != NULL; i++)
+        PyTuple_SetItem(shape, i, PyLong_FromLongLong(s->shape[i]));
+    return shape;
+}
+
+/* The array that the program gave for the result, or a new one. */
+static PyObject *array_for(face *f, const short_call *c)
+{
+    if (c->out != NONE) {
+        Py_IncRef(c->out);
+        return c->out;
     }
+    PyObject *shape = shape_of(c), *dtype = PyObject_GetAttr(c->value, name_dtype), *made = NULL;
+    size_t bytes = (size_t)c->view.itemsize;
+    for (int i = 0; i < c->result.axes; i++)
+        bytes *= (size_t)c->result.shape[i];
     if (shape != NULL && dtype != NULL) {
         PyObject *arguments[2] = {shape, dtype};
         made = PyObject_Vectorcall(bytes < POOLED_BYTES ? f->empty : f->take, arguments, 2, NULL);
@@ -215,45 +236,44 @@ static PyObject *keep_flight(PyObject *self, PyObject *const *a, ssize_t n)
 
 /* Calls ----------------------------------------------------------------------------------------------------------- */
 
-/* Carry out a call of one array; `result` is given away. */
-static PyObject *carry_out(face *f, const signature *k, const nc_call *call, const Py_buffer *view, size_t count,
-                           PyObject *result, PyObject *value)
+/* Begin with one array, contiguous and known. */
+static int is_known(face *f, short_call *c)
 {
-    Py_buffer out;
-    if (result == NULL)
-        return NULL;
-    PyObject *line = f->flight.memory == NULL ? NULL : PyObject_Vectorcall(f->flight.line, NULL, 0, NULL);
-    if (PyErr_Occurred() || memory_of(result, C_CONTIGUOUS | WRITABLE, &out) < 0 || f->cells[HOLDS]) {
-        Py_DecRef(result); /* Python code ran since the way was found open, in which another thread may have come */
-        if (line != NULL)
-            Py_DecRef(line);
-        return PyErr_Occurred() ? NULL : none();
-    }
-    int64_t entry = line == NULL ? 0 : record_begin(f, k, line);
-    f->cells[HOLDS] |= BUSY;
-    f->cells[THREAD] = (int64_t)PyThread_get_thread_ident();
-    nc_inputs(f->core)[0] = view->buf;
-    nc_pieces(f->core)[0] = (nc_piece){out.buf, count};
-    nc_state state = nc_begin(f->core, call, KEEPS_LOCK);
-    if (state == NC_NOT_YET || state == NC_MOVED)
-        state = go_on(f, state, WAITS);
-    f->lost = errno;
-    if (state == NC_DONE) {
-        if (entry)
-            record_end(f, entry);
-        f->cells[CALLS]++;
-        f->cells[LAST] = k->number;
-        f->cells[HOLDS] &= ~(int64_t)BUSY;
-        return result;
-    }
-    /* Until Python has it in hand, as a signal handler may raise an error before. */
+    signature *s = &c->result;
+    if (f->cells[HOLDS] || s->op < 0 || read_array(f, c->value, 0, &c->view, s) < 0)
+        return 0;
+    const signature *k = look_up(f, s, 0);
+    if (k == NULL)
+        return 0;
+    c->known = *k;
+    c->call = (nc_call){.id = k->id, .kind = (nc_kind)k->kind, .op = (nc_op)(k->op & KERNEL),
+                        .dtype = (nc_dtype)k->dtype, .pieces = 1, .replicas = 1, .divisor = k->divisor};
+    return 1;
+}
+
+/* Whether an array that a program gave is what the result is to be, and the value lies apart from it, or so many bytes
+   behind its begin; nowhere in it if that is negative. */
+static int fits(face *f, const short_call *c, ssize_t at)
+{
+    Py_buffer o;
+    signature s = {0};
+    if (read_array(f, c->out, WRITABLE, &o, &s) < 0 || s.dtype != c->result.dtype || s.axes != c->result.axes ||
+        memcmp(s.shape, c->result.shape, sizeof *s.shape * (size_t)s.axes))
+        return 0;
+    const char *given = c->view.buf, *to = o.buf;
+    return (at >= 0 && given == to + at) || to >= given + c->view.len || given >= to + o.len;
+}
+
+/* Let Python carry on with a call: it is HANDED_ON until Python has it in hand, as a signal handler may raise an error
+   before. */
+static PyObject *hand_on(face *f, const short_call *c, nc_state state, PyObject *result)
+{
     f->cells[HOLDS] = (f->cells[HOLDS] & ~(int64_t)BUSY) | HANDED_ON;
-    PyObject *number = PyLong_FromLongLong(k->number), *code = PyLong_FromLongLong(state), *final = NULL;
+    PyObject *number = PyLong_FromLongLong(c->known.number), *code = PyLong_FromLongLong(state), *final = NULL;
     if (number != NULL && code != NULL) {
-        PyObject *arguments[4] = {number, code, value, result};
-        final = PyObject_Vectorcall(f->go_on, arguments, 4, NULL);
+        PyObject *arguments[5] = {number, code, c->value, result, c->out};
+        final = PyObject_Vectorcall(f->go_on, arguments, 5, NULL);
     }
-    Py_DecRef(result);
     if (number != NULL)
         Py_DecRef(number);
     if (code != NULL)
@@ -261,30 +281,43 @@ static PyObject *carry_out(face *f, const signature *k, const nc_call *call, con
     return final;
 }
 
-/* Begin with one array, contiguous and known: its memory, its signature, and the call. */
-static int known_array(face *f, PyObject *value, signature *s, Py_buffer *view, signature *k, nc_call *call)
+/* Carry out a call to which so many elements are given; `at`: where in the result the value may lie, or -1. */
+static PyObject *carry_out(face *f, const short_call *c, size_t count, ssize_t at)
 {
-    if (f->cells[HOLDS] || s->op < 0 || read_array(f, value, 0, view, s) < 0)
-        return 0;
-    const signature *found = look_up(f, s, 0);
-    if (found == NULL)
-        return 0;
-    *k = *found; /* whose place another thread may give to another one */
-    *call = (nc_call){.id = k->id, .kind = (nc_kind)k->kind, .op = (nc_op)(k->op & KERNEL), .dtype = (nc_dtype)k->dtype,
-                      .pieces = 1, .replicas = 1, .divisor = k->divisor};
-    return 1;
-}
-
-/* Whether an array that a program gave for the result is like the input, and is it or lies apart from it. */
-static int fits(face *f, PyObject *out, const Py_buffer *view, const signature *s)
-{
-    Py_buffer o;
-    signature given = {0};
-    if (read_array(f, out, WRITABLE, &o, &given) < 0 || given.dtype != s->dtype || given.axes != s->axes ||
-        memcmp(given.shape, s->shape, sizeof *s->shape * (size_t)s->axes))
-        return 0;
-    const char *here = view->buf, *there = o.buf;
-    return here == there || there >= here + view->len || here >= there + view->len;
+    Py_buffer to;
+    if (c->out != NONE && !fits(f, c, at))
+        return none();
+    PyObject *result = array_for(f, c), *line = NULL;
+    if (result == NULL)
+        return NULL;
+    if (f->flight.memory != NULL)
+        line = PyObject_Vectorcall(f->flight.line, NULL, 0, NULL);
+    if (PyErr_Occurred() || memory_of(result, C_CONTIGUOUS | WRITABLE, &to) < 0 || f->cells[HOLDS]) {
+        Py_DecRef(result); /* Python code ran since the way was found open, in which another thread may have come */
+        if (line != NULL)
+            Py_DecRef(line);
+        return PyErr_Occurred() ? NULL : none();
+    }
+    int64_t entry = line == NULL ? 0 : record_begin(f, &c->known, line);
+    f->cells[HOLDS] |= BUSY;
+    f->cells[THREAD] = (int64_t)PyThread_get_thread_ident();
+    nc_inputs(f->core)[0] = c->view.buf;
+    nc_pieces(f->core)[0] = (nc_piece){to.buf, count};
+    nc_state state = nc_begin(f->core, &c->call, KEEPS_LOCK);
+    if (state == NC_NOT_YET || state == NC_MOVED)
+        state = go_on(f, state, WAITS);
+    f->lost = errno;
+    if (state != NC_DONE) {
+        PyObject *final = hand_on(f, c, state, result);
+        Py_DecRef(result);
+        return final;
+    }
+    if (entry)
+        record_end(f, entry);
+    f->cells[CALLS]++;
+    f->cells[LAST] = c->known.number;
+    f->cells[HOLDS] &= ~(int64_t)BUSY;
+    return result;
 }
 
 /* all_reduce(op, value, out or None) */
@@ -292,83 +325,64 @@ static PyObject *all_reduce(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
-    signature s = {.kind = NC_ALL_REDUCE, .op = op_of(f, a[0])};
-    Py_buffer view;
-    nc_call call;
-    signature k;
-    if (!known_array(f, a[1], &s, &view, &k, &call) || (a[2] != NONE && !fits(f, a[2], &view, &s)))
+    short_call c = {.value = a[1], .out = a[2], .result = {.kind = NC_ALL_REDUCE, .op = op_of(f, a[0])}};
+    if (!is_known(f, &c))
         return none();
-    if (view.len >= NC_SHARED_BYTES && nc_is_shared(f->core, view.buf, (size_t)view.len))
+    if (c.view.len >= NC_SHARED_BYTES && nc_is_shared(f->core, c.view.buf, (size_t)c.view.len))
         return none(); /* the result may be shared */
-    PyObject *result = a[2];
-    if (result == NONE)
-        result = new_array(f, a[1], NULL, 0, (size_t)view.len);
-    else
-        Py_IncRef(result);
-    call.unit = 64 / (size_t)view.itemsize ? 64 / (size_t)view.itemsize : 1;
-    return carry_out(f, &k, &call, &view, (size_t)(view.len / view.itemsize), result, a[1]);
+    c.call.unit = 64 / (size_t)c.view.itemsize ? 64 / (size_t)c.view.itemsize : 1;
+    return carry_out(f, &c, (size_t)(c.view.len / c.view.itemsize), 0);
 }
 
-/* reduce_scatter(op, value) */
+/* reduce_scatter(op, value, out or None) */
 static PyObject *reduce_scatter(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
-    signature s = {.kind = NC_REDUCE_SCATTER, .op = op_of(f, a[0])};
-    Py_buffer view;
-    nc_call call;
-    signature k;
-    if (!known_array(f, a[1], &s, &view, &k, &call) || s.axes == 0 || s.shape[0] == 0)
+    short_call c = {.value = a[1], .out = a[2], .result = {.kind = NC_REDUCE_SCATTER, .op = op_of(f, a[0])}};
+    if (!is_known(f, &c) || c.result.axes == 0 || c.result.shape[0] == 0)
         return none();
-    ssize_t rows = s.shape[0], row_bytes = view.len / rows;
-    s.shape[0] = rows / f->ranks + (f->rank < rows % f->ranks);
-    PyObject *result = new_array(f, a[1], s.shape, s.axes, (size_t)(s.shape[0] * row_bytes));
-    call.unit = (size_t)(row_bytes / view.itemsize);
-    return carry_out(f, &k, &call, &view, (size_t)(view.len / view.itemsize), result, a[1]);
+    ssize_t rows = c.result.shape[0];
+    c.result.shape[0] = rows / f->ranks + (f->rank < rows % f->ranks);
+    c.call.unit = (size_t)(c.view.len / rows / c.view.itemsize);
+    return carry_out(f, &c, (size_t)(c.view.len / c.view.itemsize), -1);
 }
 
-/* all_gather(value), along the first axis */
+/* all_gather(value, out or None), along the first axis */
 static PyObject *all_gather(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
-    signature s = {.kind = NC_ALL_GATHER};
-    Py_buffer view;
-    nc_call call;
-    signature k;
-    if (!known_array(f, a[0], &s, &view, &k, &call) || s.axes == 0)
+    short_call c = {.value = a[0], .out = a[1], .result = {.kind = NC_ALL_GATHER}};
+    if (!is_known(f, &c) || c.result.axes == 0)
         return none();
-    call.note = s.shape[0];
-    s.shape[0] *= f->ranks;
-    PyObject *result = new_array(f, a[0], s.shape, s.axes, (size_t)(view.len * f->ranks));
-    call.dtype = NC_U8, call.flags = NC_EQUAL;
-    return carry_out(f, &k, &call, &view, (size_t)view.len, result, a[0]);
+    c.call.note = c.result.shape[0];
+    c.result.shape[0] *= f->ranks;
+    c.call.dtype = NC_U8, c.call.flags = NC_EQUAL;
+    return carry_out(f, &c, (size_t)c.view.len, f->rank * c.view.len);
 }
 
-/* broadcast(value, root) */
+/* broadcast(value, root, out or None) */
 static PyObject *broadcast(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
     long long root = whole(a[1]);
-    signature s = {.kind = BROADCAST, .root = (int)root};
-    Py_buffer view;
-    nc_call call;
+    short_call c = {.value = a[0], .out = a[2], .result = {.kind = BROADCAST, .root = (int)root}};
     if (root < 0 || root >= f->ranks) {
         PyErr_Clear(); /* the long way says what is wrong with it */
         return none();
     }
-    signature k;
-    if (!known_array(f, a[0], &s, &view, &k, &call))
+    if (!is_known(f, &c))
         return none();
-    PyObject *result = new_array(f, a[0], NULL, 0, (size_t)view.len);
-    call.kind = NC_ALL_GATHER, call.dtype = NC_U8;
-    return carry_out(f, &k, &call, &view, s.root == f->rank ? (size_t)view.len : 0, result, a[0]);
+    c.call.kind = NC_ALL_GATHER, c.call.dtype = NC_U8;
+    return carry_out(f, &c, root == f->rank ? (size_t)c.view.len : 0, 0);
 }
 
 /* short(array type, numpy.empty, a pool's take, continuation, list of operations, list of their codes)
 
-   The continuation is called with signature, state, value and the array for the result. */
+   The continuation is called with signature, state, value, the array for the result, and that which was given or
+   None. */
 static PyObject *open_short(PyObject *self, PyObject *const *a, ssize_t n)
 {
     face *f = face_of(self);

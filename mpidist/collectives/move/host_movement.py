@@ -77,6 +77,8 @@ class HostMovement:
                 yield from _begun(core, array if index else None)
             lengths = [row[index] for row in rows] if core is None else core.notes()
             out = outs[index] if outs and plan.positions[index] == 0 else None
+            if out is not None and sum(lengths[: channel.rank]) != channel.rank * len(array):
+                out = None  # which this rank's part may lie in, at another place than it comes to
             whole = self._target((sum(lengths), *array.shape[1:]), array.dtype, out)
             if core is None:
                 counts = [length * plan.row_sizes[index] for length in lengths]

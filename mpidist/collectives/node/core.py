@@ -59,15 +59,15 @@ class Short(NamedTuple):
 
     Attributes:
         all_reduce: Takes operation, array, and an array for the result or None.
-        reduce_scatter: Takes operation and array.
-        all_gather: Takes the array, which it concatenates along the first axis.
-        broadcast: Takes array and root.
+        reduce_scatter: Takes the same.
+        all_gather: Takes the array, which it concatenates along the first axis, and one for the result or None.
+        broadcast: Takes array, root, and an array for the result or None.
     """
 
     all_reduce: Callable[[object, object, object], Any]
-    reduce_scatter: Callable[[object, object], Any]
-    all_gather: Callable[[object], Any]
-    broadcast: Callable[[object, object], Any]
+    reduce_scatter: Callable[[object, object, object], Any]
+    all_gather: Callable[[object, object], Any]
+    broadcast: Callable[[object, object, object], Any]
 
 
 def _nothing(*_: object) -> None:
@@ -76,8 +76,8 @@ def _nothing(*_: object) -> None:
 
 NO_SHORT = Short(_nothing, _nothing, _nothing, _nothing)
 
-# Takes number of the signature, state, array and result.
-GoOn = Callable[[int, int, Array, Array], Array]
+# Takes number of the signature, state, array, array for the result, and that which was given or None.
+GoOn = Callable[[int, int, Array, Array, Array | None], Array]
 
 
 class Sizes(NamedTuple):
@@ -321,7 +321,7 @@ class Core:
         Args:
             take: Returns memory for a result, given shape and dtype.
             go_on: Carries on with a call whose ranks have not come soon, or differ: number of its signature, state,
-                value and result.
+                value, array for the result, and that which the program gave or None.
         """
         names: list[object] = [name for op in _OPS for name in (op, op.name)]
         codes = [_OPS[op] + _IS_MEAN * (op is ReduceOp.MEAN) for op in _OPS for _ in range(2)]

@@ -215,8 +215,12 @@ static void note_event(member *m, const call *c, size_t *events)
 
 static int has_to_stop(const member *m, const call *c)
 {
-    size_t same = c->plan.length[m->rank] * (size_t)m->world->plan.ranks[m->node];
-    int differ = c->own.flags & NC_EQUAL && result_bytes(&m->world->plan, &c->plan, m->node) != same;
+    size_t own = c->plan.length[m->rank], before = 0;
+    for (int r = 0; r < m->rank; r++)
+        before += c->plan.length[r];
+    int is_equal = result_bytes(&m->world->plan, &c->plan, m->node) == own * (size_t)m->world->plan.ranks[m->node] &&
+                   before == own * (size_t)m->rank;
+    int differ = c->own.flags & NC_EQUAL && !is_equal;
     return c->plan.call.kind != NC_MEET && (differ || c->own.flags & (NC_STOP | NC_SHARE));
 }
 
