@@ -43,7 +43,7 @@ from mpidist.collectives.watch.attach import watch_channel
 from mpidist.collectives.world_channel import world_channel
 from mpidist.core.callsite import user_call_site
 from mpidist.core.enums import ReduceOp
-from mpidist.core.nest import LEAF
+from mpidist.core.nest import flat_kind
 from mpidist.core.options import CommunicationOptions, check_communication_options
 from mpidist.topology import import_mpi, world_topology
 
@@ -127,10 +127,14 @@ class ArrayCollectives:
         ``more`` are those of this rank's further replicas, in host memory. On one node sums are formed in the order of
         ranks, and of replicas in each.
         """
-        if options is None and len(arrays) == 1 and not more and note in ("", LEAF) and divisor == self.size:
-            result = self.short.all_reduce(op, arrays[0], None if out is None else out[0])
+        kind = flat_kind(note) if options is None and not more and divisor == self.size else None
+        if kind is not None:
+            is_one, outs = len(arrays) == 1 and not kind, out and list(out)
+            result = self.short.all_reduce(
+                op, arrays[0] if is_one else arrays, outs[0] if is_one and outs else outs, kind
+            )
             if result is not None:
-                return [result]
+                return [result] if is_one else list(result)
         return self._now(self._reduction(op, arrays, divisor, options, out, note, more))
 
     def reduce_arrays_async(
@@ -175,13 +179,15 @@ class ArrayCollectives:
             and divisor == self.size
             and not more
         ):
-            operation.then(self._learns("all_reduce", arrays[0], operation, op, plan.divisor))
+            kind = flat_kind(note) or 0
+            given = list(arrays) if kind or len(arrays) > 1 else arrays[0]
+            operation.then(self._learns("all_reduce", given, operation, op, plan.divisor, kind))
         return operation
 
     def _learns(
         self,
         name: str,
-        array: Array,
+        array: Array | list[Array],
         operation: Operation[Any],
         op: ReduceOp | None = None,
         divisor: int | None = None,

@@ -159,7 +159,7 @@ class Communicator(ArrayCollectives):
         >>> comm.close()
         """
         if options is None:
-            result: T | None = self.short.all_reduce(op, value, out)
+            result: T | None = self.short.all_reduce(op, value, out, 0)
             if result is not None:
                 return result
         return self._now(self._all_reducing(op, value, options, out))

@@ -6,11 +6,12 @@
 #define _GNU_SOURCE
 #include "python.h"
 
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-/* A kind of signature beside those of mpidist.h: a gathering to which one rank gives. */
-enum { BROADCAST = 16 };
+/* Kinds of signatures beside those of mpidist.h: a gathering to which one rank gives, an all-reduce of several arrays. */
+enum { BROADCAST = 16, LIST = 17 };
 /* For how long a call waits without the interpreter's lock before Python takes over. */
 enum { WAITS = 2000000 };
 enum { POOLED_BYTES = 128 << 10, PROBES = 8 };
@@ -51,16 +52,22 @@ static int dtype_of(const Py_buffer *view)
     return (found - whole_codes < 5 ? NC_I8 : NC_U8) + power;
 }
 
+static uint64_t mixed(uint64_t hash, const ssize_t *sizes, int n)
+{
+    for (int i = 0; i < n; i++)
+        hash = (hash ^ (uint64_t)sizes[i]) * 0x9E3779B97F4A7C15u, hash ^= hash >> 29;
+    return hash;
+}
+
 static signature *look_up(face *f, const signature *s, int may_add)
 {
     uint64_t hash = (uint64_t)(s->kind * 31 + s->op) * 0x9E3779B97F4A7C15u + (uint64_t)(s->dtype * 64 + s->axes);
-    for (int i = 0; i < s->axes; i++)
-        hash = (hash ^ (uint64_t)s->shape[i]) * 0x9E3779B97F4A7C15u, hash ^= hash >> 29;
-    hash += (uint64_t)s->root;
+    hash = mixed(mixed(hash, s->shape, s->axes), s->shapes, s->words) + (uint64_t)s->root;
     for (int probe = 0; probe < PROBES; probe++) {
         signature *k = &f->known[(hash + (uint64_t)probe) % SIGNATURES];
         if (k->is_known && k->kind == s->kind && k->op == s->op && k->dtype == s->dtype && k->axes == s->axes &&
-            k->root == s->root && !memcmp(k->shape, s->shape, sizeof *s->shape * (size_t)s->axes))
+            k->root == s->root && !memcmp(k->shape, s->shape, sizeof *s->shape * (size_t)s->axes) &&
+            k->words == s->words && (!s->words || !memcmp(k->shapes, s->shapes, sizeof *s->shapes * (size_t)s->words)))
             return k;
         if (may_add && (!k->is_known || probe == PROBES - 1))
             return k;
@@ -95,8 +102,42 @@ static int read_array(face *f, PyObject *array, int flags, Py_buffer *view, sign
     return 0;
 }
 
-/* learn(kind, op, array, root, divisor, id, text) -> number of the signature, or None for one that cannot go the short
-   way */
+/* Read a list or tuple of arrays of one dtype, none empty: their memory, the last first as the long way lays them out,
+   and their shapes, which stay in the face. Returns how many there are, or -1. */
+static int read_list(face *f, PyObject *list, int flags, nc_range *memory, signature *s)
+{
+    ssize_t n = PySequence_Size(list);
+    if (n < 1 || n > NC_PIECES)
+        return -1;
+    s->shapes = f->shapes;
+    for (ssize_t i = 0; i < n; i++) {
+        Py_buffer view;
+        signature one = {0};
+        PyObject *array = PySequence_GetItem(list, i);
+        int is_wrong = array == NULL || read_array(f, array, flags, &view, &one) < 0;
+        if (array != NULL)
+            Py_DecRef(array); /* the list keeps it */
+        if (is_wrong || view.len == 0 || (i > 0 && one.dtype != s->dtype) || s->words + one.axes >= WORDS)
+            return -1;
+        s->dtype = one.dtype;
+        f->shapes[s->words++] = one.axes;
+        memcpy(f->shapes + s->words, one.shape, sizeof *one.shape * (size_t)one.axes);
+        s->words += one.axes;
+        memory[n - 1 - i] = (nc_range){view.buf, (char *)view.buf + view.len, (int)(n - 1 - i)};
+    }
+    return (int)n;
+}
+
+/* 1 for a list, 2 for a tuple, or 0. */
+static int opened(PyObject *value)
+{
+    PyObject *type = PyObject_Type(value);
+    Py_DecRef(type); /* the value keeps it */
+    return type == &PyList_Type ? 1 : type == &PyTuple_Type ? 2 : 0;
+}
+
+/* learn(kind, op, array or list of them, root, divisor, id, text) -> number of the signature, or None for one that
+   cannot go the short way */
 static PyObject *learn(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
@@ -106,13 +147,24 @@ static PyObject *learn(PyObject *self, PyObject *const *a, ssize_t n)
     Py_buffer view;
     if (PyErr_Occurred())
         return NULL;
-    if (a[2] != NONE && read_array(f, a[2], 0, &view, &s) < 0)
+    if (opened(a[2])) {
+        s.kind = LIST;
+        if (read_list(f, a[2], 0, f->given, &s) < 0)
+            return none();
+    } else if (a[2] != NONE && read_array(f, a[2], 0, &view, &s) < 0)
         return none();
     signature *k = look_up(f, &s, 1);
+    if (s.words) {
+        s.shapes = malloc(sizeof *s.shapes * (size_t)s.words);
+        if (s.shapes == NULL)
+            return none();
+        memcpy(s.shapes, f->shapes, sizeof *s.shapes * (size_t)s.words);
+    }
     s.number = (int)(k - f->known);
     Py_IncRef(s.text);
     if (k->text != NULL)
         Py_DecRef(k->text);
+    free(k->shapes);
     *k = s;
     return PyLong_FromLongLong(s.number);
 }
@@ -121,33 +173,23 @@ static PyObject *learn(PyObject *self, PyObject *const *a, ssize_t n)
 typedef struct {
     PyObject *value, *out; /* NONE: a new array for the result */
     Py_buffer view;        /* of the value */
-    signature known;       /* a copy: another thread may give its place to another one */
+    signature known;       /* a copy without shapes: another thread may give its place to another one */
     signature result;      /* shape and dtype, at first those of the value */
     nc_call call;
 } short_call;
 
-static PyObject *shape_of(const short_call *c)
+/* A new array like another one, of another length if `first` is not negative. */
+static PyObject *new_array(face *f, PyObject *like, ssize_t first, size_t bytes)
 {
-    const signature *s = &c->result;
-    if (!memcmp(s->shape, c->known.shape, sizeof *s->shape * (size_t)s->axes))
-        return PyObject_GetAttr(c->value, name_shape);
-    PyObject *shape = PyTuple_New(s->axes);
-    for (int i = 0; i < s->axes && shape != NULL; i++)
-        PyTuple_SetItem(shape, i, PyLong_FromLongLong(s->shape[i]));
-    return shape;
-}
-
-/* The array that the program gave for the result, or a new one. */
-static PyObject *array_for(face *f, const short_call *c)
-{
-    if (c->out != NONE) {
-        Py_IncRef(c->out);
-        return c->out;
+    PyObject *shape = PyObject_GetAttr(like, name_shape), *dtype = PyObject_GetAttr(like, name_dtype), *made = NULL;
+    if (first >= 0 && shape != NULL) {
+        ssize_t axes = PySequence_Size(shape);
+        PyObject *other = PyTuple_New(axes);
+        for (ssize_t i = 0; i < axes && other != NULL; i++)
+            PyTuple_SetItem(other, i, i ? PySequence_GetItem(shape, i) : PyLong_FromLongLong(first));
+        Py_DecRef(shape);
+        shape = other;
     }
-    PyObject *shape = shape_of(c), *dtype = PyObject_GetAttr(c->value, name_dtype), *made = NULL;
-    size_t bytes = (size_t)c->view.itemsize;
-    for (int i = 0; i < c->result.axes; i++)
-        bytes *= (size_t)c->result.shape[i];
     if (shape != NULL && dtype != NULL) {
         PyObject *arguments[2] = {shape, dtype};
         made = PyObject_Vectorcall(bytes < POOLED_BYTES ? f->empty : f->take, arguments, 2, NULL);
@@ -157,6 +199,46 @@ static PyObject *array_for(face *f, const short_call *c)
     if (dtype != NULL)
         Py_DecRef(dtype);
     return made;
+}
+
+/* A new list or tuple of new arrays like those of one. */
+static PyObject *new_list(face *f, PyObject *like)
+{
+    ssize_t n = PySequence_Size(like);
+    PyObject *type = PyObject_Type(like), *made = type == &PyList_Type ? PyList_New(n) : PyTuple_New(n);
+    for (ssize_t i = 0; i < n && made != NULL; i++) {
+        PyObject *one = PySequence_GetItem(like, i), *array = NULL;
+        Py_buffer view;
+        if (one != NULL && memory_of(one, C_CONTIGUOUS, &view) == 0)
+            array = new_array(f, one, -1, (size_t)view.len);
+        if (one != NULL)
+            Py_DecRef(one);
+        if (array == NULL) {
+            Py_DecRef(made);
+            made = NULL;
+        } else if (type == &PyList_Type)
+            PyList_SetItem(made, i, array);
+        else
+            PyTuple_SetItem(made, i, array);
+    }
+    Py_DecRef(type);
+    return made;
+}
+
+/* The array or list of arrays that the program gave for the result, or a new one. */
+static PyObject *result_for(face *f, const short_call *c)
+{
+    if (c->out != NONE) {
+        Py_IncRef(c->out);
+        return c->out;
+    }
+    if (c->known.kind == LIST)
+        return new_list(f, c->value);
+    size_t bytes = (size_t)c->view.itemsize;
+    for (int i = 0; i < c->result.axes; i++)
+        bytes *= (size_t)c->result.shape[i];
+    int is_longer = memcmp(c->result.shape, c->known.shape, sizeof *c->result.shape * (size_t)c->result.axes) != 0;
+    return new_array(f, c->value, is_longer ? c->result.shape[0] : -1, bytes);
 }
 
 /* The flight record ------------------------------------------------------------------------------------------------ */
@@ -236,18 +318,24 @@ static PyObject *keep_flight(PyObject *self, PyObject *const *a, ssize_t n)
 
 /* Calls ----------------------------------------------------------------------------------------------------------- */
 
-/* Begin with one array, contiguous and known. */
+/* Begin with one array, or a list of them, contiguous and known. */
 static int is_known(face *f, short_call *c)
 {
     signature *s = &c->result;
-    if (f->cells[HOLDS] || s->op < 0 || read_array(f, c->value, 0, &c->view, s) < 0)
+    int pieces = 1;
+    if (f->cells[HOLDS] || s->op < 0)
         return 0;
-    const signature *k = look_up(f, s, 0);
+    if (s->kind == LIST)
+        pieces = read_list(f, c->value, 0, f->given, s);
+    else if (read_array(f, c->value, 0, &c->view, s) < 0)
+        return 0;
+    const signature *k = pieces < 0 ? NULL : look_up(f, s, 0);
     if (k == NULL)
         return 0;
     c->known = *k;
-    c->call = (nc_call){.id = k->id, .kind = (nc_kind)k->kind, .op = (nc_op)(k->op & KERNEL),
-                        .dtype = (nc_dtype)k->dtype, .pieces = 1, .replicas = 1, .divisor = k->divisor};
+    c->call = (nc_call){.id = k->id, .kind = s->kind == LIST ? NC_ALL_REDUCE : (nc_kind)k->kind,
+                        .op = (nc_op)(k->op & KERNEL), .dtype = (nc_dtype)k->dtype, .pieces = pieces, .replicas = 1,
+                        .divisor = k->divisor};
     return 1;
 }
 
@@ -281,19 +369,55 @@ static PyObject *hand_on(face *f, const short_call *c, nc_state state, PyObject 
     return final;
 }
 
+/* Lay out the lists of a call, which are read again: Python code may have changed them, and ran in other threads. Returns
+   whether they are what was known, and results leave inputs alone that are still to be read. */
+static int lay_out_list(face *f, const short_call *c, PyObject *result)
+{
+    short_call again = {.value = c->value, .result = {.kind = LIST, .op = c->result.op, .root = c->result.root}};
+    signature s = again.result;
+    if (!is_known(f, &again) || again.known.number != c->known.number || again.known.id != c->known.id)
+        return 0;
+    int n = again.call.pieces;
+    if (read_list(f, result, WRITABLE, f->results, &s) != n || look_up(f, &s, 0) != &f->known[c->known.number])
+        return 0;
+    for (int i = 0; i < n; i++) {
+        nc_inputs(f->core)[i] = f->given[i].begin;
+        nc_pieces(f->core)[i] = (nc_piece){(char *)f->results[i].begin, (size_t)(f->results[i].end - f->results[i].begin) /
+                                                                            nc_itemsize(c->call.dtype)};
+    }
+    if (c->out != NONE && nc_overlap(f->given, n, f->results, n))
+        return 0;
+    for (int i = 1; i < n && c->out != NONE; i++) /* by address now */
+        if (f->results[i].begin < f->results[i - 1].end)
+            return 0;
+    return 1;
+}
+
+/* Lay out the array of a call, to which so many elements are given. */
+static int lay_out(face *f, const short_call *c, PyObject *result, size_t count)
+{
+    Py_buffer to;
+    if (memory_of(result, C_CONTIGUOUS | WRITABLE, &to) < 0)
+        return 0;
+    nc_inputs(f->core)[0] = c->view.buf;
+    nc_pieces(f->core)[0] = (nc_piece){to.buf, count};
+    return 1;
+}
+
 /* Carry out a call to which so many elements are given; `at`: where in the result the value may lie, or -1. */
 static PyObject *carry_out(face *f, const short_call *c, size_t count, ssize_t at)
 {
-    Py_buffer to;
-    if (c->out != NONE && !fits(f, c, at))
+    int is_list = c->known.kind == LIST;
+    if (c->out != NONE && !is_list && !fits(f, c, at))
         return none();
-    PyObject *result = array_for(f, c), *line = NULL;
+    PyObject *result = result_for(f, c), *line = NULL;
     if (result == NULL)
         return NULL;
     if (f->flight.memory != NULL)
         line = PyObject_Vectorcall(f->flight.line, NULL, 0, NULL);
-    if (PyErr_Occurred() || memory_of(result, C_CONTIGUOUS | WRITABLE, &to) < 0 || f->cells[HOLDS]) {
-        Py_DecRef(result); /* Python code ran since the way was found open, in which another thread may have come */
+    /* Python code ran since the way was found open, in which another thread may have come. */
+    if (PyErr_Occurred() || f->cells[HOLDS] || !(is_list ? lay_out_list(f, c, result) : lay_out(f, c, result, count))) {
+        Py_DecRef(result);
         if (line != NULL)
             Py_DecRef(line);
         return PyErr_Occurred() ? NULL : none();
@@ -301,8 +425,6 @@ static PyObject *carry_out(face *f, const short_call *c, size_t count, ssize_t a
     int64_t entry = line == NULL ? 0 : record_begin(f, &c->known, line);
     f->cells[HOLDS] |= BUSY;
     f->cells[THREAD] = (int64_t)PyThread_get_thread_ident();
-    nc_inputs(f->core)[0] = c->view.buf;
-    nc_pieces(f->core)[0] = (nc_piece){to.buf, count};
     nc_state state = nc_begin(f->core, &c->call, KEEPS_LOCK);
     if (state == NC_NOT_YET || state == NC_MOVED)
         state = go_on(f, state, WAITS);
@@ -320,18 +442,35 @@ static PyObject *carry_out(face *f, const short_call *c, size_t count, ssize_t a
     return result;
 }
 
-/* all_reduce(op, value, out or None) */
+/* Whether inputs are large and in shared memory: then the result may be, too. */
+static int may_be_shared(face *f, const short_call *c)
+{
+    const nc_range one = {c->view.buf, (char *)c->view.buf + c->view.len, 0}, *given = &one;
+    size_t all = 0;
+    if (c->known.kind == LIST)
+        given = f->given;
+    for (int i = 0; i < c->call.pieces; i++)
+        all += (size_t)(given[i].end - given[i].begin);
+    for (int i = 0; i < c->call.pieces && all >= NC_SHARED_BYTES; i++)
+        if (nc_is_shared(f->core, given[i].begin, (size_t)(given[i].end - given[i].begin)))
+            return 1;
+    return 0;
+}
+
+/* all_reduce(op, value, out or None, what ranks compare of the structure); the value an array, or a list or tuple of
+   arrays. To compare is 0 for an array, 1 for a list and 2 for a tuple where that counts; None for the value's own. */
 static PyObject *all_reduce(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
-    short_call c = {.value = a[1], .out = a[2], .result = {.kind = NC_ALL_REDUCE, .op = op_of(f, a[0])}};
-    if (!is_known(f, &c))
+    int open = opened(a[1]), kind = open ? (int)LIST : (int)NC_ALL_REDUCE;
+    short_call c = {.value = a[1], .out = a[2], .result = {.kind = kind, .op = op_of(f, a[0])}};
+    c.result.root = a[3] == NONE ? open : (int)whole(a[3]);
+    if (!is_known(f, &c) || may_be_shared(f, &c))
         return none();
-    if (c.view.len >= NC_SHARED_BYTES && nc_is_shared(f->core, c.view.buf, (size_t)c.view.len))
-        return none(); /* the result may be shared */
-    c.call.unit = 64 / (size_t)c.view.itemsize ? 64 / (size_t)c.view.itemsize : 1;
-    return carry_out(f, &c, (size_t)(c.view.len / c.view.itemsize), 0);
+    size_t itemsize = nc_itemsize(c.call.dtype);
+    c.call.unit = 64 / itemsize ? 64 / itemsize : 1;
+    return carry_out(f, &c, open ? 0 : (size_t)c.view.len / itemsize, 0);
 }
 
 /* reduce_scatter(op, value, out or None) */
@@ -425,7 +564,9 @@ void short_close(face *f)
         Py_DecRef(f->op[i]);
     for (int i = 0; i < 5 && f->flight.memory != NULL; i++)
         Py_DecRef(f->flight.kept[i]);
-    for (int i = 0; i < SIGNATURES; i++)
+    for (int i = 0; i < SIGNATURES; i++) {
         if (f->known[i].text != NULL)
             Py_DecRef(f->known[i].text);
+        free(f->known[i].shapes);
+    }
 }

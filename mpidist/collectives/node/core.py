@@ -58,13 +58,14 @@ class Short(NamedTuple):
     Each returns None for arguments that it does not know.
 
     Attributes:
-        all_reduce: Takes operation, array, and an array for the result or None.
-        reduce_scatter: Takes the same.
+        all_reduce: Takes operation; array, or list or tuple of arrays; the same for the result, or None; and what ranks
+            compare of the structure, as ``mpidist.core.nest.flat_kind`` gives it, or None for the value's own.
+        reduce_scatter: Takes operation, array, and an array for the result or None.
         all_gather: Takes the array, which it concatenates along the first axis, and one for the result or None.
         broadcast: Takes array, root, and an array for the result or None.
     """
 
-    all_reduce: Callable[[object, object, object], Any]
+    all_reduce: Callable[[object, object, object, int | None], Any]
     reduce_scatter: Callable[[object, object, object], Any]
     all_gather: Callable[[object, object], Any]
     broadcast: Callable[[object, object, object], Any]
@@ -331,7 +332,7 @@ class Core:
     def learn(
         self,
         name: str,
-        array: Array,
+        array: Array | list[Array],
         identity: int,
         op: ReduceOp | None = None,
         divisor: int | None = None,
@@ -344,11 +345,11 @@ class Core:
 
         Args:
             name: Of the function of ``Short``.
-            array: The one that it was given.
+            array: The one that it was given, or the list of them.
             identity: The same on all ranks.
             op: The operation, for one that reduces.
             divisor: Of a mean.
-            root: The rank that gives, for a broadcast.
+            root: The rank that gives, for a broadcast; for an all-reduce what ranks compare of the structure.
             text: Of calls like it, for the flight record.
         """
         code = 0 if op is None else _OPS[op] + _IS_MEAN * (op is ReduceOp.MEAN)
