@@ -270,6 +270,13 @@ static nc_state take_shown(nc *c)
     return NC_DONE;
 }
 
+/* All have come. What is shown is taken at once, without a look at the clock in between. */
+static nc_state begin_to_move(nc *c)
+{
+    nc_state state = decide(c);
+    return state == NC_MOVED && c->phase == SHOWN_ONCE ? take_shown(c) : state;
+}
+
 static nc_state read_next(nc *c)
 {
     int r = c->reader;
@@ -316,7 +323,7 @@ static nc_state move(nc *c)
 {
     switch (c->phase) {
     case MEETING:
-        return all_came(c) ? decide(c) : NC_NOT_YET;
+        return all_came(c) ? begin_to_move(c) : NC_NOT_YET;
     case SHOWN_ONCE:
         return take_shown(c);
     case CHUNKS:

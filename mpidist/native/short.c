@@ -253,15 +253,14 @@ static int is_known(face *f, short_call *c)
 
 /* Whether an array that a program gave is what the result is to be, and the value lies apart from it, or so many bytes
    behind its begin; nowhere in it if that is negative. */
-static int fits(face *f, const short_call *c, ssize_t at)
+static int fits(face *f, const short_call *c, ssize_t at, Py_buffer *o)
 {
-    Py_buffer o;
     signature s = {0};
-    if (read_array(f, c->out, WRITABLE, &o, &s) < 0 || s.dtype != c->result.dtype || s.axes != c->result.axes ||
+    if (read_array(f, c->out, WRITABLE, o, &s) < 0 || s.dtype != c->result.dtype || s.axes != c->result.axes ||
         memcmp(s.shape, c->result.shape, sizeof *s.shape * (size_t)s.axes))
         return 0;
-    const char *given = c->view.buf, *to = o.buf;
-    return (at >= 0 && given == to + at) || to >= given + c->view.len || given >= to + o.len;
+    const char *given = c->view.buf, *to = o->buf;
+    return (at >= 0 && given == to + at) || to >= given + c->view.len || given >= to + o->len;
 }
 
 /* Let Python carry on with a call: it is HANDED_ON until Python has it in hand, as a signal handler may raise an error
@@ -285,14 +284,15 @@ static PyObject *hand_on(face *f, const short_call *c, nc_state state, PyObject 
 static PyObject *carry_out(face *f, const short_call *c, size_t count, ssize_t at)
 {
     Py_buffer to;
-    if (c->out != NONE && !fits(f, c, at))
+    if (c->out != NONE && !fits(f, c, at, &to))
         return none();
     PyObject *result = array_for(f, c), *line = NULL;
     if (result == NULL)
         return NULL;
     if (f->flight.memory != NULL)
         line = PyObject_Vectorcall(f->flight.line, NULL, 0, NULL);
-    if (PyErr_Occurred() || memory_of(result, C_CONTIGUOUS | WRITABLE, &to) < 0 || f->cells[HOLDS]) {
+    int lends = c->out != NONE || memory_of(result, C_CONTIGUOUS | WRITABLE, &to) == 0;
+    if (PyErr_Occurred() || !lends || f->cells[HOLDS]) {
         Py_DecRef(result); /* Python code ran since the way was found open, in which another thread may have come */
         if (line != NULL)
             Py_DecRef(line);
