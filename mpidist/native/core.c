@@ -109,8 +109,8 @@ static void announce(nc *c)
     page *p = next_page(c);
     int flags = 0;
     if (c->call.kind != NC_MEET) {
-        if (c->call.kind == NC_ALL_TO_ALL)
-            memcpy(p->words + 1, c->call.parts, sizeof *c->call.parts * ((size_t)c->ranks + 1));
+        for (int r = 0; r <= c->ranks && c->call.kind == NC_ALL_TO_ALL; r++)
+            p->words[1 + r] = c->call.parts != NULL ? c->call.parts[r] : (int64_t)(c->bytes * (size_t)r / (size_t)c->ranks);
         flags = show(c, p);
         if (!flags)
             flags = tell_places(c, p);
@@ -166,9 +166,11 @@ static void cut_stripes(nc *c)
     }
 }
 
-/* Whether a gathering is as long as if all gave what this rank gives, and has that where it then would. */
+/* Whether the result is as long as if all gave what this rank gives, and of a gathering has that where it then would. */
 static int gives_its_share(const nc *c)
 {
+    if (c->call.kind == NC_ALL_TO_ALL)
+        return c->whole == c->bytes;
     return c->whole == c->bytes * (size_t)c->ranks && c->border[c->rank] == c->bytes * (size_t)c->rank;
 }
 

@@ -379,6 +379,18 @@ static PyObject *broadcast(PyObject *self, PyObject *const *a, ssize_t n)
     return carry_out(f, &c, root == f->rank ? (size_t)c.view.len : 0, 0);
 }
 
+/* all_to_all(value, out or None), of as many rows for each rank */
+static PyObject *all_to_all(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    face *f = face_of(self);
+    short_call c = {.value = a[0], .out = a[1], .result = {.kind = NC_ALL_TO_ALL}};
+    if (!is_known(f, &c) || c.view.len == 0 || c.result.axes == 0 || c.result.shape[0] % f->ranks)
+        return none();
+    c.call.dtype = NC_U8, c.call.flags = NC_EQUAL;
+    return carry_out(f, &c, (size_t)c.view.len, -1);
+}
+
 /* short(array type, numpy.empty, a pool's take, continuation, list of operations, list of their codes)
 
    The continuation is called with signature, state, value, the array for the result, and that which was given or
@@ -412,6 +424,7 @@ PyMethodDef short_functions[] = {
     {"reduce_scatter", reduce_scatter, METH_FASTCALL, NULL},
     {"all_gather", all_gather, METH_FASTCALL, NULL},
     {"broadcast", broadcast, METH_FASTCALL, NULL},
+    {"all_to_all", all_to_all, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 
