@@ -48,7 +48,7 @@ CALLS = [_all_gather, _broadcast, _reduce_scatter, _all_to_all]
 
 
 def given(rank: int, rows: int, dtype: str = "f4") -> np.ndarray:
-    """Return what a rank gives: two columns, other numbers on each."""
+    """Return the array of a rank: two columns, other numbers on each."""
     return ((np.arange(2 * rows) * 7 + 13 * rank) % 101).astype(dtype).reshape(rows, 2)
 
 
@@ -64,10 +64,12 @@ def expected(call: Call, rows: int, dtype: str = "f4") -> np.ndarray:
     return np.array_split(whole, SIZE)[RANK]
 
 
-@pytest.fixture(name="comm", scope="module")
-def _comm() -> Iterator[Communicator]:
-    with Communicator() as comm:
-        yield comm
+@pytest.fixture(name="comm", scope="module", params=["read", "in chunks"])
+def _comm(request: pytest.FixtureRequest) -> Iterator[Communicator]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("MPIDIST_READ_NEIGHBOURS", "1" if request.param == "read" else "0")
+        with Communicator() as comm:
+            yield comm
 
 
 @pytest.mark.parametrize("rows", ROWS)

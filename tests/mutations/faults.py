@@ -108,6 +108,22 @@ _NATIVE = (
         ranks_per_node=2,
     ),
     Fault(
+        "a result of another dtype is filled on the short way",
+        "mpidist/native/short.c",
+        "s.dtype != c->result.dtype || s.axes",
+        "s.axes",
+        ("tests/collectives/test_short_results.py",),
+        ranks=2,
+    ),
+    Fault(
+        "a part stays where it lies in the result, though ranks give unequal ones",
+        "mpidist/native/core.c",
+        " && c->border[c->rank] == c->bytes * (size_t)c->rank;",
+        ";",
+        ("tests/collectives/test_short_results.py",),
+        ranks=3,
+    ),
+    Fault(
         "small arrays are gathered from the first rank alone",
         "mpidist/native/core.c",
         "memcpy(c->piece[0].out + c->border[r], shown_by(c, r) + begin, n);",
