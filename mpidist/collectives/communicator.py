@@ -445,6 +445,10 @@ class Communicator(ArrayCollectives):
         True
         >>> comm.close()
         """
+        if options is None and counts is None:
+            dealt: T | None = self.short.all_to_all(value, out)
+            if dealt is not None:
+                return dealt
         return self._now(self._exchanging(value, options, counts, out))
 
     def all_to_all_async(
@@ -464,6 +468,8 @@ class Communicator(ArrayCollectives):
         _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
         cut = partial(self._cut, counts=counts)
         exchange = self._dealing("all_to_all", arrays, cut, options, structure, outs)
+        if options is None and counts is None and len(arrays) == 1 and not structure:
+            exchange.then(self._learns("all_to_all", arrays[0], exchange))
         return exchange.then(delivering(outs)).then(rebuild)
 
     def broadcast(

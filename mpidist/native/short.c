@@ -3,18 +3,14 @@
    It is open to signatures that Python has taught a core (`learn`). Whatever is out of the ordinary returns None, for
    the long way, or continues in Python. */
 
-#define _GNU_SOURCE
-#include "python.h"
+#include "short.h"
 
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
-/* Kinds of signatures beside those of mpidist.h: a gathering to which one rank gives, an all-reduce of several arrays. */
-enum { BROADCAST = 16, LIST = 17 };
 /* For how long a call waits without the interpreter's lock before Python takes over. */
 enum { WAITS = 2000000 };
-enum { POOLED_BYTES = 128 << 10, PROBES = 8 };
+enum { POOLED_BYTES = 128 << 10 };
 /* The bits of an operation's code that say how elements are combined; the others tell a mean from a sum. */
 enum { KERNEL = 15 };
 
@@ -26,147 +22,6 @@ static PyObject *lost(PyObject *self, PyObject *const *a, ssize_t n)
     (void)a, (void)n;
     errno = face_of(self)->lost;
     return PyErr_SetFromErrno(PyExc_OSError);
-}
-
-static int dtype_of(const Py_buffer *view)
-{
-    static const char whole_codes[] = "bhilqBHILQ";
-    const char *code = view->format;
-    if (*code == '=' || *code == '@')
-        code++;
-    if (code[0] == 'Z' && code[1] && !code[2])
-        return code[1] == 'f' ? NC_C64 : code[1] == 'd' ? NC_C128 : code[1] == 'g' ? NC_CLONG : -1;
-    if (!code[0] || code[1])
-        return -1;
-    switch (code[0]) {
-    case '?': return NC_BOOL;
-    case 'e': return NC_F16;
-    case 'f': return NC_F32;
-    case 'd': return NC_F64;
-    case 'g': return NC_LONG;
-    }
-    const char *found = strchr(whole_codes, code[0]);
-    if (found == NULL)
-        return -1;
-    int power = view->itemsize == 1 ? 0 : view->itemsize == 2 ? 1 : view->itemsize == 4 ? 2 : 3;
-    return (found - whole_codes < 5 ? NC_I8 : NC_U8) + power;
-}
-
-static uint64_t mixed(uint64_t hash, const ssize_t *sizes, int n)
-{
-    for (int i = 0; i < n; i++)
-        hash = (hash ^ (uint64_t)sizes[i]) * 0x9E3779B97F4A7C15u, hash ^= hash >> 29;
-    return hash;
-}
-
-static signature *look_up(face *f, const signature *s, int may_add)
-{
-    uint64_t hash = (uint64_t)(s->kind * 31 + s->op) * 0x9E3779B97F4A7C15u + (uint64_t)(s->dtype * 64 + s->axes);
-    hash = mixed(mixed(hash, s->shape, s->axes), s->shapes, s->words) + (uint64_t)s->root;
-    for (int probe = 0; probe < PROBES; probe++) {
-        signature *k = &f->known[(hash + (uint64_t)probe) % SIGNATURES];
-        if (k->is_known && k->kind == s->kind && k->op == s->op && k->dtype == s->dtype && k->axes == s->axes &&
-            k->root == s->root && !memcmp(k->shape, s->shape, sizeof *s->shape * (size_t)s->axes) &&
-            k->words == s->words && (!s->words || !memcmp(k->shapes, s->shapes, sizeof *s->shapes * (size_t)s->words)))
-            return k;
-        if (may_add && (!k->is_known || probe == PROBES - 1))
-            return k;
-    }
-    return NULL;
-}
-
-static int op_of(const face *f, PyObject *op)
-{
-    for (int i = 0; i < f->op_count; i++)
-        if (f->op[i] == op)
-            return f->op_code[i];
-    return -1;
-}
-
-/* Read an array of NumPy, of no subclass. */
-static int read_array(face *f, PyObject *array, int flags, Py_buffer *view, signature *s)
-{
-    PyObject *type = PyObject_Type(array);
-    Py_DecRef(type); /* the array keeps it */
-    if (type != f->array_type)
-        return -1;
-    if (memory_of(array, flags | C_CONTIGUOUS | FORMAT, view) < 0) {
-        PyErr_Clear();
-        return -1;
-    }
-    s->dtype = dtype_of(view);
-    s->axes = view->ndim;
-    if (s->dtype < 0 || view->ndim > AXES || (uintptr_t)view->buf % (size_t)(view->itemsize > 8 ? 8 : view->itemsize))
-        return -1;
-    memcpy(s->shape, view->shape, sizeof *s->shape * (size_t)view->ndim);
-    return 0;
-}
-
-/* Read a list or tuple of arrays of one dtype, none empty: their memory, the last first as the long way lays them out,
-   and their shapes, which stay in the face. Returns how many there are, or -1. */
-static int read_list(face *f, PyObject *list, int flags, nc_range *memory, signature *s)
-{
-    ssize_t n = PySequence_Size(list);
-    if (n < 1 || n > NC_PIECES)
-        return -1;
-    s->shapes = f->shapes;
-    for (ssize_t i = 0; i < n; i++) {
-        Py_buffer view;
-        signature one = {0};
-        PyObject *array = PySequence_GetItem(list, i);
-        int is_wrong = array == NULL || read_array(f, array, flags, &view, &one) < 0;
-        if (array != NULL)
-            Py_DecRef(array); /* the list keeps it */
-        if (is_wrong || view.len == 0 || (i > 0 && one.dtype != s->dtype) || s->words + one.axes >= WORDS)
-            return -1;
-        s->dtype = one.dtype;
-        f->shapes[s->words++] = one.axes;
-        memcpy(f->shapes + s->words, one.shape, sizeof *one.shape * (size_t)one.axes);
-        s->words += one.axes;
-        memory[n - 1 - i] = (nc_range){view.buf, (char *)view.buf + view.len, (int)(n - 1 - i)};
-    }
-    return (int)n;
-}
-
-/* 1 for a list, 2 for a tuple, or 0. */
-static int opened(PyObject *value)
-{
-    PyObject *type = PyObject_Type(value);
-    Py_DecRef(type); /* the value keeps it */
-    return type == &PyList_Type ? 1 : type == &PyTuple_Type ? 2 : 0;
-}
-
-/* learn(kind, op, array or list of them, root, divisor, id, text) -> number of the signature, or None for one that
-   cannot go the short way */
-static PyObject *learn(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    (void)n;
-    face *f = face_of(self);
-    signature s = {.is_known = 1, .kind = (int)whole(a[0]), .op = (int)whole(a[1]), .root = (int)whole(a[3]),
-                   .divisor = PyFloat_AsDouble(a[4]), .id = (uint64_t)whole(a[5]), .text = a[6]};
-    Py_buffer view;
-    if (PyErr_Occurred())
-        return NULL;
-    if (opened(a[2])) {
-        s.kind = LIST;
-        if (read_list(f, a[2], 0, f->given, &s) < 0)
-            return none();
-    } else if (a[2] != NONE && read_array(f, a[2], 0, &view, &s) < 0)
-        return none();
-    signature *k = look_up(f, &s, 1);
-    if (s.words) {
-        s.shapes = malloc(sizeof *s.shapes * (size_t)s.words);
-        if (s.shapes == NULL)
-            return none();
-        memcpy(s.shapes, f->shapes, sizeof *s.shapes * (size_t)s.words);
-    }
-    s.number = (int)(k - f->known);
-    Py_IncRef(s.text);
-    if (k->text != NULL)
-        Py_DecRef(k->text);
-    free(k->shapes);
-    *k = s;
-    return PyLong_FromLongLong(s.number);
 }
 
 /* A call on its way. */
@@ -237,86 +92,9 @@ static PyObject *result_for(face *f, const short_call *c)
     size_t bytes = (size_t)c->view.itemsize;
     for (int i = 0; i < c->result.axes; i++)
         bytes *= (size_t)c->result.shape[i];
-    int is_longer = memcmp(c->result.shape, c->known.shape, sizeof *c->result.shape * (size_t)c->result.axes) != 0;
-    return new_array(f, c->value, is_longer ? c->result.shape[0] : -1, bytes);
+    int is_other = memcmp(c->result.shape, c->known.shape, sizeof *c->result.shape * (size_t)c->result.axes) != 0;
+    return new_array(f, c->value, is_other ? c->result.shape[0] : -1, bytes);
 }
-
-/* The flight record ------------------------------------------------------------------------------------------------ */
-
-/* Serial number, number on the communicator, begin and end on the clock of the wall, state and lengths of the texts
-   without padding; the texts. */
-enum { FLIGHT_HEAD = 512, FLIGHT_ENTRIES = 1000, FLIGHT_NAME = 80, FLIGHT_TEXT = 280, FLIGHT_LINE = 100 };
-enum { FLIGHT_END = 24, FLIGHT_STATE = 32, FLIGHT_LENGTHS = 33, FLIGHT_FIXED = 39 };
-enum { FLIGHT_ENTRY = FLIGHT_FIXED + FLIGHT_NAME + FLIGHT_TEXT + FLIGHT_LINE };
-enum { FLIGHT_RUNNING, FLIGHT_DONE };
-
-static double seconds(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_REALTIME, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static char *flight_entry(const face *f, int64_t serial)
-{
-    return f->flight.memory + FLIGHT_HEAD + (serial - 1) % FLIGHT_ENTRIES * FLIGHT_ENTRY;
-}
-
-/* Write down that a call begins, at a line of the program, which is given away; the rest of a line too long. */
-static int64_t record_begin(face *f, const signature *k, PyObject *line)
-{
-    ssize_t length = 0;
-    const char *site = PyUnicode_AsUTF8AndSize(line, &length);
-    if (site == NULL)
-        PyErr_Clear(), site = "", length = 0; /* a path that is no text */
-    size_t cut = length > FLIGHT_LINE ? (size_t)length - FLIGHT_LINE : 0;
-    PyObject *text = f->known[k->number].text;
-    const char *texts[3] = {PyBytes_AsString(f->flight.name), PyBytes_AsString(text), site + cut};
-    size_t lengths[3] = {(size_t)PyBytes_Size(f->flight.name), (size_t)PyBytes_Size(text), (size_t)length - cut};
-    int64_t serial = ++*f->flight.serial;
-    f->flight.last[0]++, f->flight.last[1] = serial;
-    double begin = seconds(), end = 0;
-    char *to = flight_entry(f, serial), *at = to + FLIGHT_FIXED;
-    memcpy(to, &serial, 8), memcpy(to + 8, f->flight.last, 8), memcpy(to + 16, &begin, 8);
-    memcpy(to + FLIGHT_END, &end, 8), to[FLIGHT_STATE] = FLIGHT_RUNNING;
-    for (size_t i = 0; i < 3; i++) {
-        uint16_t n = (uint16_t)lengths[i];
-        memcpy(to + FLIGHT_LENGTHS + sizeof n * i, &n, sizeof n), memcpy(at, texts[i], n);
-        at += n;
-    }
-    Py_DecRef(line);
-    return serial;
-}
-
-static void record_end(const face *f, int64_t serial)
-{
-    char *to = flight_entry(f, serial);
-    double end = seconds();
-    if (!memcmp(to, &serial, 8)) /* another thread may have gone round meanwhile */
-        memcpy(to + FLIGHT_END, &end, 8), to[FLIGHT_STATE] = FLIGHT_DONE;
-}
-
-/* flight(the file's memory, serial of its last entry, number and serial of the communicator's last, name of the
-   communicator, function that returns the line of the program) */
-static PyObject *keep_flight(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    (void)n;
-    face *f = face_of(self);
-    Py_buffer views[3];
-    for (int i = 0; i < 3; i++)
-        if (memory_of(a[i], WRITABLE, &views[i]) < 0)
-            return NULL;
-    if (f->flight.memory != NULL || views[0].len != FLIGHT_HEAD + FLIGHT_ENTRIES * FLIGHT_ENTRY)
-        return PyErr_Format(PyExc_ValueError, "flight is called once, with %d bytes",
-                            (int)(FLIGHT_HEAD + FLIGHT_ENTRIES * FLIGHT_ENTRY));
-    for (int i = 0; i < 5; i++)
-        Py_IncRef(f->flight.kept[i] = a[i]);
-    f->flight.memory = views[0].buf, f->flight.serial = views[1].buf, f->flight.last = views[2].buf;
-    f->flight.name = a[3], f->flight.line = a[4];
-    return none();
-}
-
-/* Calls ----------------------------------------------------------------------------------------------------------- */
 
 /* Begin with one array, or a list of them, contiguous and known. */
 static int is_known(face *f, short_call *c)
@@ -326,10 +104,10 @@ static int is_known(face *f, short_call *c)
     if (f->cells[HOLDS] || s->op < 0)
         return 0;
     if (s->kind == LIST)
-        pieces = read_list(f, c->value, 0, f->given, s);
-    else if (read_array(f, c->value, 0, &c->view, s) < 0)
+        pieces = signature_of_list(f, c->value, 0, f->given, s);
+    else if (signature_of_array(f, c->value, 0, &c->view, s) < 0)
         return 0;
-    const signature *k = pieces < 0 ? NULL : look_up(f, s, 0);
+    const signature *k = pieces < 0 ? NULL : signature_look_up(f, s, 0);
     if (k == NULL)
         return 0;
     c->known = *k;
@@ -341,15 +119,14 @@ static int is_known(face *f, short_call *c)
 
 /* Whether an array that a program gave is what the result is to be, and the value lies apart from it, or so many bytes
    behind its begin; nowhere in it if that is negative. */
-static int fits(face *f, const short_call *c, ssize_t at)
+static int fits(face *f, const short_call *c, ssize_t at, Py_buffer *o)
 {
-    Py_buffer o;
     signature s = {0};
-    if (read_array(f, c->out, WRITABLE, &o, &s) < 0 || s.dtype != c->result.dtype || s.axes != c->result.axes ||
+    if (signature_of_array(f, c->out, WRITABLE, o, &s) < 0 || s.dtype != c->result.dtype || s.axes != c->result.axes ||
         memcmp(s.shape, c->result.shape, sizeof *s.shape * (size_t)s.axes))
         return 0;
-    const char *given = c->view.buf, *to = o.buf;
-    return (at >= 0 && given == to + at) || to >= given + c->view.len || given >= to + o.len;
+    const char *given = c->view.buf, *to = o->buf;
+    return (at >= 0 && given == to + at) || to >= given + c->view.len || given >= to + o->len;
 }
 
 /* Let Python carry on with a call: it is HANDED_ON until Python has it in hand, as a signal handler may raise an error
@@ -369,8 +146,8 @@ static PyObject *hand_on(face *f, const short_call *c, nc_state state, PyObject 
     return final;
 }
 
-/* Lay out the lists of a call, which are read again: Python code may have changed them, and ran in other threads. Returns
-   whether they are what was known, and results leave inputs alone that are still to be read. */
+/* Lay out the lists of a call, which are read again: Python code ran meanwhile. Returns whether they are still what is
+   known, and results leave inputs alone that are to be read. */
 static int lay_out_list(face *f, const short_call *c, PyObject *result)
 {
     short_call again = {.value = c->value, .result = {.kind = LIST, .op = c->result.op, .root = c->result.root}};
@@ -378,12 +155,14 @@ static int lay_out_list(face *f, const short_call *c, PyObject *result)
     if (!is_known(f, &again) || again.known.number != c->known.number || again.known.id != c->known.id)
         return 0;
     int n = again.call.pieces;
-    if (read_list(f, result, WRITABLE, f->results, &s) != n || look_up(f, &s, 0) != &f->known[c->known.number])
+    if (signature_of_list(f, result, WRITABLE, f->results, &s) != n ||
+        signature_look_up(f, &s, 0) != &f->known[c->known.number])
         return 0;
+    size_t itemsize = nc_itemsize(c->call.dtype);
     for (int i = 0; i < n; i++) {
+        nc_range to = f->results[i];
         nc_inputs(f->core)[i] = f->given[i].begin;
-        nc_pieces(f->core)[i] = (nc_piece){(char *)f->results[i].begin, (size_t)(f->results[i].end - f->results[i].begin) /
-                                                                            nc_itemsize(c->call.dtype)};
+        nc_pieces(f->core)[i] = (nc_piece){(char *)(intptr_t)to.begin, (size_t)(to.end - to.begin) / itemsize};
     }
     if (c->out != NONE && nc_overlap(f->given, n, f->results, n))
         return 0;
@@ -393,22 +172,22 @@ static int lay_out_list(face *f, const short_call *c, PyObject *result)
     return 1;
 }
 
-/* Lay out the array of a call, to which so many elements are given. */
-static int lay_out(face *f, const short_call *c, PyObject *result, size_t count)
+/* Lay out the array of a call, to which so many elements are given; `to` has the memory of a given result. */
+static int lay_out(face *f, const short_call *c, PyObject *result, size_t count, Py_buffer *to)
 {
-    Py_buffer to;
-    if (memory_of(result, C_CONTIGUOUS | WRITABLE, &to) < 0)
+    if (c->out == NONE && memory_of(result, C_CONTIGUOUS | WRITABLE, to) < 0)
         return 0;
     nc_inputs(f->core)[0] = c->view.buf;
-    nc_pieces(f->core)[0] = (nc_piece){to.buf, count};
+    nc_pieces(f->core)[0] = (nc_piece){to->buf, count};
     return 1;
 }
 
 /* Carry out a call to which so many elements are given; `at`: where in the result the value may lie, or -1. */
 static PyObject *carry_out(face *f, const short_call *c, size_t count, ssize_t at)
 {
+    Py_buffer to;
     int is_list = c->known.kind == LIST;
-    if (c->out != NONE && !is_list && !fits(f, c, at))
+    if (c->out != NONE && !is_list && !fits(f, c, at, &to))
         return none();
     PyObject *result = result_for(f, c), *line = NULL;
     if (result == NULL)
@@ -416,13 +195,14 @@ static PyObject *carry_out(face *f, const short_call *c, size_t count, ssize_t a
     if (f->flight.memory != NULL)
         line = PyObject_Vectorcall(f->flight.line, NULL, 0, NULL);
     /* Python code ran since the way was found open, in which another thread may have come. */
-    if (PyErr_Occurred() || f->cells[HOLDS] || !(is_list ? lay_out_list(f, c, result) : lay_out(f, c, result, count))) {
+    if (PyErr_Occurred() || f->cells[HOLDS] ||
+        !(is_list ? lay_out_list(f, c, result) : lay_out(f, c, result, count, &to))) {
         Py_DecRef(result);
         if (line != NULL)
             Py_DecRef(line);
         return PyErr_Occurred() ? NULL : none();
     }
-    int64_t entry = line == NULL ? 0 : record_begin(f, &c->known, line);
+    int64_t entry = line == NULL ? 0 : flight_begin(f, &c->known, line);
     f->cells[HOLDS] |= BUSY;
     f->cells[THREAD] = (int64_t)PyThread_get_thread_ident();
     nc_state state = nc_begin(f->core, &c->call, KEEPS_LOCK);
@@ -435,7 +215,7 @@ static PyObject *carry_out(face *f, const short_call *c, size_t count, ssize_t a
         return final;
     }
     if (entry)
-        record_end(f, entry);
+        flight_finish(f, entry);
     f->cells[CALLS]++;
     f->cells[LAST] = c->known.number;
     f->cells[HOLDS] &= ~(int64_t)BUSY;
@@ -463,8 +243,8 @@ static PyObject *all_reduce(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
-    int open = opened(a[1]), kind = open ? (int)LIST : (int)NC_ALL_REDUCE;
-    short_call c = {.value = a[1], .out = a[2], .result = {.kind = kind, .op = op_of(f, a[0])}};
+    int open = signature_opens(a[1]), kind = open ? (int)LIST : (int)NC_ALL_REDUCE;
+    short_call c = {.value = a[1], .out = a[2], .result = {.kind = kind, .op = signature_op(f, a[0])}};
     c.result.root = a[3] == NONE ? open : (int)whole(a[3]);
     if (!is_known(f, &c) || may_be_shared(f, &c))
         return none();
@@ -478,7 +258,7 @@ static PyObject *reduce_scatter(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
-    short_call c = {.value = a[1], .out = a[2], .result = {.kind = NC_REDUCE_SCATTER, .op = op_of(f, a[0])}};
+    short_call c = {.value = a[1], .out = a[2], .result = {.kind = NC_REDUCE_SCATTER, .op = signature_op(f, a[0])}};
     if (!is_known(f, &c) || c.result.axes == 0 || c.result.shape[0] == 0)
         return none();
     ssize_t rows = c.result.shape[0];
@@ -518,6 +298,18 @@ static PyObject *broadcast(PyObject *self, PyObject *const *a, ssize_t n)
     return carry_out(f, &c, root == f->rank ? (size_t)c.view.len : 0, 0);
 }
 
+/* all_to_all(value, out or None), of as many rows for each rank */
+static PyObject *all_to_all(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    face *f = face_of(self);
+    short_call c = {.value = a[0], .out = a[1], .result = {.kind = NC_ALL_TO_ALL}};
+    if (!is_known(f, &c) || c.view.len == 0 || c.result.axes == 0 || c.result.shape[0] % f->ranks)
+        return none();
+    c.call.dtype = NC_U8, c.call.flags = NC_EQUAL;
+    return carry_out(f, &c, (size_t)c.view.len, -1);
+}
+
 /* short(array type, numpy.empty, a pool's take, continuation, list of operations, list of their codes)
 
    The continuation is called with signature, state, value, the array for the result, and that which was given or
@@ -544,13 +336,14 @@ static PyObject *open_short(PyObject *self, PyObject *const *a, ssize_t n)
 
 PyMethodDef short_functions[] = {
     {"short", open_short, METH_FASTCALL, NULL},
-    {"learn", learn, METH_FASTCALL, NULL},
+    {"learn", signature_learn, METH_FASTCALL, NULL},
     {"lost", lost, METH_FASTCALL, NULL},
-    {"flight", keep_flight, METH_FASTCALL, NULL},
+    {"flight", flight_keep, METH_FASTCALL, NULL},
     {"all_reduce", all_reduce, METH_FASTCALL, NULL},
     {"reduce_scatter", reduce_scatter, METH_FASTCALL, NULL},
     {"all_gather", all_gather, METH_FASTCALL, NULL},
     {"broadcast", broadcast, METH_FASTCALL, NULL},
+    {"all_to_all", all_to_all, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

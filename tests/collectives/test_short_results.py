@@ -22,7 +22,7 @@ pytestmark = [
 RANK, SIZE = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 ROOT = SIZE - 1
 # Rows of one rank: on a page, in small slots, read where they are, past the pool's smallest, in several parts.
-ROWS = (1, 7, 700, 9000, 40_000, 400_000)
+ROWS = (1, 12, 720, 9000, 40_008, 400_008)
 
 # Takes a communicator, what this rank gives, and an array for the result or None.
 Call = Callable[..., Any]
@@ -40,11 +40,15 @@ def _reduce_scatter(comm: Communicator, value: np.ndarray, out: np.ndarray | Non
     return comm.reduce_scatter("SUM", value, out=out)
 
 
-CALLS = [_all_gather, _broadcast, _reduce_scatter]
+def _all_to_all(comm: Communicator, value: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    return comm.all_to_all(value, out=out)
+
+
+CALLS = [_all_gather, _broadcast, _reduce_scatter, _all_to_all]
 
 
 def given(rank: int, rows: int, dtype: str = "f4") -> np.ndarray:
-    """Return what a rank gives: two columns, other numbers on each."""
+    """Return the array of a rank: two columns, other numbers on each."""
     return ((np.arange(2 * rows) * 7 + 13 * rank) % 101).astype(dtype).reshape(rows, 2)
 
 
@@ -54,14 +58,18 @@ def expected(call: Call, rows: int, dtype: str = "f4") -> np.ndarray:
     all_of_them = [given(rank, rows, dtype) for rank in range(SIZE)]
     if call is _all_gather:
         return np.concatenate(all_of_them)
+    if call is _all_to_all:
+        return np.concatenate([np.array_split(one, SIZE)[RANK] for one in all_of_them])
     whole: np.ndarray = np.add.reduce(all_of_them)
     return np.array_split(whole, SIZE)[RANK]
 
 
-@pytest.fixture(name="comm", scope="module")
-def _comm() -> Iterator[Communicator]:
-    with Communicator() as comm:
-        yield comm
+@pytest.fixture(name="comm", scope="module", params=["read", "in chunks"])
+def _comm(request: pytest.FixtureRequest) -> Iterator[Communicator]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("MPIDIST_READ_NEIGHBOURS", "1" if request.param == "read" else "0")
+        with Communicator() as comm:
+            yield comm
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -81,7 +89,7 @@ def test_into_an_array_of_the_program(comm: Communicator, call: Call, rows: int)
 
 @pytest.mark.parametrize("call", CALLS)
 def test_it_goes_the_short_way(comm: Communicator, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, right = given(RANK, 8), expected(call, 8)
+    mine, right = given(RANK, 12), expected(call, 12)
     call(comm, mine)
     monkeypatch.setattr(comm, "_now", None)  # which begins the long way
     out = np.empty_like(right)
@@ -218,6 +226,20 @@ def test_parts_that_are_not_equal_after_all(comm: Communicator, rows: int) -> No
     else:
         comm.all_gather(mine, out=out)
     np.testing.assert_array_equal(comm.all_gather(mine), right)
+
+
+@pytest.mark.min_ranks(2)
+def test_rows_that_one_rank_deals_otherwise(comm: Communicator) -> None:
+    mine, right = given(RANK, 12), expected(_all_to_all, 12)
+    comm.all_to_all(mine)
+    counts = [12, *[0] * (SIZE - 1)] if RANK == 0 else None
+    right = np.concatenate([mine[: 12 if RANK == 0 else 0], right[12 // SIZE :]])
+    out = np.empty_like(right)
+    assert comm.all_to_all(mine, counts=counts, out=out) is out
+    np.testing.assert_array_equal(out, right)
+    np.testing.assert_array_equal(comm.all_to_all(mine, counts=counts), right)
+    with pytest.raises(ValueError, match=r"out has .*; expected float32"):
+        comm.all_to_all(mine, counts=counts, out=np.empty_like(mine))
 
 
 @pytest.mark.min_ranks(3)

@@ -101,11 +101,12 @@ class HostMovement:
         return [part.tobytes() for part in np.split(whole, np.cumsum(lengths[:-1]))]
 
     def gathered(self, core: Core, value: Array) -> Steps[Array]:
-        """Return the arrays of all ranks, one after the other.
+        """Return the rows of all ranks for this one, one after the other.
 
-        All have begun to gather them.
+        All have begun to give them.
         """
-        result = self._pool.take((sum(core.notes()), *value.shape[1:]), value.dtype)
+        rows = sum(core.lengths()) * len(value) // value.nbytes if value.nbytes else sum(core.notes())
+        result = self._pool.take((rows, *value.shape[1:]), value.dtype)
         core.targets([as_bytes(result)])
         yield from core.go_on()
         return result

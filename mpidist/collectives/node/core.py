@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 # As in mpidist.h: what a call does, ...
 _ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _ALL_TO_ALL = 1, 2, 3, 4
-_KINDS = {"all_reduce": _ALL_REDUCE, "reduce_scatter": _REDUCE_SCATTER, "all_gather": _ALL_GATHER, "broadcast": 16}
+_KINDS = {"all_reduce": _ALL_REDUCE, "reduce_scatter": _REDUCE_SCATTER, "all_gather": _ALL_GATHER}
+_KINDS |= {"all_to_all": _ALL_TO_ALL, "broadcast": 16}
 _OPS = {ReduceOp.SUM: 0, ReduceOp.MEAN: 0, ReduceOp.PROD: 1, ReduceOp.MIN: 2, ReduceOp.MAX: 3}
 _OPS |= {ReduceOp.BAND: 7, ReduceOp.BOR: 8, ReduceOp.BXOR: 9}
 # Beside the kernel of an operation, for the short way: it tells a mean from a sum.
@@ -63,19 +64,21 @@ class Short(NamedTuple):
         reduce_scatter: Takes operation, array, and an array for the result or None.
         all_gather: Takes the array, which it concatenates along the first axis, and one for the result or None.
         broadcast: Takes array, root, and an array for the result or None.
+        all_to_all: Takes the array, of which it deals as many rows to each rank, and one for the result or None.
     """
 
     all_reduce: Callable[[object, object, object, int | None], Any]
     reduce_scatter: Callable[[object, object, object], Any]
     all_gather: Callable[[object, object], Any]
     broadcast: Callable[[object, object, object], Any]
+    all_to_all: Callable[[object, object], Any]
 
 
 def _nothing(*_: object) -> None:
     """Return None: nothing is known."""
 
 
-NO_SHORT = Short(_nothing, _nothing, _nothing, _nothing)
+NO_SHORT = Short(*[_nothing] * len(Short._fields))
 
 # Takes number of the signature, state, array, array for the result, and that which was given or None.
 GoOn = Callable[[int, int, Array, Array, Array | None], Array]
