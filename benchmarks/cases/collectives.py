@@ -1,4 +1,4 @@
-"""The collectives at a list of sizes: all_reduce on four kinds of buffers, reduce_scatter, all_gather, broadcast.
+"""The collectives at a list of sizes: all_reduce on four kinds of buffers, the others on two.
 
 Calls are made ahead, by ``partial(call, value)``, so that nothing but them is timed.
 """
@@ -76,9 +76,11 @@ def reduce_scatter_cases(session: Session, count: int) -> list[Case]:
     expected = sum_of_inputs(session.ranks, count)[session.rank * part : (session.rank + 1) * part]
     point = Point(input_of(session.rank, count), expected)
     bare, gloo, out = session.bare, session.gloo, point.out
+    call = partial(partial, session.comm.reduce_scatter, "SUM")
     return [
         point.case(MPI, "private", lambda value: partial(bare.Reduce_scatter_block, value, out), point.check_out),
-        point.case(OURS, "new", partial(partial, session.comm.reduce_scatter, "SUM"), point.check),
+        point.case(OURS, "out=", lambda value: call(value, out=out), point.check_out),
+        point.case(OURS, "new", call, point.check),
         point.case(GLOO, "private", lambda value: partial(gloo.reduce_scatter, out, value), point.check_out),
     ]
 
@@ -89,9 +91,11 @@ def all_gather_cases(session: Session, count: int) -> list[Case]:
     expected = np.concatenate([input_of(rank, part) for rank in range(session.ranks)])
     point = Point(input_of(session.rank, part), expected)
     bare, gloo, out = session.bare, session.gloo, point.out
+    call = partial(partial, session.comm.all_gather)
     return [
         point.case(MPI, "private", lambda value: partial(bare.Allgather, value, out), point.check_out),
-        point.case(OURS, "new", partial(partial, session.comm.all_gather), point.check),
+        point.case(OURS, "out=", lambda value: call(value, out=out), point.check_out),
+        point.case(OURS, "new", call, point.check),
         point.case(GLOO, "private", lambda value: partial(gloo.all_gather, out, value), point.check_out),
     ]
 
@@ -99,9 +103,11 @@ def all_gather_cases(session: Session, count: int) -> list[Case]:
 def broadcast_cases(session: Session, count: int) -> list[Case]:
     """Return the cases of a broadcast of ``count`` float32 from rank 0; MPI's and gloo's are in place."""
     point = Point(input_of(session.rank, count), input_of(0, count))
+    call = partial(partial, session.comm.broadcast)
     return [
         point.case(MPI, IN_PLACE, partial(partial, session.bare.Bcast), point.check_in_place),
-        point.case(OURS, "new", partial(partial, session.comm.broadcast), point.check),
+        point.case(OURS, IN_PLACE, lambda value: call(value, out=value), point.check_in_place),
+        point.case(OURS, "new", call, point.check),
         point.case(GLOO, IN_PLACE, partial(partial, session.gloo.broadcast), point.check_in_place),
     ]
 

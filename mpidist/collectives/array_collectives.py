@@ -34,6 +34,7 @@ from mpidist.collectives.gpu.staging import on_host
 from mpidist.collectives.move.movement_plan import BroadcastPlan, DealPlan, GatherPlan
 from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.node.core import GoOn
+from mpidist.collectives.reading import check_writable, delivering
 from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.collectives.reduce.registry import check_options, gpu_names
 from mpidist.collectives.reduce.table import Table, check_table
@@ -42,7 +43,7 @@ from mpidist.collectives.watch.attach import watch_channel
 from mpidist.collectives.world_channel import world_channel
 from mpidist.core.callsite import user_call_site
 from mpidist.core.enums import ReduceOp
-from mpidist.core.nest import LEAF
+from mpidist.core.nest import flat_kind
 from mpidist.core.options import CommunicationOptions, check_communication_options
 from mpidist.topology import import_mpi, world_topology
 
@@ -126,10 +127,14 @@ class ArrayCollectives:
         ``more`` are those of this rank's further replicas, in host memory. On one node sums are formed in the order of
         ranks, and of replicas in each.
         """
-        if options is None and len(arrays) == 1 and not more and note in ("", LEAF) and divisor == self.size:
-            result = self.short.all_reduce(op, arrays[0], None if out is None else out[0])
+        kind = flat_kind(note) if options is None and not more and divisor == self.size else None
+        if kind is not None:
+            is_one, outs = len(arrays) == 1 and not kind, out and list(out)
+            result = self.short.all_reduce(
+                op, arrays[0] if is_one else arrays, outs[0] if is_one and outs else outs, kind
+            )
             if result is not None:
-                return [result]
+                return [result] if is_one else list(result)
         return self._now(self._reduction(op, arrays, divisor, options, out, note, more))
 
     def reduce_arrays_async(
@@ -174,13 +179,15 @@ class ArrayCollectives:
             and divisor == self.size
             and not more
         ):
-            operation.then(self._learns("all_reduce", arrays[0], operation, op, plan.divisor))
+            kind = flat_kind(note) or 0
+            given = list(arrays) if kind or len(arrays) > 1 else arrays[0]
+            operation.then(self._learns("all_reduce", given, operation, op, plan.divisor, kind))
         return operation
 
     def _learns(
         self,
         name: str,
-        array: Array,
+        array: Array | list[Array],
         operation: Operation[Any],
         op: ReduceOp | None = None,
         divisor: int | None = None,
@@ -199,12 +206,14 @@ class ArrayCollectives:
 
         return learn
 
-    def _go_on(self, number: int, state: int, value: Array, result: Array) -> Array:
+    def _go_on(self, number: int, state: int, value: Array, result: Array, out: Array | None) -> Array:
         """Carry on with a short call whose ranks have not come soon, or differ."""
         description = self._channel.executor.short.description(number)
         rest = Operation(self._engine.rest_of_short(description, state, value, result), description)
         rest.is_rest = True
-        return self._channel.run(rest)
+        # Where ranks give unequal parts the result is another array than the one at hand.
+        (final,) = self._channel.run(rest.then(lambda found: [found]).then(delivering(None if out is None else [out])))
+        return final
 
     def _check_out(self, plan: ReductionPlan, out: Sequence[Array]) -> None:
         given, on_device = signature_of(out), which_on_device(out)
@@ -219,8 +228,7 @@ class ArrayCollectives:
                     f"out has {signature_text(given, on_device)}; expected "
                     f"{signature_text(plan.result_signature, plan.on_device)}, where the values lie"
                 )
-            if not on_device and not all([array.flags.writeable for array in out]):
-                raise ValueError("out is read-only; expected arrays that can be written")
+            check_writable(out)
         except ValueError as error:
             self.announce(error, "checking out")
             raise
@@ -543,10 +551,10 @@ def _weakly(method: GoOn) -> GoOn:
     """
     reference: WeakMethod[Any] = WeakMethod(method)
 
-    def call(number: int, state: int, value: Array, result: Array) -> Array:
+    def call(number: int, state: int, value: Array, result: Array, out: Array | None) -> Array:
         found = reference()
         assert found is not None, "a call of a communicator that is gone"
-        carried_on: Array = found(number, state, value, result)
+        carried_on: Array = found(number, state, value, result, out)
         return carried_on
 
     return call

@@ -34,7 +34,7 @@ from mpidist.collectives.mpi import objects
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node import packing
 from mpidist.collectives.node.chunks import borders
-from mpidist.collectives.reading import read, read_out, restore
+from mpidist.collectives.reading import delivering, read, read_out, restore
 from mpidist.collectives.watch.step_agreement import StepAgreement
 from mpidist.core.enums import ReduceOp
 from mpidist.core.message_tags import GROUPS, TAGS_OF_PROGRAMS
@@ -159,7 +159,7 @@ class Communicator(ArrayCollectives):
         >>> comm.close()
         """
         if options is None:
-            result: T | None = self.short.all_reduce(op, value, out)
+            result: T | None = self.short.all_reduce(op, value, out, 0)
             if result is not None:
                 return result
         return self._now(self._all_reducing(op, value, options, out))
@@ -239,8 +239,8 @@ class Communicator(ArrayCollectives):
         (4, 2)
         >>> comm.close()
         """
-        if options is None and counts is None and out is None:
-            rows: T | None = self.short.reduce_scatter(op, value)
+        if options is None and counts is None:
+            rows: T | None = self.short.reduce_scatter(op, value, out)
             if rows is not None:
                 return rows
         return self._now(self._reduce_scattering(op, value, options, counts, out))
@@ -281,7 +281,7 @@ class Communicator(ArrayCollectives):
                 call = self._movement_call("reduce_scatter", [given], [given], (result,), options)
                 operation = self._operation(on_device.reduce_scatter(plan, call), plan.description, options, call)
                 kept = operation.then(lambda flats: [flats[0].reshape(shape)])
-                return kept.then(_delivering(outs)).then(lambda parts: restore(value, parts[0]))
+                return kept.then(delivering(outs)).then(lambda parts: restore(value, parts[0]))
         copies, bring_back = on_host([given])
         are_copies = bool(which_on_device([given]))
         plan = self._plan("reduce_scatter", op, copies, self.size, options, note, are_copies=are_copies)
@@ -290,7 +290,7 @@ class Communicator(ArrayCollectives):
         operation = self._operation(steps, plan.description, options)
         if options is None and counts is None and plan.may_be_short:
             operation.then(self._learns("reduce_scatter", given, operation, op, plan.divisor))
-        return operation.then(bring_back).then(_delivering(outs)).then(lambda parts: restore(value, parts[0]))
+        return operation.then(bring_back).then(delivering(outs)).then(lambda parts: restore(value, parts[0]))
 
     # Movement ---------------------------------------------------------------------------------------------
 
@@ -316,8 +316,8 @@ class Communicator(ArrayCollectives):
         True
         >>> comm.close()
         """
-        if options is None and axis == 0 and out is None:
-            gathered: T | None = self.short.all_gather(value)
+        if options is None and axis == 0:
+            gathered: T | None = self.short.all_gather(value, out)
             if gathered is not None:
                 return gathered
         return self._now(self._all_gathering(value, axis, options, out))
@@ -330,7 +330,7 @@ class Communicator(ArrayCollectives):
 
     def _all_gathering(self, value: T, axis: int, options: CommunicationOptions | None, out: T | None) -> Operation[T]:
         _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
-        return self._gathering(arrays, axis, options, structure, outs).then(_delivering(outs)).then(rebuild)
+        return self._gathering(arrays, axis, options, structure, outs).then(delivering(outs)).then(rebuild)
 
     def gather(
         self, value: T, root: int = 0, options: CommunicationOptions | None = None, *, out: T | None = None
@@ -369,7 +369,7 @@ class Communicator(ArrayCollectives):
         gathering = self._dealing("gather", arrays, cut, options, structure, outs, root)
         if self.rank != root:
             return gathering.then(_nothing)
-        return gathering.then(_delivering(outs)).then(rebuild)
+        return gathering.then(delivering(outs)).then(rebuild)
 
     def scatter(
         self,
@@ -417,7 +417,7 @@ class Communicator(ArrayCollectives):
         _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
         cut = partial(self._cut, counts=counts) if self.rank == root else None
         dealing = self._dealing("scatter", arrays, cut, options, structure, outs, root)
-        return dealing.then(_delivering(outs)).then(rebuild)
+        return dealing.then(delivering(outs)).then(rebuild)
 
     def all_to_all(
         self,
@@ -445,6 +445,10 @@ class Communicator(ArrayCollectives):
         True
         >>> comm.close()
         """
+        if options is None and counts is None:
+            dealt: T | None = self.short.all_to_all(value, out)
+            if dealt is not None:
+                return dealt
         return self._now(self._exchanging(value, options, counts, out))
 
     def all_to_all_async(
@@ -464,7 +468,9 @@ class Communicator(ArrayCollectives):
         _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
         cut = partial(self._cut, counts=counts)
         exchange = self._dealing("all_to_all", arrays, cut, options, structure, outs)
-        return exchange.then(_delivering(outs)).then(rebuild)
+        if options is None and counts is None and len(arrays) == 1 and not structure:
+            exchange.then(self._learns("all_to_all", arrays[0], exchange))
+        return exchange.then(delivering(outs)).then(rebuild)
 
     def broadcast(
         self, value: T, root: int = 0, options: CommunicationOptions | None = None, *, out: T | None = None
@@ -477,8 +483,8 @@ class Communicator(ArrayCollectives):
             options: Laid over those of the communicator.
             out: Where to put it, ``value`` itself for instance; new arrays by default.
         """
-        if options is None and out is None:
-            copy: T | None = self.short.broadcast(value, root)
+        if options is None:
+            copy: T | None = self.short.broadcast(value, root, out)
             if copy is not None:
                 return copy
         return self._now(self._broadcasting_value(value, root, options, out))
@@ -493,7 +499,7 @@ class Communicator(ArrayCollectives):
         self, value: T, root: int, options: CommunicationOptions | None, out: T | None
     ) -> Operation[T]:
         _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
-        return self._broadcasting(arrays, root, options, structure, outs).then(_delivering(outs)).then(rebuild)
+        return self._broadcasting(arrays, root, options, structure, outs).then(delivering(outs)).then(rebuild)
 
     def barrier(self, options: CommunicationOptions | None = None) -> None:
         """Return once every rank has called it (collective; MPI_Barrier)."""
@@ -782,27 +788,3 @@ def _is_c_int(value: object, smallest: int) -> bool:
 
 def _nothing(_: object) -> None:
     return None
-
-
-def _delivering(outs: Sequence[Array] | None) -> Callable[[list[Array]], list[Array]]:
-    """Return a function that puts results where they are wanted.
-
-    Raises:
-        ValueError: They do not fit there.
-    """
-
-    def deliver(results: list[Array]) -> list[Array]:
-        if outs is None:
-            return results
-        for out, result in zip(outs, results, strict=True):
-            if out is result:
-                continue
-            given, expected = signature_of([out]), signature_of([result])
-            if given != expected:
-                raise ValueError(
-                    f"out has {signature_text(given)}; expected {signature_text(expected)}, as the result has"
-                )
-            out[...] = result
-        return list(outs)
-
-    return deliver

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpidist.arrays.convert import NUMBERS, restorer, to_array
 from mpidist.arrays.dtypes import Array
+from mpidist.collectives.channel.operation import signature_of, signature_text
 from mpidist.core import nest
 
 # Makes a result like the value that was read, given the arrays of a collective.
@@ -67,7 +68,7 @@ def read_out(out: object, structure: str) -> list[Array]:
     """Return the arrays of ``out``.
 
     Raises:
-        ValueError: It is of another structure than the value, or holds a number, or one array twice.
+        ValueError: It is of another structure than the value, read-only, or holds a number, or one array twice.
         TypeError: A leaf that is no array.
     """
     arrays, given, _ = read(out)
@@ -76,7 +77,18 @@ def read_out(out: object, structure: str) -> list[Array]:
     if given != structure:
         flat = "an array, or a list of arrays"
         raise ValueError(f"out is {given or flat}; expected {structure or flat}, as the value is (* is an array)")
+    check_writable(arrays)
     return arrays
+
+
+def check_writable(arrays: Sequence[Array]) -> None:
+    """Check that no array of ``out`` is read-only.
+
+    Raises:
+        ValueError: One is.
+    """
+    if not all([getattr(array.flags, "writeable", True) for array in arrays]):  # CuPy's arrays always are
+        raise ValueError("out is read-only; expected arrays that can be written")
 
 
 def check_can_be_written(out: object, arrays: Sequence[Array]) -> None:
@@ -122,6 +134,30 @@ def restore(value: object, result: Array) -> Any:
     """Return a result as the kind of array or number that ``value`` is."""
     make = restorer(value)
     return result if make is None else make(result)
+
+
+def delivering(outs: Sequence[Array] | None) -> Callable[[list[Array]], list[Array]]:
+    """Return a function that puts results where they are wanted.
+
+    Raises:
+        ValueError: They do not fit there.
+    """
+
+    def deliver(results: list[Array]) -> list[Array]:
+        if outs is None:
+            return results
+        for out, result in zip(outs, results, strict=True):
+            if out is result:
+                continue
+            given, expected = signature_of([out]), signature_of([result])
+            if given != expected:
+                raise ValueError(
+                    f"out has {signature_text(given)}; expected {signature_text(expected)}, as the result has"
+                )
+            out[...] = result
+        return list(outs)
+
+    return deliver
 
 
 def _opened(leaf: Any) -> Any:

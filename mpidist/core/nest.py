@@ -7,6 +7,7 @@ order still agree. A rebuilt structure has the type and the key order of its mod
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeGuard, TypeVar, cast
 
@@ -14,6 +15,7 @@ Structure = TypeVar("Structure")
 
 # What stands for a leaf in the text of a structure.
 LEAF = "*"
+_FLAT = re.compile(r"\[[*, ]*\]|\([*, ]*\)")
 
 _BRANCHES = (list, tuple, dict)
 
@@ -166,6 +168,17 @@ def map_structure(fn: Callable[..., object], *nests: object) -> Any:
         return _rebuild(parts[0], [build(*(child for _, child in column)) for column in columns])
 
     return build(*nests)
+
+
+def flat_kind(structure: str) -> int | None:
+    """Return 0 for the structure of an array, or none, 1 for that of a list of arrays, 2 for a tuple; else None.
+
+    >>> flat_kind("*"), flat_kind("[*, *]"), flat_kind("(*)"), flat_kind("[*, (*)]")
+    (0, 1, 2, None)
+    """
+    if structure in ("", LEAF):
+        return 0
+    return {"[": 1, "(": 2}[structure[0]] if _FLAT.fullmatch(structure) else None
 
 
 def describe(nest: object) -> str:

@@ -109,8 +109,9 @@ static void announce(nc *c)
     page *p = next_page(c);
     int flags = 0;
     if (c->call.kind != NC_MEET) {
-        if (c->call.kind == NC_ALL_TO_ALL)
-            memcpy(p->words + 1, c->call.parts, sizeof *c->call.parts * ((size_t)c->ranks + 1));
+        for (int r = 0; r <= c->ranks && c->call.kind == NC_ALL_TO_ALL; r++)
+            p->words[1 + r] =
+                c->call.parts != NULL ? c->call.parts[r] : (int64_t)(c->bytes * (size_t)r / (size_t)c->ranks);
         flags = show(c, p);
         if (!flags)
             flags = tell_places(c, p);
@@ -166,6 +167,14 @@ static void cut_stripes(nc *c)
     }
 }
 
+/* Whether the result is as long as if all gave what this rank gives; a gathering also has that where it then would. */
+static int gives_its_share(const nc *c)
+{
+    if (c->call.kind == NC_ALL_TO_ALL)
+        return c->whole == c->bytes;
+    return c->whole == c->bytes * (size_t)c->ranks && c->border[c->rank] == c->bytes * (size_t)c->rank;
+}
+
 /* All ranks have met, and find the same. */
 static nc_state refuse(nc *c, int error)
 {
@@ -215,8 +224,7 @@ static nc_state decide(nc *c)
         if (!core_start_chunks(c))
             return refuse(c, ENOBUFS);
     }
-    size_t expected = c->call.kind == NC_ALL_GATHER ? c->bytes * (size_t)c->ranks : c->bytes;
-    int differ = c->call.flags & NC_EQUAL && c->whole != expected;
+    int differ = c->call.flags & NC_EQUAL && !gives_its_share(c);
     return differ || c->call.flags & (NC_STOP | NC_SHARE) ? NC_MET : NC_MOVED;
 }
 
@@ -265,6 +273,13 @@ static nc_state take_shown(nc *c)
     return NC_DONE;
 }
 
+/* All have come. What is shown is taken at once, without a look at the clock in between. */
+static nc_state begin_to_move(nc *c)
+{
+    nc_state state = decide(c);
+    return state == NC_MOVED && c->phase == SHOWN_ONCE ? take_shown(c) : state;
+}
+
 static nc_state read_next(nc *c)
 {
     int r = c->reader;
@@ -311,7 +326,7 @@ static nc_state move(nc *c)
 {
     switch (c->phase) {
     case MEETING:
-        return all_came(c) ? decide(c) : NC_NOT_YET;
+        return all_came(c) ? begin_to_move(c) : NC_NOT_YET;
     case SHOWN_ONCE:
         return take_shown(c);
     case CHUNKS:

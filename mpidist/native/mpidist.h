@@ -45,7 +45,8 @@ enum {
     NC_SHARE = 2,      /* the same; where inputs lie in shared memory, so may the result, one for the node */
     NC_UNWANTED = 4,   /* this rank takes part, but does not want the result; not of REDUCE_SCATTER */
     NC_WATCH = 8,      /* return NC_CHUNK for every chunk */
-    NC_EQUAL = 16      /* return NC_MET unless the result is as long as if all had given what this rank gives */
+    NC_EQUAL = 16      /* where bytes are moved: return NC_MET unless the result is as long as if all had given what
+                          this rank gives, and of ALL_GATHER has that in the same place */
 };
 
 /* Elements of one array, contiguous. Its inputs, one per local replica, are at in[piece * replicas + replica]. */
@@ -66,8 +67,8 @@ typedef struct {
     size_t slice;     /* elements of a stripe that travel together, at most; 0 for what the core thinks best, which is
                          another one on nodes with other numbers of replicas */
     int64_t note;     /* a number for the others */
-    const int64_t *parts; /* one more than ranks. ALL_TO_ALL: bytes before what goes to each rank; REDUCE_SCATTER:
-                             elements before what each rank keeps, NULL for equal parts */
+    const int64_t *parts; /* one more than ranks, NULL for equal parts. ALL_TO_ALL: bytes before what goes to each rank;
+                             REDUCE_SCATTER: elements before what each rank keeps */
 } nc_call;
 
 /* The size of the slots of each rank. */

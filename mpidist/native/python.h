@@ -31,7 +31,7 @@ typedef struct {
 } PyMethodDef;
 enum { METH_FASTCALL = 0x80, WRITABLE = 1, FORMAT = 4, C_CONTIGUOUS = 0x38, STRIDED = 0x18, BUF_WRITE = 0x200 };
 
-extern PyObject *PyExc_ValueError, *PyExc_OSError, *PyExc_MemoryError, _Py_NoneStruct;
+extern PyObject *PyExc_ValueError, *PyExc_OSError, *PyExc_MemoryError, _Py_NoneStruct, PyList_Type, PyTuple_Type;
 PyObject *PyCFunction_NewEx(PyMethodDef *, PyObject *, PyObject *);
 PyObject *PyCapsule_New(void *, const char *, void (*)(PyObject *));
 void *PyCapsule_GetPointer(PyObject *, const char *);
@@ -41,6 +41,8 @@ PyObject *PyList_New(ssize_t);
 PyObject *PyList_GetItem(PyObject *, ssize_t);
 int PyList_SetItem(PyObject *, ssize_t, PyObject *);
 ssize_t PyList_Size(PyObject *);
+ssize_t PySequence_Size(PyObject *);
+PyObject *PySequence_GetItem(PyObject *, ssize_t);
 PyObject *PyTuple_New(ssize_t);
 int PyTuple_SetItem(PyObject *, ssize_t, PyObject *);
 PyObject *PyLong_FromLongLong(long long);
@@ -73,13 +75,13 @@ void PyEval_RestoreThread(void *);
 enum { HOLDS, CALLS, LAST, THREAD, CELLS };
 /* A thread, which THREAD names, is in a short call; a call has begun that Python is to carry on. */
 enum { BUSY = 1, HANDED_ON = 4 };
-enum { SIGNATURES = 2048, AXES = 8, OPS = 32 };
+enum { SIGNATURES = 2048, AXES = 8, OPS = 32, WORDS = 4096 };
 /* For how long a call keeps the interpreter's lock. */
 enum { KEEPS_LOCK = 30000 };
 
 typedef struct {
-    int is_known, number, kind, op, dtype, axes, root;
-    ssize_t shape[AXES];
+    int is_known, number, kind, op, dtype, axes, root, words;
+    ssize_t shape[AXES], *shapes; /* of an array; of those of a list, one after another: axes and sizes, words in all */
     double divisor;
     uint64_t id;
     PyObject *text; /* bytes, for the flight record */
@@ -99,6 +101,7 @@ typedef struct {
     int rank, ranks, op_count, lost; /* errno of a call that ended as NC_LOST */
     int64_t cells[CELLS];
     PyObject *array_type, *empty, *take, *go_on; /* the last three are called */
+    ssize_t shapes[WORDS];                       /* of the list that was read last */
     PyObject *op[OPS];
     int op_code[OPS];
     signature known[SIGNATURES];

@@ -171,7 +171,7 @@ class LoneReplicaContext(ReplicaContext):
     ) -> Value:
         """See ``ReplicaContext``."""
         if options is None and self._options is None and current_frame() is self.frame:
-            result: Value | None = self._comm.short.all_reduce(reduce_op, value, out)
+            result: Value | None = self._comm.short.all_reduce(reduce_op, value, out, None)
             if result is not None:
                 return result
         return super().all_reduce(reduce_op, value, options, out=out)

@@ -18,7 +18,7 @@ import numpy as np
 from mpidist.arrays.convert import NUMBERS, is_torch, to_array
 from mpidist.arrays.dtypes import Array, check_transportable, reduction_dtypes
 from mpidist.collectives.node.packing import overlaps
-from mpidist.collectives.reading import check_can_be_written, restore
+from mpidist.collectives.reading import check_can_be_written, check_writable, restore
 from mpidist.core import nest
 from mpidist.core.enums import ReduceOp
 from mpidist.values import IndexedSlices, PerReplica, ReplicaValues, Variable
@@ -53,8 +53,7 @@ def checked_out(value: object, leaves: Sequence[object], out: object, op: Reduce
             raise ValueError(
                 f"out has {target_array.dtype}{target_array.shape}; expected {dtype}{array.shape}, as the result has"
             )
-        if not getattr(target_array.flags, "writeable", True):  # CuPy's arrays always are
-            raise ValueError("out is read-only; expected arrays that can be written")
+        check_writable([target_array])
     return arrays
 
 

@@ -337,7 +337,7 @@ class Operations:
         given, size = array_of(tensor), self.comm.size
         if not input_counts and len(given) % size:
             raise ValueError(f"the tensor has {len(given)} rows; expected a multiple of {size}, or split sizes")
-        counts = list(input_counts) or [len(given) // size] * size
+        counts = list(input_counts) or None
         return self._do(
             "all_to_all", "all_to_all", [tensor], [output], opts, bringing(bring), given, counts=counts, out=array
         )

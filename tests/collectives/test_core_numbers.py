@@ -60,7 +60,7 @@ def test_the_header() -> None:
 
 
 def test_the_cells_of_short_calls() -> None:
-    c = numbers_of("python.h") | numbers_of("short.c")
+    c = numbers_of("python.h") | numbers_of("short.h") | numbers_of("short.c")
     cells = ("_CLOSED", "_CALLS", "_LAST", "_THREAD")
     assert [getattr(short_calls, cell) for cell in cells] == [c[key] for key in ("HOLDS", "CALLS", "LAST", "THREAD")]
     assert (c["BUSY"], c["HANDED_ON"]) == (short_calls._BY_CORE, short_calls._HANDED_ON)
@@ -69,7 +69,7 @@ def test_the_cells_of_short_calls() -> None:
 
 
 def test_the_flight_record() -> None:
-    c = numbers_of("short.c")
+    c = numbers_of("flight.c")
     assert (c["FLIGHT_HEAD"], c["FLIGHT_ENTRIES"]) == (flight_record._HEAD_BYTES, flight_record.ENTRIES)
     assert c["FLIGHT_FIXED"] == flight_record._ENTRY.size
     assert (c["FLIGHT_END"], c["FLIGHT_STATE"], c["FLIGHT_LENGTHS"]) == tuple(

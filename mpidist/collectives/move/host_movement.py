@@ -77,6 +77,8 @@ class HostMovement:
                 yield from _begun(core, array if index else None)
             lengths = [row[index] for row in rows] if core is None else core.notes()
             out = outs[index] if outs and plan.positions[index] == 0 else None
+            if out is not None and sum(lengths[: channel.rank]) != channel.rank * len(array):
+                out = None  # which this rank's part may lie in, at another place than it comes to
             whole = self._target((sum(lengths), *array.shape[1:]), array.dtype, out)
             if core is None:
                 counts = [length * plan.row_sizes[index] for length in lengths]
@@ -99,11 +101,12 @@ class HostMovement:
         return [part.tobytes() for part in np.split(whole, np.cumsum(lengths[:-1]))]
 
     def gathered(self, core: Core, value: Array) -> Steps[Array]:
-        """Return the arrays of all ranks, one after the other.
+        """Return the rows of all ranks for this one, one after the other.
 
-        All have begun to gather them.
+        All have begun to give them.
         """
-        result = self._pool.take((sum(core.notes()), *value.shape[1:]), value.dtype)
+        rows = sum(core.lengths()) * len(value) // value.nbytes if value.nbytes else sum(core.notes())
+        result = self._pool.take((rows, *value.shape[1:]), value.dtype)
         core.targets([as_bytes(result)])
         yield from core.go_on()
         return result

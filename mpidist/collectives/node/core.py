@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 # As in mpidist.h: what a call does, ...
 _ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _ALL_TO_ALL = 1, 2, 3, 4
-_KINDS = {"all_reduce": _ALL_REDUCE, "reduce_scatter": _REDUCE_SCATTER, "all_gather": _ALL_GATHER, "broadcast": 16}
+_KINDS = {"all_reduce": _ALL_REDUCE, "reduce_scatter": _REDUCE_SCATTER, "all_gather": _ALL_GATHER}
+_KINDS |= {"all_to_all": _ALL_TO_ALL, "broadcast": 16}
 _OPS = {ReduceOp.SUM: 0, ReduceOp.MEAN: 0, ReduceOp.PROD: 1, ReduceOp.MIN: 2, ReduceOp.MAX: 3}
 _OPS |= {ReduceOp.BAND: 7, ReduceOp.BOR: 8, ReduceOp.BXOR: 9}
 # Beside the kernel of an operation, for the short way: it tells a mean from a sum.
@@ -59,26 +60,29 @@ class Short(NamedTuple):
     Each returns None for arguments that it does not know.
 
     Attributes:
-        all_reduce: Takes operation, array, and an array for the result or None.
-        reduce_scatter: Takes operation and array.
-        all_gather: Takes the array, which it concatenates along the first axis.
-        broadcast: Takes array and root.
+        all_reduce: Takes operation; array, or list or tuple of arrays; the same for the result, or None; and what ranks
+            compare of the structure, as ``mpidist.core.nest.flat_kind`` gives it, or None for the value's own.
+        reduce_scatter: Takes operation, array, and an array for the result or None.
+        all_gather: Takes the array, which it concatenates along the first axis, and one for the result or None.
+        broadcast: Takes array, root, and an array for the result or None.
+        all_to_all: Takes the array, of which it deals as many rows to each rank, and one for the result or None.
     """
 
-    all_reduce: Callable[[object, object, object], Any]
-    reduce_scatter: Callable[[object, object], Any]
-    all_gather: Callable[[object], Any]
-    broadcast: Callable[[object, object], Any]
+    all_reduce: Callable[[object, object, object, int | None], Any]
+    reduce_scatter: Callable[[object, object, object], Any]
+    all_gather: Callable[[object, object], Any]
+    broadcast: Callable[[object, object, object], Any]
+    all_to_all: Callable[[object, object], Any]
 
 
 def _nothing(*_: object) -> None:
     """Return None: nothing is known."""
 
 
-NO_SHORT = Short(_nothing, _nothing, _nothing, _nothing)
+NO_SHORT = Short(*[_nothing] * len(Short._fields))
 
-# Takes number of the signature, state, array and result.
-GoOn = Callable[[int, int, Array, Array], Array]
+# Takes number of the signature, state, array, array for the result, and that which was given or None.
+GoOn = Callable[[int, int, Array, Array, Array | None], Array]
 
 
 class Sizes(NamedTuple):
@@ -322,7 +326,7 @@ class Core:
         Args:
             take: Returns memory for a result, given shape and dtype.
             go_on: Carries on with a call whose ranks have not come soon, or differ: number of its signature, state,
-                value and result.
+                value, array for the result, and that which the program gave or None.
         """
         names: list[object] = [name for op in _OPS for name in (op, op.name)]
         codes = [_OPS[op] + _IS_MEAN * (op is ReduceOp.MEAN) for op in _OPS for _ in range(2)]
@@ -332,7 +336,7 @@ class Core:
     def learn(
         self,
         name: str,
-        array: Array,
+        array: Array | list[Array],
         identity: int,
         op: ReduceOp | None = None,
         divisor: int | None = None,
@@ -345,11 +349,11 @@ class Core:
 
         Args:
             name: Of the function of ``Short``.
-            array: The one that it was given.
+            array: The one that it was given, or the list of them.
             identity: The same on all ranks.
             op: The operation, for one that reduces.
             divisor: Of a mean.
-            root: The rank that gives, for a broadcast.
+            root: The rank that gives, for a broadcast; for an all-reduce what ranks compare of the structure.
             text: Of calls like it, for the flight record.
         """
         code = 0 if op is None else _OPS[op] + _IS_MEAN * (op is ReduceOp.MEAN)

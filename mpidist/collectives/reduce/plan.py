@@ -17,6 +17,7 @@ from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import Pack, PackedReduction, copies_of_overlapping, group_by_size
 from mpidist.collectives.reduce.device_packs import DevicePack
 from mpidist.core.enums import ReduceOp
+from mpidist.core.nest import flat_kind
 from mpidist.core.options import CommunicationOptions
 
 _TO_COME = np.empty(0)
@@ -49,7 +50,7 @@ class ReductionPlan:
     Attributes:
         description: The text and id that all ranks have to agree on.
         in_memory: Which arrays lie in host memory, but for those without elements.
-        may_be_short: Whether it is about a single array, as it is.
+        may_be_short: Whether it is about arrays as they are, in one pack.
         read_late: Which arrays in host memory are still to be read when the first results are written.
 
     Raises:
@@ -107,7 +108,8 @@ class ReductionPlan:
         self.device_packs: list[DevicePack] = []
         self._make_packs(signature, formed, options.bytes_per_pack, not by_core)
         as_they_are = [(dtype, dtype) for _, dtype in signature] == formed
-        self.may_be_short = len(signature) == 1 and as_they_are and not (note or on_device)
+        is_one_pack = len(self.packs) == 1 and len(self.packs[0].indices) == len(signature)
+        self.may_be_short = is_one_pack and as_they_are and flat_kind(note) is not None
         self.in_memory = [index for pack in self.packs for index in pack.indices]
         # All but those that the first pack copies into its buffer.
         self.read_late = [

@@ -69,11 +69,21 @@ def test_one_copy_is_the_measure() -> None:
             assert [v.met for v in found if "copy" in v.what] == [met]
 
 
-@pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "broadcast"])
-def test_movement(operation: str) -> None:
+@pytest.mark.parametrize(
+    ("operation", "variant", "theirs"),
+    [
+        ("all_gather", "new", "private"),
+        ("all_gather", "out=", "private"),
+        ("reduce_scatter", "out=", "private"),
+        ("broadcast", "new", "in place"),
+        ("broadcast", "in place", "in place"),
+    ],
+)
+def test_movement(operation: str, variant: str, theirs: str) -> None:
     def rows(size: int, bare: float) -> list[Row]:
-        return [row(operation, "mpi", "private", size, bare), row(operation, "mpidist", "new", size, 100)]
+        return [row(operation, "mpi", theirs, size, bare), row(operation, "mpidist", variant, size, 100)]
 
+    assert [v.what for v in judge(rows(64, 1))] == [f"{operation}, {variant}, 64 B: as fast as MPI"]
     assert [v.met for v in judge(rows(64, 149))] == [False]
     assert [v.met for v in judge(rows(64, 151))] == [True]
     assert [v.met for v in judge(rows(64 * MIB, 95))] == [False]

@@ -45,13 +45,15 @@ def test_every_operation(ranks: int, tmp_path: Path) -> None:
 
 
 def test_kinds_of_buffers_and_ways_of_mpi(tmp_path: Path) -> None:
-    run_suite(2, tmp_path, "--no-gloo", "--operations", "all_reduce,batch", "--name", "some")
+    run_suite(2, tmp_path, "--no-gloo", "--operations", "all_reduce,all_gather,broadcast,batch", "--name", "some")
     results = load(tmp_path / "some.json")
 
     def variants(operation: str, by: str) -> set[str]:
         return {row.variant for row in results.rows if (row.operation, row.by) == (operation, by)}
 
     assert variants("all_reduce", "mpidist") == {"out=", "new", "own", "in place"}
+    assert variants("all_gather", "mpidist") == {"out=", "new"}
+    assert variants("broadcast", "mpidist") == {"in place", "new"}
     assert variants("batch", "mpidist") == {"out=", "new", "own"}
     absent = {name for name in NAMES if f"mpi, {name}: this MPI has no such component" in results.skipped}
     assert variants("all_reduce", "mpi") == {"private", "Iallreduce", "in place", *NAMES} - absent

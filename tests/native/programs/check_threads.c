@@ -213,10 +213,23 @@ static void note_event(member *m, const call *c, size_t *events)
     *next = event.chunk + 1;
 }
 
+/* Whether a rank gets as much as if all gave what it gives, and of a gathering its own part in the same place. */
+static int gets_its_share(const member *m, const call_plan *p)
+{
+    int ranks = m->world->plan.ranks[m->node];
+    size_t own = p->length[m->rank], before = 0, dealt = 0;
+    for (int r = 0; r < ranks && p->call.kind == NC_ALL_TO_ALL; r++)
+        dealt += part_bytes(p, r, m->rank);
+    for (int r = 0; r < m->rank; r++)
+        before += p->length[r];
+    if (p->call.kind == NC_ALL_TO_ALL)
+        return dealt == own;
+    return result_bytes(&m->world->plan, p, m->node) == own * (size_t)ranks && before == own * (size_t)m->rank;
+}
+
 static int has_to_stop(const member *m, const call *c)
 {
-    size_t same = c->plan.length[m->rank] * (size_t)m->world->plan.ranks[m->node];
-    int differ = c->own.flags & NC_EQUAL && result_bytes(&m->world->plan, &c->plan, m->node) != same;
+    int differ = c->own.flags & NC_EQUAL && !gets_its_share(m, &c->plan);
     return c->plan.call.kind != NC_MEET && (differ || c->own.flags & (NC_STOP | NC_SHARE));
 }
 
@@ -306,7 +319,7 @@ static void prepare(member *m, call *c, int number)
     c->plan.call.note = note_of(w, number, m->rank);
     c->plan.call.replicas = c->plan.call.kind == NC_MEET ? 1 : c->plan.replicas[m->rank];
     c->plan.call.id += m->rank == c->plan.stranger;
-    if (c->plan.call.kind == NC_ALL_TO_ALL || c->plan.has_parts)
+    if ((c->plan.call.kind == NC_ALL_TO_ALL && !c->plan.deals_equally[m->rank]) || c->plan.has_parts)
         c->plan.call.parts = c->plan.parts[c->plan.has_parts ? 0 : m->rank];
     for (int i = 0; i < NC_WORDS && c->plan.call.kind == NC_MEET; i += 97)
         nc_tell(m->core)[i] = word_told(w, number, m->rank, i);

@@ -74,11 +74,22 @@ static void cut_parts(dice *d, int64_t *parts, int ranks, size_t whole)
         parts[r] = chance(d, 15) ? (chance(d, 50) ? 0 : parts[r + 1]) : (int64_t)below(d, (size_t)parts[r + 1] + 1);
 }
 
+static void cut_equally(int64_t *parts, int ranks, size_t whole)
+{
+    for (int r = 0; r <= ranks; r++)
+        parts[r] = (int64_t)(whole * (size_t)r / (size_t)ranks);
+}
+
 static void plan_deal(const world_plan *w, int node, call_plan *p, dice *d)
 {
     plan_gather(w, node, p, d);
-    for (int r = 0; r < w->ranks[node]; r++)
-        cut_parts(d, p->parts[r], w->ranks[node], p->length[r]);
+    for (int r = 0; r < w->ranks[node]; r++) {
+        p->deals_equally[r] = chance(d, 40);
+        if (p->deals_equally[r])
+            cut_equally(p->parts[r], w->ranks[node], p->length[r]);
+        else
+            cut_parts(d, p->parts[r], w->ranks[node], p->length[r]);
+    }
 }
 
 static void plan_reduction(const world_plan *w, int node, call_plan *p, dice *d)
@@ -148,7 +159,7 @@ rank_plan plan_rank(const world_plan *w, const call_plan *p, int node, int rank)
         own.flags |= NC_UNWANTED;
     if (chance(&d, 30))
         own.flags |= NC_WATCH;
-    if (chance(&d, 50) && p->call.kind == NC_ALL_GATHER)
+    if (chance(&d, 50) && moves_bytes(p))
         own.flags |= NC_EQUAL;
     if (own.place == IN_PLACE && p->call.kind == NC_REDUCE_SCATTER)
         own.place = NEW;

@@ -26,6 +26,7 @@ typedef struct {
     int replicas[MOST_RANKS];     /* of the ranks of one node; of ALL_GATHER, see lengths */
     size_t length[MOST_RANKS];    /* where bytes are moved: of each rank of one node */
     int64_t parts[MOST_RANKS][MOST_RANKS + 1]; /* ALL_TO_ALL: of each rank; REDUCE_SCATTER: the first, for all */
+    int deals_equally[MOST_RANKS]; /* ALL_TO_ALL, of each rank */
     int has_parts;                /* REDUCE_SCATTER into unequal ones */
     int nasty, stranger;          /* the rank that passes another id, or -1 */
 } call_plan;
