@@ -60,8 +60,8 @@ class Short(NamedTuple):
     Each returns None for arguments that it does not know.
 
     Attributes:
-        all_reduce: Takes operation; array, or list or tuple of arrays; the same for the result, or None; and what ranks
-            compare of the structure, as ``mpidist.core.nest.flat_kind`` gives it, or None for the value's own.
+        all_reduce: Takes operation; array, or list or tuple of arrays; the same for the result, or None; and the kind of
+            structure that ranks compare, see ``mpidist.core.nest.flat_kind``, or None for the value's own.
         reduce_scatter: Takes operation, array, and an array for the result or None.
         all_gather: Takes the array, which it concatenates along the first axis, and one for the result or None.
         broadcast: Takes array, root, and an array for the result or None.
@@ -353,7 +353,7 @@ class Core:
             identity: The same on all ranks.
             op: The operation, for one that reduces.
             divisor: Of a mean.
-            root: The rank that gives, for a broadcast; for an all-reduce what ranks compare of the structure.
+            root: The rank that gives, for a broadcast; for an all-reduce the kind of structure.
             text: Of calls like it, for the flight record.
         """
         code = 0 if op is None else _OPS[op] + _IS_MEAN * (op is ReduceOp.MEAN)
