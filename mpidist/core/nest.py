@@ -171,7 +171,9 @@ def map_structure(fn: Callable[..., object], *nests: object) -> Any:
 
 
 def flat_kind(structure: str) -> int | None:
-    """Return 0 for an array, 1 for a list of them, 2 for a tuple, else None.
+    """Return the kind of a structure.
+
+    0 is an array, 1 a list of arrays, 2 a tuple of arrays, None anything else.
 
     >>> flat_kind("*"), flat_kind("[*, *]"), flat_kind("(*)"), flat_kind("[*, (*)]")
     (0, 1, 2, None)
