@@ -282,11 +282,10 @@ class Operations:
         # Flat, also where they are alike: other ranks may have others.
         flat = np.concatenate([array.reshape(-1) for array in given])
         out = np.empty(sum(output.numel() for output in outputs), flat.dtype)
-        counts = [array.size for array in given]
+        counts, expected = [array.size for array in given], [output.numel() for output in outputs]
         finish = filling_flat(outputs)
-        return self._calls.do(
-            "all_to_all", "all_to_all", inputs, list(outputs), opts, finish, flat, counts=counts, out=out
-        )
+        kwargs = {"counts": counts, "expected": expected, "out": out}
+        return self._calls.do("all_to_all", "all_to_all", inputs, list(outputs), opts, finish, flat, **kwargs)
 
     def all_to_all_single(
         self,
@@ -299,17 +298,21 @@ class Operations:
     ) -> Foreign:
         """Deal the rows of a tensor, and take those for this rank."""
         opts = options_of(c10d.AllToAllOptions, opts, timeout)
-        del output_counts  # the other ranks' input_counts, which out is compared with
         array, bring = target_of(output)
-        given, size = array_of(tensor), self.comm.size
-        if not input_counts and len(given) % size:
-            raise ValueError(f"the tensor has {len(given)} rows; expected a multiple of {size}, or split sizes")
-        counts = list(input_counts) or [len(given) // size] * size
-        return self._calls.do(
-            "all_to_all", "all_to_all", [tensor], [output], opts, bringing(bring), given, counts=counts, out=array
-        )
+        given = array_of(tensor)
+        counts, expected = self._splits(given, input_counts), self._splits(array, output_counts)
+        kwargs = {"counts": counts, "expected": expected, "out": array}
+        return self._calls.do("all_to_all", "all_to_all", [tensor], [output], opts, bringing(bring), given, **kwargs)
 
     alltoall_base = all_to_all_single
+
+    def _splits(self, array: Array, counts: Sequence[int]) -> list[int]:
+        """Return how many rows go to each rank, or come from each."""
+        size = self.comm.size
+        with self.comm.shared_errors("reading split sizes"):
+            if not counts and len(array) % size:
+                raise ValueError(f"the tensor has {len(array)} rows; expected a multiple of {size}, or split sizes")
+        return list(counts) or [len(array) // size] * size
 
     def _dealt(self, array: Array, shape: tuple[int, ...]) -> Array:
         """Return an array as one row for each rank."""

@@ -89,13 +89,17 @@ def reduce_to(comm: Comm, send: Array, receive: Array | None, op: ReduceOp, root
         yield from until_done(comm.Ireduce([send[a:b], b - a, datatype], target, mpi_op(op, send.dtype), root))
 
 
-def exchange_lengths(comm: Comm, lengths: Sequence[int]) -> Steps[list[int]]:
-    """Return what each rank tells this one, which tells each one of ``lengths`` (MPI_Ialltoall)."""
+def exchange_lengths(comm: Comm, lengths: Sequence[int], note: int) -> Steps[tuple[list[int], list[int]]]:
+    """Return lengths and notes that the ranks tell this one (MPI_Ialltoall).
+
+    It tells each rank one of its lengths, and all of them its note.
+    """
     mpi = import_mpi()
-    mine, theirs = np.array(lengths, np.int64), np.empty(len(lengths), np.int64)
-    yield from until_done(comm.Ialltoall([mine, 1, mpi.INT64_T], [theirs, 1, mpi.INT64_T]))
-    told: list[int] = theirs.tolist()
-    return told
+    mine = np.array([lengths, [note] * len(lengths)], np.int64).T.copy()
+    theirs = np.empty_like(mine)
+    yield from until_done(comm.Ialltoall([mine, 2, mpi.INT64_T], [theirs, 2, mpi.INT64_T]))
+    told: list[list[int]] = theirs.T.tolist()
+    return told[0], told[1]
 
 
 def exchange_parts(

@@ -268,12 +268,14 @@ class Core:
         """
         self.state = self._begin(identity, _ALL_GATHER, 0, _BYTE, 0, _STOP, 1, 1, 0, note, [given], None, None, _BEGINS)
 
-    def deal(self, identity: int, given: Array, borders: list[int]) -> None:
+    def deal(self, identity: int, given: Array, borders: list[int], note: int) -> None:
         """Begin to give each rank the bytes between two borders.
 
-        The state becomes MET when all ``lengths`` are there.
+        The state becomes MET when all ``lengths`` and ``notes`` are there.
         """
-        self.state = self._begin(identity, _ALL_TO_ALL, 0, _BYTE, 0, _STOP, 1, 1, 0, 0, [given], None, borders, _BEGINS)
+        self.state = self._begin(
+            identity, _ALL_TO_ALL, 0, _BYTE, 0, _STOP, 1, 1, 0, note, [given], None, borders, _BEGINS
+        )
 
     def lengths(self) -> list[int]:
         """Return how many bytes each rank gives to this one."""
