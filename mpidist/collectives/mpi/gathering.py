@@ -136,8 +136,8 @@ def exchange_parts(
 def reduce_scatter_rows(comm: Comm, send: Array, result: Array, borders: Sequence[int], op: ReduceOp) -> Steps[None]:
     """Put this rank's elements of the reduction of ``send`` into ``result``.
 
-    MPI_Ireduce_scatter where there are few, for its few messages. Of more it sends several times the least there is:
-    then each rank gets its elements from all others at once and combines them in the order of ranks.
+    MPI_Ireduce_scatter where there are few elements: it sends few messages. Of many it sends several times as much as
+    is needed: then each rank gets its own from all others at once, and combines them in the order of ranks.
 
     Args:
         comm: The communicator.
