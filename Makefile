@@ -4,7 +4,7 @@
 #   make test    set up .venv and run the checks: lint, pytest on one rank and in sessions of 2, 3 and 4; 9 minutes
 #   make quick   what to run at every commit: lint, and the tests that start no jobs; two minutes
 #   make test-all    the long ones too: chaos, soaks, virtual hosts with Slurm (root), CuPy's NCCL binding, MPICH, types, aarch64
-#   make test-share  of the long ones those that CI runs for this commit
+#   make test-share  of the long ones, and of those with PyTorch, those that CI runs for this commit
 #   make mutants put faults into the library, one by one, and see that the tests see them; seven minutes
 #   make lint    ruff, mypy and the import rule
 #   make bench   set up .venv and measure on 2 and on 4 ranks, about 2 minutes; results in benchmarks/results/
@@ -14,7 +14,7 @@
 #   make test-binding    tests on CuPy's own NCCL binding, over a stand-in library, and on its compiler, for CUDA 12 and 13;
 #                        in .venv-cupy12 and .venv-cupy13; no GPU needed
 #   make test-mpich      tests on two ranks of the MPICH of PyPI, in .venv-mpich
-#   make test-torch      tests with PyTorch and JAX, and PyTorch's own of torch.distributed, in .venv-torch
+#   make test-torch      tests with PyTorch and JAX, and PyTorch's own of torch.distributed, in .venv-torch; six minutes
 #   make bench-torch     measure torch.distributed beside gloo on 2 and on 4 ranks, about 5 minutes; benchmarks/results/torch-*
 #   make test-types      the types that a program and the examples see, by mypy and pyright, in .venv-types
 #   make test-gpu        tests on an NVIDIA GPU, one is enough, at most 21 minutes; summary and JSON in out/gpu/
@@ -26,8 +26,8 @@
 #
 # Variables: PYTHON (the interpreter to start from), VENV, RANKS, OUT, TRAIN_ARGS, CHECK_ARGS (of python -m tests.checks,
 # such as --only "2 ranks"), TEST_ARGS, BENCH_OUT, BENCH_ARGS, BENCH_FOLDER, STEP_SECONDS, CUDA (12 or 13, of the GPU's
-# driver), CUPY_VENV, MPICH_VENV, TORCH_VENV, TORCH, TORCH_SHARE (4: a quarter of PyTorch's own tests, by turns),
-# TYPES_VENV, and MPIRUN: on a cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI instead of the one from PyPI.
+# driver), CUPY_VENV, MPICH_VENV, TORCH_VENV, TORCH (what pip installs there), TYPES_VENV, and MPIRUN: on a cluster,
+# `make test MPIRUN="mpirun"` takes the cluster's MPI instead of the one from PyPI.
 
 SHELL := /bin/sh
 PYTHON ?= python3
@@ -50,8 +50,6 @@ TORCH_VENV ?= .venv-torch
 TYPES_VENV ?= .venv-types
 # What pip installs there, such as TORCH="torch==2.13.0+cpu jax".
 TORCH ?= torch jax expecttest lightning accelerate transformers
-# Of how many of PyTorch's own tests one is run; the hash of the commit decides which. 4: within four minutes in all.
-TORCH_SHARE ?= 1
 
 ifeq ($(origin MPIRUN),undefined)
 MPIRUN := $(VENV)/bin/mpirun
@@ -147,22 +145,10 @@ $(CUPY_VENV)%/.done: pyproject.toml setup.cfg
 	$(CUPY_VENV)$*/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' 'cupy-cuda$*x>=14' $(NVRTC$*)
 	@touch $@
 
-# In an environment of its own, as both are large.
-TORCH_TESTS = tests/training/test_losses_with_gradients.py tests/strategies/test_results_are_apart.py \
-  tests/strategies/test_shared_inputs.py tests/acceptance/test_arrays_of_others.py \
-  tests/arrays/test_convert_devices.py tests/input/test_dataset_libraries.py tests/input/test_ownership.py \
-  tests/checkpoint/test_arrays_of_others.py tests/values/test_models_as_variables.py
-
-TORCH_PYTEST = $(LIMIT) $(TORCH_VENV)/bin/mpirun -n $1 $(TORCH_VENV)/bin/python \
-  -m pytest -q --color=no --with-mpi -p no:cacheprovider --ranks $1
-
+# In an environment of its own, as both are large; a run of CI's share is within another one of checks.
 test-torch: export MPIRUN = $(TORCH_VENV)/bin/mpirun
 test-torch: $(TORCH_VENV)/.done $(NATIVE)
-	$(LIMIT) $(TORCH_VENV)/bin/python -m pytest -q $(TORCH_TESTS) tests/torch < /dev/null
-	$(call TORCH_PYTEST,2) $(TORCH_TESTS) tests/torch < /dev/null
-	MPIDIST_RANKS_PER_NODE=2 $(call TORCH_PYTEST,4) tests/torch < /dev/null
-	$(LIMIT) $(TORCH_VENV)/bin/python -m tests.torch.exam --share $(TORCH_SHARE) < /dev/null
-	$(LIMIT) $(TORCH_VENV)/bin/python -m tests.torch.exam --share $(TORCH_SHARE) --backend mpi < /dev/null
+	$(TORCH_VENV)/bin/python -m tests.checks test-torch --out out/checks/torch $(CHECK_ARGS) < /dev/null
 
 $(TORCH_VENV)/.done: pyproject.toml setup.cfg
 	$(call CHECK,$(TORCH_VENV))

@@ -335,6 +335,7 @@ class ArrayCollectives:
         note: str,
         outs: Sequence[Array] | None,
         root: int | None = None,
+        expected: list[int] | None = None,
     ) -> Operation[list[Array]]:
         """Return the operation that gives each rank the rows between two borders.
 
@@ -346,17 +347,19 @@ class ArrayCollectives:
             note: The structure that the arrays came from.
             outs: For the results, if they are given.
             root: The rank that gives, or takes, if only one does.
+            expected: How many rows this rank expects from each.
         """
         signature = signature_of(arrays)
-        key = (name, root, tuple([(shape[1:], dtype) for shape, dtype in signature]), note)
+        compares = expected is not None
+        key = (name, root, tuple([(shape[1:], dtype) for shape, dtype in signature]), note, compares)
         with self.shared_errors(name):
             self._check_options(options)
             plan: DealPlan | None = self._plans.get(key)
             if plan is None:
-                plan = self._plans[key] = DealPlan(name, root, signature, note)
+                plan = self._plans[key] = DealPlan(name, root, signature, note, compares)
             borders = [[0] * (self.size + 1) if cut is None else cut(len(array)) for array in arrays]
         copies, bring_back = on_host(arrays if cut is not None else [array[:0] for array in arrays])
-        steps = self._engine.on_host.deal(plan, copies, borders, _in_host_memory(outs))
+        steps = self._engine.on_host.deal(plan, copies, borders, _in_host_memory(outs), expected)
         return self._operation(steps, plan.description, options).then(bring_back)
 
     def _movement_call(

@@ -425,6 +425,7 @@ class Communicator(ArrayCollectives):
         options: CommunicationOptions | None = None,
         *,
         counts: Sequence[int] | None = None,
+        expected: Sequence[int] | None = None,
         out: T | None = None,
     ) -> T:
         """Deal the rows of every rank's array, in rank order (collective; MPI_Alltoallv).
@@ -435,21 +436,24 @@ class Communicator(ArrayCollectives):
             options: Laid over those of the communicator.
             counts: How many of this rank's rows each rank gets; by default equally many, and where they do not divide
                 one more for the first ranks.
+            expected: How many rows this rank expects from each rank, which the ranks compare: all of them say it, or
+                none.
             out: Where to put the rows from all ranks, those of rank 0 first; a new array by default.
 
         Raises:
             ValueError: A 0-d array, counts that do not make up its rows, or ``out`` does not fit the result.
+            MismatchError: A rank gives another one more or fewer rows than that one expects.
 
         >>> comm = Communicator()
         >>> comm.all_to_all(np.arange(2 * comm.size)).size == 2 * comm.size
         True
         >>> comm.close()
         """
-        if options is None and counts is None:
+        if options is None and counts is None and expected is None:
             dealt: T | None = self.short.all_to_all(value, out)
             if dealt is not None:
                 return dealt
-        return self._now(self._exchanging(value, options, counts, out))
+        return self._now(self._exchanging(value, options, counts, expected, out))
 
     def all_to_all_async(
         self,
@@ -457,18 +461,28 @@ class Communicator(ArrayCollectives):
         options: CommunicationOptions | None = None,
         *,
         counts: Sequence[int] | None = None,
+        expected: Sequence[int] | None = None,
         out: T | None = None,
     ) -> Work[T]:
         """Start an :meth:`all_to_all` and return its handle (collective)."""
-        return self._later(self._exchanging(value, options, counts, out))
+        return self._later(self._exchanging(value, options, counts, expected, out))
 
     def _exchanging(
-        self, value: T, options: CommunicationOptions | None, counts: Sequence[int] | None, out: T | None
+        self,
+        value: T,
+        options: CommunicationOptions | None,
+        counts: Sequence[int] | None,
+        expected: Sequence[int] | None,
+        out: T | None,
     ) -> Operation[T]:
         _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
+        if expected is not None:
+            with self.shared_errors("checking what it expects"):
+                self._check_expected(expected, outs or ())
+            expected = [*map(int, expected)]
         cut = partial(self._cut, counts=counts)
-        exchange = self._dealing("all_to_all", arrays, cut, options, structure, outs)
-        if options is None and counts is None and len(arrays) == 1 and not structure:
+        exchange = self._dealing("all_to_all", arrays, cut, options, structure, outs, expected=expected)
+        if options is None and counts is None and expected is None and len(arrays) == 1 and not structure:
             exchange.then(self._learns("all_to_all", arrays[0], exchange))
         return exchange.then(delivering(outs)).then(rebuild)
 
@@ -742,6 +756,16 @@ class Communicator(ArrayCollectives):
                 f"counts is {counts!r}; expected how many of {rows} rows each of {self.size} ranks gets, in their order"
             )
         return cuts
+
+    def _check_expected(self, expected: Sequence[int], outs: Sequence[Array]) -> None:
+        if len(expected) != self.size or min(expected) < 0:
+            raise ValueError(
+                f"expected is {expected!r}; expected how many rows each of {self.size} ranks gives this one, in order"
+            )
+        for out in outs:
+            if out.shape[:1] != (sum(expected),):
+                given = signature_text(signature_of([out]))
+                raise ValueError(f"out has {given}; expected {sum(expected)} rows, as in {expected!r}")
 
     def _read(
         self, op: ReduceOp | str, value: T, out: T | None = None

@@ -55,7 +55,7 @@ class MpidistBackend(Operations, _Backend):
 
     def _get_sequence_number_for_group(self) -> int:
         # Compared under TORCH_DISTRIBUTED_DEBUG=DETAIL.
-        return self.calls
+        return self._calls.count
 
     # Methods in place of these properties, and those of torch, would call themselves without end.
     @property
@@ -118,7 +118,7 @@ class MpidistBackend(Operations, _Backend):
     def _options_of_another(self, given: Foreign) -> CommunicationOptions | None:
         # torch hands on the default where the program has not said another.
         is_said = given is not None and given._timeout != default_pg_timeout
-        return self.options_within(given._timeout) if is_said else self._options
+        return self._calls.options_within(given._timeout) if is_said else self._calls.options
 
     def abort(self) -> None:
         """Leave the group without the other ranks; works end with an error (local)."""

@@ -78,7 +78,7 @@ class MpidistProcessGroup(Operations, _ProcessGroup):
     ) -> MpidistProcessGroup:
         """Return a group of some ranks, this one among them (collective over them)."""
         name = group_name or f"{self._group_name}:split:{ranks}"
-        options = self._options if timeout is None else self.options_within(timeout)
+        options = self._calls.options if timeout is None else self._calls.options_within(timeout)
         group = MpidistProcessGroup(
             self.comm.group(ranks), self.backend_name, dist.PrefixStore(f"{name}/", self._store), options
         )

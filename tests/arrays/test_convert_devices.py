@@ -204,8 +204,10 @@ class TestTorch:
     """Tensors; this PyTorch has no GPU, so a subclass pretends to lie on one."""
 
     @pytest.fixture
-    def tensor(self) -> Any:
+    def tensor(self, monkeypatch: pytest.MonkeyPatch) -> Any:
         torch = pytest.importorskip("torch")
+        # A wheel for the CPU alone has no streams to ask.
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
         class OnGpu(torch.Tensor):  # type: ignore[misc, name-defined]
             is_cuda = True
@@ -223,6 +225,8 @@ class TestTorch:
         return torch.arange(6, dtype=torch.float32).reshape(2, 3).requires_grad_().as_subclass(OnGpu)
 
     def test_tensors_become_cupy_arrays_without_a_copy(self, fake_gpus: Any, tensor: Any) -> None:
+        # torch has a context where its tensors lie.
+        fake_gpus.cuda.Device(1).use()
         taken = to_array(tensor)
         assert is_device_array(taken)
         assert ops_of(taken).pointer(taken) == tensor.data_ptr()

@@ -55,7 +55,12 @@ def one_rank(name: str, paths: Iterable[str], *options: str, seconds: float = LI
 
 
 def session(
-    name: str, ranks: int, mark: str | None = None, folder: str = "tests", but: str | None = None, **environment: str
+    name: str,
+    ranks: int,
+    mark: str | None = None,
+    paths: Sequence[str] = ("tests",),
+    but: str | None = None,
+    **environment: str,
 ) -> Part:
     """Return a session of several ranks.
 
@@ -63,7 +68,7 @@ def session(
         name: Of the part.
         ranks: How many.
         mark: Only tests with this mark; all by default, but those of one process.
-        folder: Where the tests are.
+        paths: Where the tests are.
         but: Leaves out those that have this in their names.
         environment: Variables to add, such as MPIDIST_RANKS_PER_NODE, which makes virtual nodes of the ranks.
     """
@@ -71,16 +76,17 @@ def session(
     command = [*mpirun_command(), "-n", str(ranks), sys.executable, "-m", "pytest", "-q", "--color=no", "--with-mpi"]
     command += ["-p", "no:cacheprovider", "--ranks", str(ranks)]
     command += [] if but is None else ["-k", f"not {but}"]
-    command += [folder] if mark is None else ["-m", mark, *files_with(mark, folder)]
+    command += paths if mark is None else ["-m", mark, *files_with(mark, paths)]
     return Part(name, command, environment=environment, keeps_to_one_core=True)
 
 
-def files_with(mark: str, folder: str) -> list[str]:
-    """Return the test files in ``folder`` that use a mark: the ranks need not import the others."""
+def files_with(mark: str, folders: Iterable[str]) -> list[str]:
+    """Return the test files in some folders that use a mark: the ranks need not import the others."""
     pattern = re.compile(rf"\bmark\.{mark}\b")
-    found = [path for path in sorted((ROOT / folder).rglob("test_*.py")) if pattern.search(path.read_text())]
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("test_*.py"))]
+    found = [path for path in files if pattern.search(path.read_text())]
     if not found:
-        raise ValueError(f"no file in {folder} uses the mark {mark}")
+        raise ValueError(f"no file in {', '.join(folders)} uses the mark {mark}")
     return [str(path.relative_to(ROOT)) for path in found]
 
 
@@ -119,7 +125,7 @@ def ordinary() -> list[Part]:
         session("2 nodes x 2 ranks", 4, "nodes", MPIDIST_RANKS_PER_NODE="2"),
         session("3 ranks", 3, "counts"),
         # Arrays on GPUs then go as between nodes, which another part has.
-        session("2 ranks, no native core", 2, "nodes", "tests/collectives", "fake_gpus", MPIDIST_NATIVE="0"),
+        session("2 ranks, no native core", 2, "nodes", ["tests/collectives"], "fake_gpus", MPIDIST_NATIVE="0"),
         # What a power of two changes is in the algorithms; strategies meet four ranks as two nodes.
         session("4 ranks", 4, "powers"),
         *groups(),
@@ -133,7 +139,7 @@ def quick() -> list[Part]:
     return [
         one_rank("one rank, first", first, "-m", "not jobs"),
         one_rank("one rank, second", ["tests", "mpidist"], "-m", "not jobs", *(f"--ignore={path}" for path in first)),
-        session("2 ranks", 2, "counts", "tests/collectives"),
+        session("2 ranks", 2, "counts", ["tests/collectives"]),
         *lint(),
     ]
 

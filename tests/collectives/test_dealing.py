@@ -121,12 +121,55 @@ def test_nests_travel_together(comm: Communicator) -> None:
 def test_wrong_arguments_are_errors_before_any_communication(comm: Communicator) -> None:
     with pytest.raises(ValueError, match=f"how many of 3 rows each of {SIZE} ranks gets"):
         comm.all_to_all(np.ones(3), counts=[1] * (SIZE + 5))
+    with pytest.raises(ValueError, match=f"how many rows each of {SIZE} ranks gives this one"):
+        comm.all_to_all(np.ones(SIZE), expected=[1] * (SIZE + 1))
+    with pytest.raises(ValueError, match=rf"out has float64\({SIZE},\); expected {2 * SIZE} rows"):
+        comm.all_to_all(np.ones(SIZE), expected=[2] * SIZE, out=np.ones(SIZE))
     with pytest.raises(ValueError, match="given a scalar"):
         comm.all_to_all(np.float32(1))
     with pytest.raises(ValueError, match="expected a rank from 0"):
         comm.gather(np.ones(3), SIZE)
     with pytest.raises(ValueError, match="out has"):
         comm.all_to_all(np.ones(SIZE), out=np.ones(SIZE + 1))
+    comm.barrier()
+
+
+@pytest.mark.parametrize("width", [0, 1, 3000])
+def test_what_comes_is_what_was_expected(comm: Communicator, width: int) -> None:
+    counts = [(2 * rank + RANK) % 3 for rank in range(SIZE)]
+    expected = [(2 * RANK + rank) % 3 for rank in range(SIZE)]
+    value = {"a": rows_of(RANK, sum(counts), width=width), "b": rows_of(RANK, sum(counts), "i8", 2)}
+    out = {"a": np.empty((sum(expected), width), "f4"), "b": np.empty((sum(expected), 2), "i8")}
+    without = comm.all_to_all(value, counts=counts)
+    comm.all_to_all(value, counts=counts, expected=expected, out=out)
+    started = comm.all_to_all_async(value, counts=counts, expected=expected).wait()
+    for name in "ab":
+        np.testing.assert_array_equal(out[name], without[name])
+        np.testing.assert_array_equal(started[name], without[name])
+
+
+@pytest.mark.min_ranks(2)
+def test_unexpected_rows_of_the_right_sum(comm: Communicator) -> None:
+    """Each rank gives two rows to each; the last one expects three from rank 0 and one from rank 1."""
+    last = SIZE - 1
+    expected = [3, 1, *[2] * (SIZE - 2)] if last == RANK else [2] * SIZE
+    for call in (comm.all_to_all, lambda *args, **kwargs: comm.all_to_all_async(*args, **kwargs).wait()):
+        with pytest.raises(MismatchError) as raised:
+            call(np.ones((2 * SIZE, 3)), counts=[2] * SIZE, expected=expected)
+        message = str(raised.value)
+        assert f"  rank 0 gives rank {last} 2 rows\n      at {__file__}:" in message
+        assert f"  rank {last} expects 3 from it\n      at {__file__}:" in message
+        assert f"rank {last} expects 1 from it" in message
+        assert "more" not in message.replace("as many rows", "")
+        np.testing.assert_array_equal(comm.all_to_all(np.arange(SIZE)), np.full(SIZE, RANK))
+
+
+@pytest.mark.min_ranks(2)
+def test_one_that_does_not_say_what_it_expects(comm: Communicator) -> None:
+    for _ in range(2):
+        comm.all_to_all(np.ones(SIZE))
+        with pytest.raises(MismatchError, match=r"all_to_all of float64\(\*\) with expected rows"):
+            comm.all_to_all(np.ones(SIZE), expected=None if RANK == 1 else [1] * SIZE)
     comm.barrier()
 
 

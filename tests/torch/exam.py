@@ -1,11 +1,11 @@
 """PyTorch's own tests of a backend, distributed_test.py of the wheel, over mpidist.
 
-    python -m tests.torch.exam [--backend mpidist] [--ranks 4] [--only PATTERN] [--share N] [--all] [--update]
+    python -m tests.torch.exam [--backend mpidist] [--ranks 4] [--only PATTERN] [--part K/N] [--all] [--update]
 
 They are run by mpirun, in the process groups ``mpidist`` (without PyTorch's rules of what which backend can do, which
 go by names) or ``mpi`` (with its rules). Tests that pass are listed in passing_BACKEND.txt, for torch 2.14 and newer
-in passing_BACKEND_2.14.txt; it is an error if one of these does not pass. ``--share 4`` takes a quarter of them, which
-the hash of the commit decides; ``--all`` runs the others, too, and ``--update`` writes the list anew.
+in passing_BACKEND_2.14.txt; it is an error if one of these does not pass. ``--part 1/4`` takes the first quarter of
+them; ``--all`` runs the others, too, and ``--update`` writes the list anew.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-
-from tests.checks.long import commit
 
 # Tests that need no run to know that they fail, and why.
 _CANNOT = {
@@ -44,7 +42,7 @@ def main() -> int:
     parser.add_argument(
         "--only", default="", help="run those alone whose name this regular expression fits, passing or not"
     )
-    parser.add_argument("--share", type=int, default=1, help="run one test of so many; the commit decides which")
+    parser.add_argument("--part", type=_part, default=(1, 1), metavar="K/N", help="run the K-th of N parts of them")
     parser.add_argument("--all", action="store_true", help="run the tests that are not known to pass, too")
     parser.add_argument("--update", action="store_true", help="write the list of those that pass anew; runs all")
     args = parser.parse_args()
@@ -52,7 +50,8 @@ def main() -> int:
     passing = listed.read_text().split() if listed.exists() else []
     wants_all = args.all or args.update or args.only
     names = [name for name in (_all_names(args.backend) if wants_all else passing) if re.search(args.only, name)]
-    names = of_commit(names, commit(), args.share) if args.share > 1 else names
+    number, parts = args.part
+    names = names[number - 1 :: parts]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         results = _run_all(names, args.backend, args.ranks, Path(folder))
@@ -72,13 +71,11 @@ def main() -> int:
     return 1 if lost and not args.update else 0
 
 
-def of_commit(names: list[str], commit: str, shares: int) -> list[str]:
-    """Return every ``shares``-th name, the first by the commit's hash.
-
-    >>> of_commit(["a", "b", "c", "d", "e"], "11", 2)
-    ['b', 'd']
-    """
-    return names[int(commit, 16) % shares :: shares]
+def _part(text: str) -> tuple[int, int]:
+    number, parts = map(int, text.split("/"))
+    if not 1 <= number <= parts:
+        raise ValueError(text)
+    return number, parts
 
 
 def _all_names(backend: str) -> list[str]:

@@ -23,7 +23,7 @@ def held():
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/status") as file:
         kibibytes = next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
-    shared = [name for name in os.listdir("/dev/shm") if "mpidist" in name]
+    shared = [name for name in os.listdir("/dev/shm") if name.startswith(f"mpidist-{os.getpid()}-")]
     counts = {
         "open files": len(os.listdir("/proc/self/fd")),
         "mappings of shared memory": sum("/dev/shm" in line for line in open("/proc/self/maps")),

@@ -166,13 +166,25 @@ def test_all_ranks_get_the_lines_of_all(dist: Any, kind: str) -> None:
 
 
 def test_rows_for_which_there_is_no_room(dist: Any) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
+    size = dist.get_world_size()
     counts = [1] * (size - 1) + [2]
-    if rank < size - 1:
+    with pytest.raises(MismatchError) as raised:
         dist.all_to_all_single(torch.empty(size), torch.ones(size + 1), [1] * size, counts)
-    else:
-        with pytest.raises(ValueError, match=f"out has float32.{size},.; expected float32.{2 * size},."):
-            dist.all_to_all_single(torch.empty(size), torch.ones(size + 1), [1] * size, counts)
+    assert f"rank 0 gives rank {size - 1} 2 rows" in str(raised.value)
+    assert f"rank {size - 1} expects 1 from it" in str(raised.value)
+    dist.barrier()
+
+
+@pytest.mark.min_ranks(2)
+def test_split_sizes_of_the_right_sum(dist: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ends = [3, 1] if rank == 0 else [2, 2]
+    with pytest.raises(MismatchError) as raised:
+        dist.all_to_all_single(torch.empty(2 * size), torch.ones(2 * size), [*ends, *[2] * (size - 2)], [2] * size)
+    for line in ("rank 0 expects 3 from it", "rank 1 gives rank 0 2 rows", "rank 0 expects 1 from it"):
+        assert f"{line}\n      at {__file__}:" in str(raised.value)
+    with pytest.raises(MismatchError, match="rank 0 expects 3 from it"):
+        dist.all_to_all([torch.empty(3 if rank == other == 0 else 2) for other in range(size)], [torch.ones(2)] * size)
     dist.barrier()
 
 

@@ -16,6 +16,7 @@ from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.observers import MOVE, REDUCE
 from mpidist.collectives.channel.operation import Description
+from mpidist.collectives.move.expectations import fits, number_of, raise_mismatch
 from mpidist.collectives.move.movement_plan import BroadcastPlan, DealPlan, GatherPlan
 from mpidist.collectives.mpi import gathering
 from mpidist.collectives.mpi.mpi_types import as_bytes
@@ -134,29 +135,40 @@ class HostMovement:
         return results
 
     def deal(
-        self, plan: DealPlan, arrays: Sequence[Array], borders: Sequence[Sequence[int]], outs: Outs
+        self,
+        plan: DealPlan,
+        arrays: Sequence[Array],
+        borders: Sequence[Sequence[int]],
+        outs: Outs,
+        expected: list[int] | None,
     ) -> Steps[list[Array]]:
         """Give each rank the rows between two borders.
 
-        Returns what all give to this one, one after the other.
+        Returns the rows that all give to this one, one after the other.
+
+        Raises:
+            MismatchError: A rank gives another one more or fewer rows than are ``expected`` there.
         """
-        comm, results = self._channel.comm, []
+        comm, rank, results = self._channel.comm, self._channel.rank, []
         # Rows without bytes travel as one byte each, so that they can be counted.
         widths = [nbytes or 1 for nbytes in plan.row_bytes]
         parts = [[row * width for row in rows] for rows, width in zip(borders, widths, strict=True)]
+        rows_given = [[stop - start for start, stop in pairwise(rows)] for rows in borders]
+        own_notes = [0 if expected is None else number_of(rank, rows, expected) for rows in rows_given]
         apart = copies_of_overlapping(arrays, outs, self._pool) if outs else arrays
         given = [as_bytes(in_order(array)) if array.size else np.zeros(len(array), np.uint8) for array in apart]
-        core = yield from self._open(plan.description, partial(_deal, given[0], parts[0]) if given else None)
+        begin = partial(_deal, given[0], parts[0], own_notes[0]) if given else None
+        core = yield from self._open(plan.description, begin)
         self._channel.phase(MOVE)
         for index, array in enumerate(arrays):
             if core is None:
-                own = [stop - start for start, stop in pairwise(parts[index])]
-                lengths = yield from gathering.exchange_lengths(comm, own)
+                own = [rows * widths[index] for rows in rows_given[index]]
+                lengths, notes = yield from gathering.exchange_lengths(comm, own, own_notes[index])
             else:
                 if index:
-                    _deal(given[index], parts[index], core, 0)
+                    _deal(given[index], parts[index], own_notes[index], core, 0)
                     yield from core.go_on()
-                lengths = core.lengths()
+                lengths, notes = core.lengths(), core.notes()
             rows = sum(lengths) // widths[index]
             dealt = self._target((rows, *plan.row_shapes[index]), array.dtype, outs[index] if outs else None)
             into = as_bytes(dealt) if plan.row_bytes[index] else np.empty(rows, np.uint8)
@@ -165,6 +177,8 @@ class HostMovement:
             else:
                 core.targets([into])
                 yield from core.go_on()
+            if expected is not None and not fits(notes):
+                yield from raise_mismatch(comm, rows_given[index], expected, self._channel.current.call_site)
             results.append(dealt)
         return results
 
@@ -220,8 +234,8 @@ def _is_part(array: Array, out: Array, channel: Channel) -> bool:
     return out.nbytes == channel.size * array.nbytes and _begins(array, out, channel.rank * array.nbytes)
 
 
-def _deal(given: Array, parts: list[int], core: Core, identity: int) -> None:
-    core.deal(identity, given, parts)
+def _deal(given: Array, parts: list[int], note: int, core: Core, identity: int) -> None:
+    core.deal(identity, given, parts, note)
 
 
 def _begun(core: Core, array: Array | None) -> Steps[None]:

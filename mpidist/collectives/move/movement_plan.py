@@ -70,6 +70,7 @@ class DealPlan:
         root: The rank that gives, or takes, if only one does.
         signature: Shape and dtype of each array; ranks may have other numbers of rows.
         note: Further facts that all ranks must agree on.
+        compares: Whether each rank says how many rows it expects.
 
     Attributes:
         description: The text and id that all ranks have to agree on.
@@ -81,14 +82,16 @@ class DealPlan:
         ValueError: An array has no rows.
     """
 
-    def __init__(self, name: str, root: int | None, signature: Signature, note: str = "") -> None:
+    def __init__(
+        self, name: str, root: int | None, signature: Signature, note: str = "", compares: bool = False
+    ) -> None:
         parts = []
         for shape, dtype in signature:
             check_transportable(dtype, name)
             check_has_axis(len(shape), 0, name)
             parts.append(f"{dtype.name}({', '.join(['*', *map(str, shape[1:])])})")
         at = "" if root is None else f" {'to' if name == 'gather' else 'from'} rank {root}"
-        of = f"{', '.join(parts)}{note_text('as', note)}"
+        of = f"{', '.join(parts)}{note_text('as', note)}{' with expected rows' if compares else ''}"
         self.description = describe(f"{name}{at}", of, operation=name, nbytes=_bytes_of(signature))
         self.row_shapes = [shape[1:] for shape, _ in signature]
         self.row_bytes = [math.prod(shape[1:]) * dtype.itemsize for shape, dtype in signature]

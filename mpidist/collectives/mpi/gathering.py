@@ -9,11 +9,14 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi import mpi_types
-from mpidist.collectives.mpi.mpi_types import as_bytes, chunks, mpi_datatype, mpi_op
+from mpidist.collectives.mpi.mpi_types import NUMPY_OPS, as_bytes, chunks, mpi_datatype, mpi_op
 from mpidist.collectives.mpi.waiting import Comm, Steps, until_done
 from mpidist.core.enums import ReduceOp
 from mpidist.core.message_tags import PARTS
 from mpidist.topology import import_mpi
+
+# Up to which a reduce-scatter is more about messages than about bytes.
+_FEW_BYTES = 64 << 10
 
 
 def agreed_minimum(comm: Comm, value: int) -> Steps[int]:
@@ -89,13 +92,17 @@ def reduce_to(comm: Comm, send: Array, receive: Array | None, op: ReduceOp, root
         yield from until_done(comm.Ireduce([send[a:b], b - a, datatype], target, mpi_op(op, send.dtype), root))
 
 
-def exchange_lengths(comm: Comm, lengths: Sequence[int]) -> Steps[list[int]]:
-    """Return what each rank tells this one, which tells each one of ``lengths`` (MPI_Ialltoall)."""
+def exchange_lengths(comm: Comm, lengths: Sequence[int], note: int) -> Steps[tuple[list[int], list[int]]]:
+    """Return lengths and notes that the ranks tell this one (MPI_Ialltoall).
+
+    It tells each rank one of its lengths, and all of them its note.
+    """
     mpi = import_mpi()
-    mine, theirs = np.array(lengths, np.int64), np.empty(len(lengths), np.int64)
-    yield from until_done(comm.Ialltoall([mine, 1, mpi.INT64_T], [theirs, 1, mpi.INT64_T]))
-    told: list[int] = theirs.tolist()
-    return told
+    mine = np.array([lengths, [note] * len(lengths)], np.int64).T.copy()
+    theirs = np.empty_like(mine)
+    yield from until_done(comm.Ialltoall([mine, 2, mpi.INT64_T], [theirs, 2, mpi.INT64_T]))
+    told: list[list[int]] = theirs.T.tolist()
+    return told[0], told[1]
 
 
 def exchange_parts(
@@ -127,9 +134,10 @@ def exchange_parts(
 
 
 def reduce_scatter_rows(comm: Comm, send: Array, result: Array, borders: Sequence[int], op: ReduceOp) -> Steps[None]:
-    """Put this rank's elements of the reduction of ``send`` into ``result`` (MPI_Ireduce_scatter).
+    """Put this rank's elements of the reduction of ``send`` into ``result``.
 
-    MPI_Ireduce where there are too many elements for an MPI count.
+    MPI_Ireduce_scatter where there are few elements: it sends few messages. Of many it sends several times as much as
+    is needed: then each rank gets its own from all others at once, and combines them in the order of ranks.
 
     Args:
         comm: The communicator.
@@ -138,11 +146,15 @@ def reduce_scatter_rows(comm: Comm, send: Array, result: Array, borders: Sequenc
         borders: Before, between and behind the elements of the ranks.
         op: The operation.
     """
-    if send.size <= mpi_types.MAX_COUNT:
+    if send.nbytes <= _FEW_BYTES and send.size <= mpi_types.MAX_COUNT:
         datatype, operation = mpi_datatype(send.dtype), mpi_op(op, send.dtype)
         counts = tuple([stop - start for start, stop in pairwise(borders)])
         request = comm.Ireduce_scatter([send, send.size, datatype], [result, result.size, datatype], counts, operation)
         yield from until_done(request)
         return
-    for root, (start, stop) in enumerate(pairwise(borders)):
-        yield from reduce_to(comm, send[start:stop], result if root == comm.Get_rank() else None, op, root)
+    parts = np.empty((comm.Get_size(), result.size), send.dtype)
+    byte_borders = [border * send.itemsize for border in borders]
+    yield from exchange_parts(comm, as_bytes(send), byte_borders, as_bytes(parts), [result.nbytes] * len(parts))
+    result[...] = parts[0]
+    for part in parts[1:]:
+        NUMPY_OPS[op](result, part, out=result)

@@ -60,8 +60,8 @@ class Short(NamedTuple):
     Each returns None for arguments that it does not know.
 
     Attributes:
-        all_reduce: Takes operation; array, or list or tuple of arrays; the same for the result, or None; and the kind of
-            structure that ranks compare, see ``mpidist.core.nest.flat_kind``, or None for the value's own.
+        all_reduce: Takes operation; array, or list or tuple of arrays; the same for the result, or None; and the kind
+            of structure that ranks compare, see ``mpidist.core.nest.flat_kind``, or None for the value's own.
         reduce_scatter: Takes operation, array, and an array for the result or None.
         all_gather: Takes the array, which it concatenates along the first axis, and one for the result or None.
         broadcast: Takes array, root, and an array for the result or None.
@@ -273,12 +273,14 @@ class Core:
         """
         self.state = self._begin(identity, _ALL_GATHER, 0, _BYTE, 0, _STOP, 1, 1, 0, note, [given], None, None, _BEGINS)
 
-    def deal(self, identity: int, given: Array, borders: list[int]) -> None:
+    def deal(self, identity: int, given: Array, borders: list[int], note: int) -> None:
         """Begin to give each rank the bytes between two borders.
 
-        The state becomes MET when all ``lengths`` are there.
+        The state becomes MET when all ``lengths`` and ``notes`` are there.
         """
-        self.state = self._begin(identity, _ALL_TO_ALL, 0, _BYTE, 0, _STOP, 1, 1, 0, 0, [given], None, borders, _BEGINS)
+        self.state = self._begin(
+            identity, _ALL_TO_ALL, 0, _BYTE, 0, _STOP, 1, 1, 0, note, [given], None, borders, _BEGINS
+        )
 
     def lengths(self) -> list[int]:
         """Return how many bytes each rank gives to this one."""
