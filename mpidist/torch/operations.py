@@ -20,11 +20,12 @@ from mpidist.topology import cores_are_short
 from mpidist.torch.arguments import listed, nested, options_of
 from mpidist.torch.compiling import keep_compiler_out
 from mpidist.torch.foreign import Foreign
+from mpidist.torch.ordering import Order, order_of
 from mpidist.torch.profiling import begin_event, is_profiling
 from mpidist.torch.reductions import SUM, Reduction
 from mpidist.torch.results import Finish, bringing, filling_flat, gathered_parts, nothing
 from mpidist.torch.sparse import gathered_elements
-from mpidist.torch.tensors import array_of, fill, memory_of, target_of, targets_of
+from mpidist.torch.tensors import array_of, fill, joined, memory_of, target_of, targets_of
 from mpidist.torch.works import DoneWork, ManyWorks, OpenWorks, StartedWork, advise
 
 if TYPE_CHECKING:
@@ -252,9 +253,9 @@ class Operations:
         array, bring = target_of(output)
         if self.comm.rank == opts.rootRank:
             (parts,) = nested(inputs)
-            value = np.stack([array_of(part).reshape(array.shape) for part in parts])
+            value = joined([part.reshape(output.shape) for part in parts]).reshape(len(parts), *array.shape)
         else:
-            parts, value = [], np.empty((0, *array.shape), array.dtype)
+            parts, value = [], array[None][:0]
         finish, root = bringing(bring), opts.rootRank
         return self._do("scatter", "scatter", parts, [output], opts, finish, value, root, out=array[None])
 
@@ -274,10 +275,10 @@ class Operations:
         array, bring = target_of(output)
         out = reduction.opened(array)
         finish = reduction.finisher([array], bring)
+        given = joined(parts)
         if len({part.shape for part in parts}) == 1:
-            given, counts, out = np.stack([array_of(part) for part in parts]), None, out[None]
+            given, counts, out = given.reshape(len(parts), *parts[0].shape), None, out[None]
         else:
-            given = np.concatenate([array_of(part).reshape(-1) for part in parts])
             counts, out = [part.numel() for part in parts], out.reshape(-1)
         value, op = reduction.opened(given), reduction.op
         return self._do(
@@ -300,7 +301,7 @@ class Operations:
     ) -> Foreign:
         """Reduce several tensors over all ranks; each rank keeps a part of each."""
         works = [self.reduce_scatter_single(output, given, opts) for output, given in zip(outputs, inputs, strict=True)]
-        return works[0] if len(works) == 1 else ManyWorks(works, list(outputs))
+        return works[0] if len(works) == 1 else ManyWorks(works, list(outputs), order_of(outputs))
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -313,11 +314,9 @@ class Operations:
     ) -> Foreign:
         """Give each rank one tensor, and take one from each."""
         opts = options_of(c10d.AllToAllOptions, opts, timeout)
-        given = [array_of(tensor) for tensor in inputs]
         # Flat, also where they are alike: other ranks may have others.
-        flat = np.concatenate([array.reshape(-1) for array in given])
-        out = np.empty(sum(output.numel() for output in outputs), flat.dtype)
-        counts = [array.size for array in given]
+        flat, counts = joined(inputs), [tensor.numel() for tensor in inputs]
+        out = array_of(inputs[0].new_empty(sum(output.numel() for output in outputs)))
         finish = filling_flat(outputs)
         return self._do("all_to_all", "all_to_all", inputs, list(outputs), opts, finish, flat, counts=counts, out=out)
 
@@ -441,11 +440,12 @@ class Operations:
             kwargs["options"] = self.options_within(opts.timeout)
         elif self._options is not None:
             kwargs["options"] = self._options
+        order = order_of(chain(given, tensors))
         ended = begin_event(f"{self.backend_name}:{event}", given)
         if opts is None or opts.asyncOp:
-            return self._start(name + "_async", list(tensors), finish, ended, args, kwargs)
+            return self._start(name + "_async", list(tensors), finish, ended, order, args, kwargs)
         try:
-            with self._program:
+            with self._program, order.calling():
                 finish(getattr(self.comm, name)(*args, **kwargs))
         except CollectiveTimeoutError as error:
             advise(error)
@@ -453,7 +453,7 @@ class Operations:
         finally:
             if ended is not None:
                 ended()
-        return DoneWork(list(tensors))
+        return DoneWork(list(tensors), order)
 
     def _start(
         self,
@@ -461,6 +461,7 @@ class Operations:
         tensors: list[Tensor],
         finish: Finish,
         ended: Callable[[], None] | None,
+        order: Order,
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> StartedWork:
@@ -468,13 +469,17 @@ class Operations:
         program = threading.RLock() if name in _MESSAGES else self._program
         with program:
             try:
-                started = getattr(self.comm, name)(*args, **kwargs)
+                with order.calling():
+                    started = getattr(self.comm, name)(*args, **kwargs)
             except BaseException:
                 if ended is not None:
                     ended()
                 raise
-            work = StartedWork(started, finish, tensors, program, ended)
-            if name not in _MESSAGES and self._is_short_of_cores and any(map(_is_large, tensors)):
+            work = StartedWork(started, finish, tensors, program, ended, order)
+            if name not in _MESSAGES and self.comm.size == 1:
+                # There is nobody to wait for, and so no thread that moves it on.
+                work.settle()
+            elif name not in _MESSAGES and self._is_short_of_cores and any(map(_is_large, tensors)):
                 work.carry_on()
         if not work.advance():
             self._works.add(work)
