@@ -204,8 +204,9 @@ class TestTorch:
     """Tensors; this PyTorch has no GPU, so a subclass pretends to lie on one."""
 
     @pytest.fixture
-    def tensor(self) -> Any:
+    def tensor(self, monkeypatch: pytest.MonkeyPatch) -> Any:
         torch = pytest.importorskip("torch")
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
         class OnGpu(torch.Tensor):  # type: ignore[misc, name-defined]
             is_cuda = True
