@@ -33,7 +33,7 @@ def register() -> None:
         if not dist.is_available():
             return
         for name in _names(dist):
-            dist.Backend.register_backend(name, partial(_create, name), extended_api=True, devices=["cpu"])
+            dist.Backend.register_backend(name, partial(_create, name), extended_api=True, devices=["cpu", "cuda"])
             # As torch's own backend of that name would be known: DDP tells it in its figures.
             kinds = dist.Backend.backend_type_map
             kinds[name] = getattr(dist.ProcessGroup.BackendType, name.upper(), kinds[name])

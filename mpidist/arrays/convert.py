@@ -15,7 +15,7 @@ import numpy as np
 
 from mpidist.arrays.cupy_module import require_cupy
 from mpidist.arrays.device_ops import is_device_array, ops_for, ops_of
-from mpidist.arrays.dtypes import Array, DType
+from mpidist.arrays.dtypes import Array, DType, as_dtype
 
 if TYPE_CHECKING:
     import jax
@@ -73,9 +73,7 @@ def to_array(value: Any, what: str = "value") -> Array:
     if is_torch(value):
         if not value.is_cuda:
             return _from_torch(value, what)
-        if sys.modules["torch"].cuda.is_current_stream_capturing():
-            raise graph_error(what)
-        return _from_gpu(value.detach(), what)
+        return _from_torch_on_gpu(value, what)
     if _is_on_gpu(value):
         return _from_gpu(value, what)
     if hasattr(value, "__array__"):
@@ -262,10 +260,8 @@ def _from_torch(tensor: torch.Tensor, what: str) -> Array:
         )
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
-        import ml_dtypes
-
         bits: Array = tensor.view(torch.int16).numpy()
-        return bits.view(ml_dtypes.bfloat16)
+        return bits.view(as_dtype("bfloat16"))
     try:
         array: Array = tensor.numpy()
     except (RuntimeError, TypeError) as error:
@@ -273,11 +269,20 @@ def _from_torch(tensor: torch.Tensor, what: str) -> Array:
     return array
 
 
+def _from_torch_on_gpu(tensor: torch.Tensor, what: str) -> Array:
+    torch = sys.modules["torch"]
+    if torch.cuda.is_current_stream_capturing():
+        raise graph_error(what)
+    if tensor.dtype == torch.bfloat16:
+        # CuPy's DLPack has no bfloat16.
+        return _from_gpu(tensor.detach().view(torch.int16), what).view(as_dtype("bfloat16"))
+    return _from_gpu(tensor.detach(), what)
+
+
 def _to_torch(array: Array) -> torch.Tensor:
     torch = sys.modules["torch"]
+    if array.dtype.name == "bfloat16":
+        return _to_torch(array.view(np.int16)).view(torch.bfloat16)
     if is_device_array(array):
         return _exported(torch.from_dlpack, array)
-    array = _writable(array)
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    return torch.from_numpy(_writable(array))

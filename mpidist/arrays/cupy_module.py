@@ -23,10 +23,12 @@ class CupyState(NamedTuple):
     Args:
         module: The module ``cupy``; None where it cannot be used.
         problem: The reason and the command that helps; empty where CuPy can be used.
+        is_installed: Whether there is one.
     """
 
     module: ModuleType | None
     problem: str
+    is_installed: bool = True
 
 
 @cache
@@ -37,7 +39,7 @@ def find_cupy() -> CupyState:
     except ModuleNotFoundError as error:
         if error.name != "cupy":
             return CupyState(None, _broken(error))
-        return CupyState(None, _missing())
+        return CupyState(None, _missing(), is_installed=False)
     except ImportError as error:
         return CupyState(None, _broken(error))
     try:

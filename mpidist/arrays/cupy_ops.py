@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -156,6 +157,8 @@ class CupyOps(Kernels, DeviceOps):
     def __init__(self, cupy: ModuleType) -> None:
         super().__init__(cupy)
         self._current = CurrentDevice(cupy)
+        # By device and number.
+        self._of_others: dict[tuple[int, int], CupyStream] = {}
 
     def device_of(self, array: Array) -> int:
         """Return the number of the GPU on which ``array`` lies."""
@@ -273,6 +276,16 @@ class CupyOps(Kernels, DeviceOps):
                 "cupy.cuda.Stream(non_blocking=True).use()"
             )
         return CupyStream(self._cupy, self._current, device, raw)
+
+    def stream_of_others(self, device: int, handle: int) -> CupyStream:
+        """Return a stream that another library has made and keeps, by its number."""
+        if (device, handle) not in self._of_others:
+            with warnings.catch_warnings():
+                # Deprecated for Stream.from_external, which destroys the stream when it is let go.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                raw = self._cupy.cuda.ExternalStream(handle, device)
+            self._of_others[device, handle] = CupyStream(self._cupy, self._current, device, raw)
+        return self._of_others[device, handle]
 
     def copy_to_host(self, target: Array, source: Array, stream: Stream) -> None:
         """Copy ``source`` into ``target``, a NumPy array over pinned memory; return before it is done."""

@@ -90,6 +90,10 @@ class DeviceOps:
         """
         return _STREAM
 
+    def stream_of_others(self, device: int, handle: int) -> Stream:
+        """Return a stream that another library has made, by its number (cudaStream_t)."""
+        return _STREAM
+
     def copy_to_host(self, target: Array, source: Array, stream: Stream) -> None:
         """Copy the bytes of ``source`` into ``target``, a NumPy array over pinned memory; both contiguous."""
         check_copy(target, source)

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed.distributed_c10d
@@ -15,6 +16,7 @@ from mpidist.core.errors import CollectiveTimeoutError, MismatchError, PeerError
 from mpidist.core.options import CommunicationOptions
 from mpidist.topology import cores_are_short
 from mpidist.torch.foreign import Foreign
+from mpidist.torch.ordering import Order, order_of
 from mpidist.torch.profiling import begin_event, is_profiling
 from mpidist.torch.reductions import SUM
 from mpidist.torch.results import Finish
@@ -104,11 +106,12 @@ class Calls:
             kwargs["options"] = self.options_within(opts.timeout)
         elif self.options is not None:
             kwargs["options"] = self.options
+        order = order_of(chain(given, tensors))
         ended = begin_event(f"{self._name}:{event}", given)
         if opts is None or opts.asyncOp:
-            return self._start(name + "_async", list(tensors), finish, ended, args, kwargs)
+            return self._start(name + "_async", list(tensors), finish, ended, order, args, kwargs)
         try:
-            with self._program:
+            with self._program, order.calling():
                 finish(getattr(self._comm, name)(*args, **kwargs))
         except CollectiveTimeoutError as error:
             advise(error)
@@ -116,7 +119,7 @@ class Calls:
         finally:
             if ended is not None:
                 ended()
-        return DoneWork(list(tensors))
+        return DoneWork(list(tensors), order)
 
     def _start(
         self,
@@ -124,6 +127,7 @@ class Calls:
         tensors: list[Tensor],
         finish: Finish,
         ended: Callable[[], None] | None,
+        order: Order,
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> StartedWork:
@@ -131,13 +135,17 @@ class Calls:
         program = threading.RLock() if name in _MESSAGES else self._program
         with program:
             try:
-                started = getattr(self._comm, name)(*args, **kwargs)
+                with order.calling():
+                    started = getattr(self._comm, name)(*args, **kwargs)
             except BaseException:
                 if ended is not None:
                     ended()
                 raise
-            work = StartedWork(started, finish, tensors, program, ended)
-            if name not in _MESSAGES and self._is_short_of_cores and any(map(_is_large, tensors)):
+            work = StartedWork(started, finish, tensors, program, ended, order)
+            if name not in _MESSAGES and self._comm.size == 1:
+                # There is nobody to wait for, and so no thread that moves it on.
+                work.settle()
+            elif name not in _MESSAGES and self._is_short_of_cores and any(map(_is_large, tensors)):
                 work.carry_on()
         if not work.advance():
             self._works.add(work)

@@ -17,10 +17,11 @@ from mpidist.torch.arguments import listed, nested, options_of
 from mpidist.torch.calls import Calls
 from mpidist.torch.compiling import keep_compiler_out
 from mpidist.torch.foreign import Foreign
+from mpidist.torch.ordering import order_of
 from mpidist.torch.reductions import Reduction
 from mpidist.torch.results import bringing, filling_flat, gathered_parts, nothing
 from mpidist.torch.sparse import gathered_elements
-from mpidist.torch.tensors import array_of, fill, target_of, targets_of
+from mpidist.torch.tensors import array_of, fill, joined, target_of, targets_of
 from mpidist.torch.works import ManyWorks
 
 if TYPE_CHECKING:
@@ -215,9 +216,9 @@ class Operations:
         array, bring = target_of(output)
         if self.comm.rank == opts.rootRank:
             (parts,) = nested(inputs)
-            value = np.stack([array_of(part).reshape(array.shape) for part in parts])
+            value = joined([part.reshape(output.shape) for part in parts]).reshape(len(parts), *array.shape)
         else:
-            parts, value = [], np.empty((0, *array.shape), array.dtype)
+            parts, value = [], array[None][:0]
         finish, root = bringing(bring), opts.rootRank
         return self._calls.do("scatter", "scatter", parts, [output], opts, finish, value, root, out=array[None])
 
@@ -237,10 +238,10 @@ class Operations:
         array, bring = target_of(output)
         out = reduction.opened(array)
         finish = reduction.finisher([array], bring)
+        given = joined(parts)
         if len({part.shape for part in parts}) == 1:
-            given, counts, out = np.stack([array_of(part) for part in parts]), None, out[None]
+            given, counts, out = given.reshape(len(parts), *parts[0].shape), None, out[None]
         else:
-            given = np.concatenate([array_of(part).reshape(-1) for part in parts])
             counts, out = [part.numel() for part in parts], out.reshape(-1)
         value, op = reduction.opened(given), reduction.op
         return self._calls.do(
@@ -265,7 +266,7 @@ class Operations:
     ) -> Foreign:
         """Reduce several tensors over all ranks; each rank keeps a part of each."""
         works = [self.reduce_scatter_single(output, given, opts) for output, given in zip(outputs, inputs, strict=True)]
-        return works[0] if len(works) == 1 else ManyWorks(works, list(outputs))
+        return works[0] if len(works) == 1 else ManyWorks(works, list(outputs), order_of(outputs))
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -278,11 +279,10 @@ class Operations:
     ) -> Foreign:
         """Give each rank one tensor, and take one from each."""
         opts = options_of(c10d.AllToAllOptions, opts, timeout)
-        given = [array_of(tensor) for tensor in inputs]
         # Flat, also where they are alike: other ranks may have others.
-        flat = np.concatenate([array.reshape(-1) for array in given])
-        out = np.empty(sum(output.numel() for output in outputs), flat.dtype)
-        counts, expected = [array.size for array in given], [output.numel() for output in outputs]
+        flat, counts = joined(inputs), [tensor.numel() for tensor in inputs]
+        expected = [output.numel() for output in outputs]
+        out = array_of(inputs[0].new_empty(sum(expected)))
         finish = filling_flat(outputs)
         kwargs = {"counts": counts, "expected": expected, "out": out}
         return self._calls.do("all_to_all", "all_to_all", inputs, list(outputs), opts, finish, flat, **kwargs)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from mpidist.arrays.dtypes import Array
 from mpidist.torch.tensors import array_of, fill
@@ -42,11 +41,11 @@ def filling_flat(tensors: Sequence[Tensor]) -> Finish:
     """Return a function that deals the elements of a flat result to tensors."""
 
     def finish(flat: Array) -> None:
-        borders = np.cumsum([tensor.numel() for tensor in tensors])
+        borders = list(accumulate([tensor.numel() for tensor in tensors], initial=0))
         if len(flat) != borders[-1]:
             raise ValueError(f"{len(flat)} elements came; expected {borders[-1]}, as the tensors for them have")
-        for tensor, part in zip(tensors, np.split(flat, borders[:-1]), strict=True):
-            fill(tensor, part)
+        for tensor, (start, end) in zip(tensors, pairwise(borders), strict=True):
+            fill(tensor, flat[start:end])
 
     return finish
 

@@ -18,8 +18,13 @@ def gathered_elements(tensor: Tensor, op: str) -> tuple[list[Array], Callable[[l
     """Return the arrays of a sparse tensor, and the function that sums up gathered ones.
 
     Raises:
-        TypeError: Another operation than SUM, or a tensor of another layout than COO.
+        TypeError: Another operation than SUM, or a tensor of another layout than COO, or on a GPU.
     """
+    if tensor.is_cuda:
+        raise TypeError(
+            f"a sparse tensor is on {tensor.device}; expected one in host memory, or a dense one: tensor.cpu() or "
+            "tensor.to_dense()"
+        )
     if op != "SUM" or tensor.layout is not torch.sparse_coo:
         raise TypeError(f"{op} of {tensor.layout} is not there; expected SUM of torch.sparse_coo, or a dense tensor")
     own = tensor.detach().coalesce()

@@ -10,6 +10,7 @@ import torch
 
 from mpidist.arrays.convert import fill_torch, to_array
 from mpidist.arrays.dtypes import Array, as_dtype
+from mpidist.torch.ordering import array_on_gpu
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,12 +22,11 @@ _OF_NUMPY = {torch.from_numpy(np.empty(0, code)).dtype: np.dtype(code).str for c
 
 
 def array_of(tensor: Tensor) -> Array:
-    """Return the elements of a tensor as a contiguous array.
+    """Return the elements of a tensor as a contiguous array, of CuPy for a GPU.
 
     It lies over the memory of a tensor that is contiguous.
     """
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"the tensor is {tensor.layout}; expected a dense one: tensor.to_dense()")
+    _check_dense(tensor)
     if not _is_plain(tensor):
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return _plain_array(tensor)
@@ -39,8 +39,16 @@ def target_of(tensor: Tensor) -> tuple[Array, Callable[[], None] | None]:
     """
     if _is_plain(tensor):
         return _plain_array(tensor), None
-    array = np.array(array_of(tensor))
+    # A copy, as the elements do not lie one behind the other.
+    array = array_of(tensor)
     return array, lambda: fill(tensor, array)
+
+
+def joined(tensors: Sequence[Tensor]) -> Array:
+    """Return the elements of tensors, one tensor after the other, as a new flat array."""
+    for tensor in tensors:
+        _check_dense(tensor)
+    return array_of(torch.cat([_opened(tensor.detach()).reshape(-1) for tensor in tensors]))
 
 
 def targets_of(tensors: Sequence[Tensor]) -> tuple[list[Array], Callable[[], None] | None]:
@@ -60,9 +68,7 @@ def targets_of(tensors: Sequence[Tensor]) -> tuple[list[Array], Callable[[], Non
 
 def fill(tensor: Tensor, array: Array) -> None:
     """Copy the elements of an array into a tensor of the same dtype and size."""
-    array = array.reshape(tensor.shape)
-    if tensor.dtype in _OPAQUE:
-        tensor = tensor.view(torch.uint8)
+    array, tensor = array.reshape(tensor.shape), _opened(tensor)
     if _is_plain(tensor):
         target = _plain_array(tensor)
         if target.dtype != array.dtype:
@@ -88,9 +94,9 @@ class _Memory:
 
 
 def _plain_array(tensor: Tensor) -> Array:
-    tensor = tensor.detach()
-    if tensor.dtype in _OPAQUE:
-        tensor = tensor.view(torch.uint8)
+    tensor = _opened(tensor.detach())
+    if tensor.is_cuda:
+        return array_on_gpu(tensor)
     if tensor.is_cpu:
         # Tensor.numpy() would keep torch from giving the memory back and taking it again, as FSDP and PowerSGD do.
         if tensor.dtype in _OF_NUMPY:
@@ -108,6 +114,15 @@ def memory_of(tensor: Tensor) -> Array | None:
     if tensor.dtype in _OF_NUMPY and tensor.is_cpu and _is_plain(tensor):
         return np.asarray(_Memory(tensor))
     return None
+
+
+def _opened(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype in _OPAQUE else tensor
+
+
+def _check_dense(tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"the tensor is {tensor.layout}; expected a dense one: tensor.to_dense()")
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -17,6 +17,7 @@ from mpidist.collectives.channel.work import Work
 from mpidist.core.daemon_thread import is_own_thread
 from mpidist.core.errors import CollectiveTimeoutError
 from mpidist.torch.foreign import Foreign
+from mpidist.torch.ordering import HOST_ORDER, Order
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,18 +33,24 @@ class DoneWork(_TorchWork):
 
     Args:
         tensors: With the result.
+        order: Of the call.
     """
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor], order: Order = HOST_ORDER) -> None:
         _TorchWork.__init__(self)
-        self._tensors = tensors
+        self._tensors, self._order = tensors, order
+        # Whoever asks for it later may be on another stream.
+        self._future = self._made_future() if order.has_streams else None
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Return True."""
+        if self._future is not None:
+            self._future.wait()
         return True
 
     def synchronize(self) -> None:
-        """Do nothing."""
+        """Wait for the result."""
+        self.wait()
 
     def is_completed(self) -> bool:
         """Return True."""
@@ -68,7 +75,10 @@ class DoneWork(_TorchWork):
 
     def get_future(self) -> Foreign:
         """Return a future with the tensors."""
-        future: Foreign = torch.futures.Future()
+        return self._made_future() if self._future is None else self._future
+
+    def _made_future(self) -> Foreign:
+        future = self._order.future()
         future.set_result(self._tensors)
         return future
 
@@ -82,6 +92,7 @@ class StartedWork(_TorchWork):
         tensors: For the result.
         program: Held by the one thread of the program that waits.
         ended: Called when it has ended, in the thread that finds out.
+        order: Of the call.
     """
 
     def __init__(
@@ -91,21 +102,25 @@ class StartedWork(_TorchWork):
         tensors: list[Tensor],
         program: threading.RLock,
         ended: Callable[[], None] | None,
+        order: Order = HOST_ORDER,
     ) -> None:
         super().__init__()
         self._work, self._finish, self._tensors, self._program, self._ended = work, finish, tensors, program, ended
-        self._future: Foreign = torch.futures.Future()
+        self._order, self._future = order, order.future()
         self._completing = threading.Lock()
         self._error: BaseException | None = None
         self._source: int | None = None
         self._is_over = False
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Return True once the result is in the tensors."""
+        """Return True once the result is in the tensors.
+
+        On a GPU it is there for the stream that is current.
+        """
         if not self._is_over:
             with self._program:
                 self._end(timeout.total_seconds())
-        if not self._future.done():
+        if self._order.has_streams or not self._future.done():
             # The thread that has found the end is about to tell.
             self._future.wait()
         if self._error is not None:
@@ -198,6 +213,10 @@ class StartedWork(_TorchWork):
         """
         if not self._completing.acquire(blocking=blocking):
             return
+        with self._order.ending(self._work, self._finish, self._tensors):
+            self._end_here(seconds)
+
+    def _end_here(self, seconds: float) -> None:
         try:
             if self._is_over:
                 return
@@ -217,7 +236,7 @@ class StartedWork(_TorchWork):
                 self._ended()
         finally:
             # Others wait for it.
-            self._future.set_result(None)
+            self._future.set_result(self._tensors)
 
     def _result(self, seconds: float) -> Any:
         if seconds <= 0:
@@ -288,11 +307,12 @@ class ManyWorks(_TorchWork):
     Args:
         works: Of each.
         tensors: For all results.
+        order: Of the calls.
     """
 
-    def __init__(self, works: list[Foreign], tensors: list[Tensor]) -> None:
+    def __init__(self, works: list[Foreign], tensors: list[Tensor], order: Order = HOST_ORDER) -> None:
         super().__init__()
-        self._works, self._tensors = works, tensors
+        self._works, self._tensors, self._order = works, tensors, order
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Return True once all results are in the tensors."""
@@ -312,5 +332,12 @@ class ManyWorks(_TorchWork):
 
     def get_future(self) -> Foreign:
         """Return a future with the tensors, which completes with the last of the works."""
-        all_futures: Foreign = torch.futures.collect_all([work.get_future() for work in self._works])
-        return all_futures.then(lambda done: [part for future in done.value() for part in future.value()])
+        futures, whole = [work.get_future() for work in self._works], self._order.future()
+
+        def tell(_: Foreign) -> None:
+            with self._order.ending():
+                whole.set_result(self._tensors)
+
+        # That of collect_all knows of no stream.
+        torch.futures.collect_all(futures).then(tell)
+        return whole.then(lambda _: [part for future in futures for part in future.value()])

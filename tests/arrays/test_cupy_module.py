@@ -46,7 +46,7 @@ def make_cupy(unknown_cupy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_without_cupy_the_error_says_what_to_type(unknown_cupy: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)  # type: ignore[arg-type]
-    assert find_cupy().module is None
+    assert (find_cupy().module, find_cupy().is_installed) == (None, False)
     with pytest.raises(DeviceError, match=r"not installed; type: pip install 'mpidist\[cuda13\]'"):
         require_cupy()
     with pytest.raises(DeviceError, match="not installed"):
@@ -104,6 +104,7 @@ def test_a_cupy_without_a_gpu_gives_the_reason(
     with pytest.raises(DeviceError, match=r"CuPy 14\.2\.0 is installed and sees no GPU: cudaErrorInsufficientDriver"):
         require_cupy()
     assert "CUDA_VISIBLE_DEVICES is '7'" in find_cupy().problem
+    assert find_cupy().is_installed
     assert loaded_cupy() is None
 
 
@@ -119,7 +120,7 @@ def test_the_answer_is_kept(make_cupy: MakeCupy) -> None:
 
 
 def test_with_gpus_the_module_is_found(fake_gpus: object) -> None:
-    assert find_cupy() == (fake_gpus, "")
+    assert find_cupy() == (fake_gpus, "", True)
     assert require_cupy() is fake_gpus
     assert loaded_cupy() is fake_gpus
 

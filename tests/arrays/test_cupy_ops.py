@@ -97,6 +97,17 @@ def test_a_stream_that_the_program_uses_stays_current(fake_gpus: Any, ops: CupyO
     assert fake_gpus.cuda.get_current_stream().ptr == own.ptr
 
 
+def test_a_stream_of_another_library_is_known_by_its_number(fake_gpus: Any, ops: CupyOps) -> None:
+    theirs = ops.stream(1)
+    known = ops.stream_of_others(1, theirs.handle)
+    assert known is ops.stream_of_others(1, theirs.handle)
+    with known:
+        assert fake_gpus.cuda.get_current_stream(1).ptr == theirs.handle
+        assert fake_gpus.cuda.Device().id == 1
+    with ops.stream_of_others(1, 0):
+        assert ops.current_stream(1).handle == 0
+
+
 def test_an_event_is_not_done_before_what_it_follows(ops: CupyOps, gate: Gate) -> None:
     stream = ops.stream(1)
     gate.hold(stream)

@@ -27,7 +27,7 @@ from tests.support.ranks.jobs import mpirun_command
 ROOT = Path(__file__).resolve().parents[2]
 # Part -> seconds; with the jobs of `make bench-gpu` half an hour. Ranks that share a GPU take it in turns: milliseconds
 # for each call of NCCL.
-PARTS = {"kernels": 240, "cupy_ops": 60, "nccl": 300, "collectives": 420, "training": 240}
+PARTS = {"kernels": 240, "cupy_ops": 60, "nccl": 270, "collectives": 390, "training": 200, "torch": 100}
 _NEXT = 'next: make bench-gpu   (docs/gpu.md, "The first hour on a GPU")'
 _GRACE_SECONDS = 10.0
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 # Where this is set, the stand-in for CuPy takes the place of the GPU, so that these tests are tried without one.
@@ -59,6 +61,41 @@ def join() -> tuple[Any, int]:
     node = world_topology().node
     cupy.cuda.Device(devices_of_each(node.allgather(visible_devices()))[node.Get_rank()][0]).use()
     return cupy, MPI.COMM_WORLD.rank
+
+
+def torch_problem() -> str | None:
+    """Return why PyTorch cannot use a GPU here, None where it can."""
+    if find_spec("torch") is None:
+        return "needs PyTorch with CUDA"
+    if problem() is None and not is_stand_in():
+        import torch
+
+        return None if torch.cuda.is_available() else "needs a PyTorch that sees the GPU"
+    return problem()
+
+
+def join_torch() -> Callable[[Any], Any]:
+    """Return what puts a tensor of PyTorch on the GPU of this process; call it first on every rank.
+
+    ``torch.distributed`` knows mpidist then, also where that is not installed.
+    """
+    cupy, _ = join()
+    import torch
+
+    import mpidist_torch_entry
+
+    if "mpidist" not in torch.distributed.Backend.backend_list:
+        mpidist_torch_entry.register()
+    device: int = cupy.cuda.Device().id
+    if is_stand_in():
+        import pytest
+
+        from tests.support import torch_on_gpu
+
+        torch_on_gpu.install(pytest.MonkeyPatch(), device)
+        return torch_on_gpu.on_gpu
+    torch.cuda.set_device(device)
+    return lambda tensor: tensor.cuda()
 
 
 def share_one_gpu(rank: int) -> None:

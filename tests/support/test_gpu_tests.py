@@ -78,9 +78,12 @@ def test_a_part_that_takes_too_long(tmp_path: Path) -> None:
         pytest.param("nccl", "not 4-", marks=pytest.mark.long),
         pytest.param("collectives", "2x1 or 1x2", marks=pytest.mark.long),
         pytest.param("training", "multi_worker-2", marks=pytest.mark.long),
+        pytest.param("torch", "not 2x1", marks=pytest.mark.torch),
     ],
 )
 def test_on_stand_in(file: str, chosen: str) -> None:
+    if file == "torch":
+        pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
     options = ["-q", "-p", "no:cacheprovider", "-k", chosen, f"tests/gpu/test_{file}.py"]
     done = run("-m", "pytest", *options, stand_in=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -61,6 +61,7 @@ class UnownedMemory:
         self.size = buffer.nbytes
         self.ptr = int(buffer.ctypes.data) if buffer.nbytes else 0
         self.owner = owner
+        machine().contexts.need(device_id)
         regions = machine().regions
         regions.add_foreign(id(self), self.ptr, self.size, device_id)
         weakref.finalize(self, regions.drop_foreign, id(self)).atexit = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from operator import index
@@ -245,6 +246,7 @@ class ExternalStream(BaseStream):
     """``cupy.cuda.ExternalStream``."""
 
     def __init__(self, ptr: int, device_id: int = -1) -> None:
+        warnings.warn("ExternalStream is deprecated. Use Stream.from_external()", DeprecationWarning, stacklevel=2)
         super().__init__(ptr, device_id)
 
 
