@@ -25,7 +25,7 @@ from mpidist.torch.reductions import SUM, Reduction
 from mpidist.torch.results import Finish, bringing, filling_flat, gathered_parts, nothing
 from mpidist.torch.sparse import gathered_elements
 from mpidist.torch.tensors import array_of, fill, memory_of, target_of, targets_of
-from mpidist.torch.works import DoneWork, ManyWorks, OpenWorks, StartedWork, advise
+from mpidist.torch.works import LARGE_BYTES, DoneWork, ManyWorks, OpenWorks, StartedWork, advise
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,8 +36,6 @@ _AllreduceOptions = c10d.AllreduceOptions
 # Written by torch where a call has no timeout of its own.
 _UNSET = timedelta(0)
 _MESSAGES = ("send_async", "recv_async")
-# Of a tensor that takes longer than it takes another rank to come.
-_LARGE_BYTES = 1 << 20
 
 
 class Operations:
@@ -484,7 +482,7 @@ class Operations:
 def _is_large(tensor: Tensor) -> bool:
     # Also of a sparse one.
     nbytes: int = tensor.numel() * tensor.element_size()
-    return nbytes >= _LARGE_BYTES
+    return nbytes >= LARGE_BYTES
 
 
 keep_compiler_out(Operations)
