@@ -67,14 +67,14 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc, unused-ignore]
             return whole
         normal, mean, variance, count = _Normalized.apply(input, self.eps, context)
         if self.training and self.track_running_stats:
-            self._track(mean, variance, count)
+            with torch.no_grad():
+                self._track(mean, variance, count)
         if not self.affine:
             of_all: Tensor = normal
             return of_all
         shape = [1, -1, *[1] * (input.dim() - 2)]
         return normal * self.weight.view(shape) + self.bias.view(shape)
 
-    @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         self.num_batches_tracked.add_(1)
         factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum

@@ -216,7 +216,6 @@ class SummedGradients:
             self._buckets[self._started].start(context, self._is_short_of_cores)
             self._started += 1
 
-    @torch.no_grad()
     def start_all(self, context: ReplicaContextLike) -> None:
         """Start the buckets that backward did not fill, with zeros in the place of gradients that are not there."""
         for bucket in self._buckets[self._started :]:

@@ -12,6 +12,7 @@ from mpidist.arrays.dtypes import Array
 from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
 from mpidist.strategies import Strategy
 from mpidist.strategies.central_storage import CentralStorageExtended
+from mpidist.torch.compiling import is_compiled
 from mpidist.torch.foreign import Foreign
 from mpidist.torch.tensors import array_of, fill
 
@@ -153,9 +154,9 @@ class ReplicatedModule(_Module):  # type: ignore[misc, unused-ignore]
     def __init__(self, strategy: Strategy, copies: list[Foreign]) -> None:
         super().__init__()
         # A question to the copies.
-        del vars(self)["training"]
+        del self.__dict__["training"]
         # Not as attributes of a module, which would make submodules of the copies.
-        vars(self).update(strategy=strategy, copies=tuple(copies), optimizers=[])
+        self.__dict__.update(strategy=strategy, copies=tuple(copies), optimizers=[])
 
     @property
     def here(self) -> Foreign:
@@ -174,14 +175,14 @@ class ReplicatedModule(_Module):  # type: ignore[misc, unused-ignore]
 
     def forward(self, *args: object, **kwargs: object) -> Foreign:
         """Call the copy of this replica."""
-        if len(self.copies) > 1 and torch.compiler.is_compiling():
+        if len(self.copies) > 1 and is_compiled():
             raise several_compiled("torch.compile has come to a module that mpidist has adopted")
         return self.here(*args, **kwargs)
 
     # Questions, to the copy of this replica -------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Foreign:
-        if "copies" not in vars(self):
+        if "copies" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.here, name)
 
@@ -218,8 +219,8 @@ class ReplicatedModule(_Module):  # type: ignore[misc, unused-ignore]
     # Changes, of all copies outside of replicas ---------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in vars(self):
-            vars(self)[name] = value
+        if name in self.__dict__:
+            self.__dict__[name] = value
             return
         copies = self.changed()
         if len(copies) > 1 and isinstance(value, (_Module, torch.Tensor)):
