@@ -92,14 +92,16 @@ def main() -> None:
     manager = None
     if arguments.resume:
         manager = mpidist.CheckpointManager(
-            checkpoint, arguments.resume, max_to_keep=2, step_counter=lambda: checkpoint.step, checkpoint_interval=10
+            checkpoint, arguments.resume, max_to_keep=2, step_counter=lambda: step, checkpoint_interval=10
         )
         manager.restore_or_initialize()
-    while checkpoint.step < arguments.epochs * steps_per_epoch:
+    step = int(checkpoint.step)
+    while step < arguments.epochs * steps_per_epoch:
         model.train()
         loss = strategy.reduce("SUM", strategy.run(train_step, args=next(batches)), axis=None)
-        checkpoint.step += 1
-        epoch, step_of_epoch = divmod(checkpoint.step, steps_per_epoch)
+        step += 1
+        checkpoint.step = step
+        epoch, step_of_epoch = divmod(step, steps_per_epoch)
         if step_of_epoch == 0:
             scheduler.step()
             model.eval()

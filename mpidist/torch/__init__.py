@@ -1,7 +1,7 @@
 """PyTorch over MPI: ``init_process_group("mpidist")``, and modules under a strategy.
 
-``mpidist_torch_entry`` beside the package registers the process group when torch is imported. What programs take from
-here themselves is imported on first use: ``import mpidist`` does not import torch.
+``mpidist_torch_entry`` beside the package registers the process group when torch is imported. Names are
+imported on first use: ``import mpidist`` does not import torch.
 """
 
 from typing import TYPE_CHECKING

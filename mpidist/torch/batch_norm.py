@@ -15,12 +15,15 @@ from mpidist.torch.foreign import Foreign
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BatchNorm: Foreign = torch.nn.modules.batchnorm._BatchNorm
+_BatchNorm: Foreign = torch.nn.BatchNorm1d
+_KINDS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 _Function: Foreign = torch.autograd.Function
 
 
 class SyncBatchNorm(_BatchNorm):  # type: ignore[misc, unused-ignore]
-    """BatchNorm with mean and variance of the rows of all replicas, as in one process with the global batch.
+    """BatchNorm with mean and variance of the rows of all replicas.
+
+    The numbers are those of one process with the global batch, of images and volumes, too.
 
     In training inside ``strategy.run`` it is collective in forward and in backward: every replica calls both, also one
     without rows. Elsewhere, and in evaluation, it is as ``torch.nn.BatchNorm2d``.
@@ -44,7 +47,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc, unused-ignore]
 
         Call it before ``adopt``, or in the function that makes the module.
         """
-        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+        if isinstance(module, _KINDS) and not isinstance(module, cls):
             twin = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 setattr(twin, name, tensor)
@@ -53,26 +56,26 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc, unused-ignore]
             setattr(module, name, cls.convert_sync_batchnorm(inner))
         return module
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"SyncBatchNorm was given an input of {input.dim()} axes; expected (rows, channels, ...)")
+    def _check_input_dim(self, given: Tensor) -> None:
+        if given.dim() < 2:
+            raise ValueError(f"SyncBatchNorm was given an input of {given.dim()} axes; expected (rows, channels, ...)")
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, given: Tensor) -> Tensor:
         """Return the input with mean 0 and variance 1 in each channel, scaled and shifted."""
-        self._check_input_dim(input)
+        self._check_input_dim(given)
         context = get_replica_context()
         uses_batch = self.training or self.running_mean is None
         if not uses_batch or context is None or not has_strategy() or context.num_replicas_in_sync == 1:
-            whole: Tensor = super().forward(input)
+            whole: Tensor = super().forward(given)
             return whole
-        normal, mean, variance, count = _Normalized.apply(input, self.eps, context)
+        normal, mean, variance, count = _Normalized.apply(given, self.eps, context)
         if self.training and self.track_running_stats:
             with torch.no_grad():
                 self._track(mean, variance, count)
         if not self.affine:
             of_all: Tensor = normal
             return of_all
-        shape = [1, -1, *[1] * (input.dim() - 2)]
+        shape = [1, -1, *[1] * (given.dim() - 2)]
         return normal * self.weight.view(shape) + self.bias.view(shape)
 
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
@@ -87,10 +90,10 @@ class _Normalized(_Function):  # type: ignore[misc, unused-ignore]
     """The input with the mean and the variance of all replicas taken out."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, eps: float, context: ReplicaContextLike) -> tuple[Tensor, ...]:
-        wide = input.to(torch.float64) if input.dtype == torch.float64 else input.float()
-        axes = [axis for axis in range(input.dim()) if axis != 1]
-        shape = [1, -1, *[1] * (input.dim() - 2)]
+    def forward(ctx: Any, given: Tensor, eps: float, context: ReplicaContextLike) -> tuple[Tensor, ...]:
+        wide = given.to(torch.float64) if given.dtype == torch.float64 else given.float()
+        axes = [axis for axis in range(given.dim()) if axis != 1]
+        shape = [1, -1, *[1] * (given.dim() - 2)]
         rows = wide.numel() // max(1, wide.shape[1])
         # Mean first and then deviations from it: a difference of squares loses digits.
         sums = torch.cat([wide.sum(axes), wide.new_tensor([rows])])
@@ -108,7 +111,7 @@ class _Normalized(_Function):  # type: ignore[misc, unused-ignore]
         ctx.save_for_backward(normal, scale, count)
         ctx.context, ctx.axes, ctx.shape = context, axes, shape
         ctx.mark_non_differentiable(mean, variance, count)
-        return normal.to(input.dtype), mean, variance, count
+        return normal.to(given.dtype), mean, variance, count
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]

@@ -1,4 +1,4 @@
-"""Gradients of one replica in flat buckets, which are summed over the replicas while backward still computes.
+"""Gradients of one replica in flat buckets, which are summed while backward still computes.
 
 A bucket has a mark for each gradient, which is summed, too: how many replicas had one. A replica without rows, or one
 that did not use a parameter, takes part with zeros; where no replica had a gradient it is None, as in one process.
@@ -78,7 +78,7 @@ class Bucket:
         else:
             self._marks.fill_(1)
         self.is_started = True
-        self._version = self.flat._version
+        self._version = _changes_of(self.flat)
         context_: Foreign = context
         self._work = context_.all_reduce_async(ReduceOp.SUM, self._array, out=self._array)
         if waits and self._array.nbytes >= LARGE_BYTES:
@@ -94,7 +94,7 @@ class Bucket:
     def finish(self) -> None:
         """Wait for the sums, and make them the gradients of the parameters."""
         self._end()
-        if self.flat._version != self._version:
+        if _changes_of(self.flat) != self._version:
             raise RuntimeError(
                 "gradients were changed between backward() and the end of their sum over the replicas, which would be "
                 "lost; call optimizer.synchronize() first, as in: loss.backward(); optimizer.synchronize(); "
@@ -113,8 +113,17 @@ class Bucket:
             slot.is_added = False
 
 
+def _changes_of(tensor: Tensor) -> int:
+    """Return how often torch has changed a tensor; collectives are not counted."""
+    count: int = tensor._version
+    return count
+
+
 def _like(part: Tensor, parameter: Tensor) -> Tensor:
-    """Return a part of a bucket in the shape of a parameter, and in its order in memory where it has no gaps."""
+    """Return a part of a bucket in the shape of a parameter.
+
+    It has the order in memory of a parameter without gaps.
+    """
     sizes, strides = parameter.shape, parameter.stride()
     span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     if parameter.numel() == span:
@@ -217,7 +226,7 @@ class SummedGradients:
             self._started += 1
 
     def start_all(self, context: ReplicaContextLike) -> None:
-        """Start the buckets that backward did not fill, with zeros in the place of gradients that are not there."""
+        """Start the buckets that backward did not fill, with zeros for missing gradients."""
         for bucket in self._buckets[self._started :]:
             for slot in bucket.slots:
                 if not slot.is_added and slot.parameter.grad is not None:
@@ -235,7 +244,7 @@ class SummedGradients:
         self.are_summed = True
 
     def reset(self) -> None:
-        """Be ready for the gradients of the next step; sums on their way are waited for."""
+        """Be ready for the next step; sums on their way are waited for."""
         for bucket in self._buckets:
             bucket.reset()
         self._started, self.are_summed = 0, False

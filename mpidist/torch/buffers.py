@@ -1,4 +1,4 @@
-"""The buffers of a replica's module, such as the statistics of BatchNorm, which become those of the first replica."""
+"""The buffers of a replica's module, as statistics of BatchNorm, which become the first replica's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SharedBuffers:
         if not self._places:
             return
         if context.replica_id_in_sync_group == 0:
-            torch._foreach_copy_(self._views, self._tensors())
+            _copy(self._tensors(), self._views)
         else:
             self._bytes.zero_()
         context_: Foreign = context
@@ -58,7 +58,12 @@ class SharedBuffers:
         self._work.wait()
         self._work = None
         if context.replica_id_in_sync_group:
-            torch._foreach_copy_(self._tensors(), self._views)
+            _copy(self._views, self._tensors())
+
+
+def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
 
 
 def _buffers_of(module: Foreign) -> list[tuple[Foreign, str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Keeps torch.compile out of the process group, none of whose calls is to be traced, and tells where it is at work."""
+"""Keeps torch.compile out of the process group, and tells where it is at work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules of PyTorch under a strategy: a copy for each replica of this rank, equal at the start on all ranks."""
+"""Modules of PyTorch under a strategy: a copy for each replica, equal at the start."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class ReplicatedModule(_Module):  # type: ignore[misc, unused-ignore]
     """A module with a copy for each replica of this rank; made by :func:`adopt`.
 
     Inside ``strategy.run`` it stands for the replica's own copy, outside for the first one: calls, attributes,
-    parameters, ``state_dict``. What changes a module outside of ``run`` changes all copies: ``train``, ``eval``,
+    parameters, ``state_dict``. A change outside of ``run`` is one of all copies: ``train``, ``eval``,
     ``requires_grad_``, ``load_state_dict``, ``to``, ``zero_grad`` and attributes that are set.
 
     Args:
@@ -256,13 +256,30 @@ class ReplicatedModule(_Module):  # type: ignore[misc, unused-ignore]
 
     def load_state_dict(self, *args: object, **kwargs: object) -> Foreign:
         """Give the copies parameters and buffers by name."""
-        return [module.load_state_dict(*args, **kwargs) for module in self.changed()][0]
+        first, *_ = [module.load_state_dict(*args, **kwargs) for module in self.changed()]
+        return first
 
-    def _apply(self, *args: object, **kwargs: object) -> ReplicatedModule:
-        # What to(), half() and the like come down to.
+    def to(self, *args: object, **kwargs: object) -> ReplicatedModule:
+        """Give the copies another dtype, or order in memory."""
         for module in self.changed():
-            module._apply(*args, **kwargs)
+            module.to(*args, **kwargs)
         return self
+
+    def double(self) -> ReplicatedModule:
+        """Give the copies float64."""
+        return self.to(torch.float64)
+
+    def float(self) -> ReplicatedModule:
+        """Give the copies float32."""
+        return self.to(torch.float32)
+
+    def half(self) -> ReplicatedModule:
+        """Give the copies float16."""
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> ReplicatedModule:
+        """Give the copies bfloat16."""
+        return self.to(torch.bfloat16)
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 

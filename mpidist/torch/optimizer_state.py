@@ -65,7 +65,7 @@ def _parameters_of(optimizer: Foreign) -> list[Tensor]:
 
 
 class OptimizerSettings:
-    """Settings of an optimizer, and what its state has beside tensors.
+    """Settings of an optimizer, and its state without the tensors.
 
     Args:
         optimizers: Of the replicas of this rank; the first one's are saved.
@@ -100,7 +100,7 @@ class OptimizerSettings:
         }
 
     def restore(self, state: Any) -> None:
-        """Take over settings; drop what was not there when they were saved.
+        """Take over settings; drop tensors that were not there when they were saved.
 
         Raises:
             ValueError: Those of another optimizer.
@@ -147,7 +147,7 @@ class SchedulerState:
         self._scheduler = scheduler
 
     def state(self) -> object:
-        """Return what state_dict returns, in types that JSON has."""
+        """Return ``state_dict()``, in types that JSON has."""
         return encoded(self._scheduler.state_dict())
 
     def restore(self, state: Any) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers of PyTorch under a strategy: gradients are summed over the replicas, and each replica changes its copy."""
+"""Optimizers of PyTorch under a strategy, which sum the gradients of all replicas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Optimizer: Foreign = torch.optim.Optimizer
 OptimizerOrFactory: TypeAlias = Callable[..., Foreign]
 
 
-class Optimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
+class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
     """An optimizer of ``torch.optim`` for an adopted module.
 
     Inside ``strategy.run`` ``step`` is collective: call it on every replica. Gradients are *summed* over all replicas,
@@ -37,7 +37,7 @@ class Optimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
     ``torch.optim.lr_scheduler`` work with it: call their ``step`` outside of ``strategy.run``.
 
     Args:
-        model: What ``mpidist.torch.adopt`` has returned.
+        model: The module that ``mpidist.torch.adopt`` has returned.
         optimizer: A class of ``torch.optim``, called with the parameters that have gradients; or a function of a
             module that returns an optimizer, for parameters in groups.
         bucket_bytes: About how many bytes of gradients are summed at once.
@@ -155,8 +155,8 @@ class Optimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         for parameter in self._frozen[number]:
             if parameter.grad is not None:
                 raise RuntimeError(
-                    "a parameter that had no gradient when the optimizer was made has one now; make the optimizer after "
-                    "requires_grad_() has been called"
+                    "a parameter that took no gradients when the optimizer was made has one now; make the optimizer "
+                    "after requires_grad_() has been called"
                 )
         gradients.start_all(context)
         buffers.start(context)
@@ -164,7 +164,7 @@ class Optimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         buffers.finish(context)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of this replica; outside of ``run`` those of all replicas of this rank."""
+        """Drop the gradients of this replica, or outside of ``run`` of all on this rank."""
         for number in self._here():
             if self._gradients:
                 self._gradients[number].reset()
@@ -172,9 +172,10 @@ class Optimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add up gradients on each replica in the block, which are summed with those of a later ``backward``.
+        """Keep gradients on their replicas in the block.
 
-        For batches in several parts: all but the last inside of the block. Nothing is communicated.
+        For batches in several parts: all but the last inside of the block. They are added up, and summed over replicas
+        with those of the last. Nothing is communicated.
 
         >>> import mpidist, torch
         >>> model = mpidist.torch.adopt(torch.nn.Linear(1, 1))
@@ -275,7 +276,7 @@ def _made(optimizer: OptimizerOrFactory, module: Foreign, settings: dict[str, An
             f"the optimizer is {optimizer!r}; expected a class, as in mpidist.torch.Optimizer(model, torch.optim.Adam, "
             "lr=1e-3), or a function of a module that returns an optimizer"
         )
-    if not isinstance(made, _Optimizer) or isinstance(made, Optimizer):
+    if not isinstance(made, _Optimizer) or isinstance(made, ReplicatedOptimizer):
         raise TypeError(f"{optimizer!r} made a {type(made).__name__}; expected an optimizer of torch.optim")
     if isinstance(made, torch.optim.LBFGS):
         raise TypeError(
@@ -302,3 +303,7 @@ def _settings_of(group: dict[str, Any]) -> dict[str, object]:
         for name, value in group.items()
         if name != "params"
     }
+
+
+Optimizer: TypeAlias = ReplicatedOptimizer
+"""Its name for programs; mpidist's own is in another room."""

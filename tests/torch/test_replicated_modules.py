@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,11 +126,17 @@ def test_compiled_code_of_several_replicas_is_refused(strategy: Any) -> None:
 
 
 def test_gpus_are_refused() -> None:
-    class Strategy:
-        class extended:
-            first_gpu, is_central, worker_devices = "gpu:0", False, ("gpu:0",)
+    from mpidist.torch.modules import check_strategy
 
+    extended = SimpleNamespace(first_gpu="gpu:0", is_central=False, worker_devices=("gpu:0",))
+    strategy: Any = SimpleNamespace(extended=extended)
     with pytest.raises(ValueError, match="host memory"):
-        from mpidist.torch import modules
+        check_strategy(strategy)
 
-        modules.check_strategy(Strategy())
+
+def test_parameter_servers_are_refused() -> None:
+    from mpidist.torch.modules import check_strategy
+
+    strategy: Any = SimpleNamespace(extended=SimpleNamespace(is_central=True))
+    with pytest.raises(ValueError, match="which no server reaches"):
+        check_strategy(strategy)

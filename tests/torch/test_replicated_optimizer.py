@@ -221,7 +221,7 @@ def test_learning_rates_by_a_scheduler(strategy: Any) -> None:
 def test_groups_of_parameters(strategy: Any) -> None:
     with strategy.scope():
         model = mpidist.torch.adopt(lambda: nn.ModuleList([linear(), linear()]))
-        groups = lambda net: [{"params": net[0].parameters()}, {"params": net[1].parameters(), "lr": 2.0}]  # noqa: E731
+        groups = lambda net: [{"params": net[0].parameters()}, {"params": net[1].parameters(), "lr": 2.0}]
         optimizer = mpidist.torch.Optimizer(model, lambda net: torch.optim.SGD(groups(net), lr=1.0))
 
     def step() -> Any:
