@@ -115,14 +115,14 @@ def _check_not_compiled(module: Foreign) -> None:
         raise several_compiled(f"adopt() was given a module that torch.compile has made ({compiled[0]})")
 
 
-def several_compiled(what: str) -> NotImplementedError:
+def several_compiled(beginning: str) -> NotImplementedError:
     """Return the error for compiled code of several replicas of one rank.
 
     Args:
-        what: The beginning of the message.
+        beginning: Of the message.
     """
     return NotImplementedError(
-        f"{what}, and this rank has several replicas, which run in threads: torch.compile keeps one state for the "
+        f"{beginning}, and this rank has several replicas, which run in threads: torch.compile keeps one state for the "
         "process. Expected one replica per rank: give the strategy one device, and type mpirun -n 4 python train.py; "
         "or leave torch.compile out"
     )

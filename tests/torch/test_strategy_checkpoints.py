@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,25 @@ def test_a_state_that_is_there_already_goes_back(folder: Path) -> None:
     path = training.checkpoint.save(str(folder / "start"))
     expected = training.train(3)
     assert training.optimizer.state
-    training.checkpoint.restore(path)
+    training.checkpoint.restore(path).expect_partial()
     assert not any(inner.state for inner in training.optimizer.inner)
     assert torch.equal(training.train(3), expected)
+
+
+def read_safetensors(path: Path) -> dict[str, Any]:
+    """Read a file as its format says: a length, a header of JSON, and the tensors."""
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    dtypes = {"F64": torch.float64, "F32": torch.float32}
+    return {
+        key: torch.frombuffer(bytearray(data[start + first : start + end]), dtype=dtypes[one["dtype"]]).reshape(
+            one["shape"]
+        )
+        for key, one in header.items()
+        if key != "__metadata__"
+        for first, end in [one["data_offsets"]]
+    }
 
 
 def test_the_file_is_read_by_others(folder: Path) -> None:
@@ -93,9 +110,7 @@ def test_the_file_is_read_by_others(folder: Path) -> None:
     training.train(2)
     path = training.checkpoint.save(str(folder / "ckpt"))
     if mpidist.rank() == 0:
-        from safetensors.torch import load_file
-
-        tensors = load_file(Path(path) / "data.safetensors")
+        tensors = read_safetensors(Path(path) / "data.safetensors")
         plain = network("float64")
         plain.load_state_dict(
             {key.removeprefix("model/"): tensor for key, tensor in tensors.items() if key.startswith("model/")}
