@@ -164,7 +164,7 @@ class SummedGradients:
 
     Attributes:
         accumulates: Whether gradients stay where they are for now.
-        are_summed: Whether they are the sums over all replicas.
+        are_summed: Whether they are the sums over all replicas, which no step has taken yet.
     """
 
     def __init__(self, strategy: StrategyLike, parameters: Sequence[Tensor], bucket_bytes: int) -> None:
@@ -174,6 +174,8 @@ class SummedGradients:
         self._is_short_of_cores = cores_are_short(2)
         self.accumulates = False
         self.are_summed = False
+        # Whether the buckets have sums, of a step that may have been taken.
+        self._holds_sums = False
         self._handles = [
             slot.parameter.register_post_accumulate_grad_hook(partial(self._add, slot))
             for bucket in self._buckets
@@ -205,9 +207,9 @@ class SummedGradients:
         """Bring the gradient of a parameter into its place, and let it be there."""
         gradient: Foreign = slot.parameter.grad
         if gradient is slot.view:
-            if self.are_summed:
+            if self._holds_sums:
                 raise RuntimeError(
-                    "backward() added to gradients that are the sums of the step before, over all replicas; call "
+                    "a gradient still has the sum over all replicas of the step before in it; call "
                     "optimizer.zero_grad() before backward()"
                 )
         else:
@@ -241,13 +243,14 @@ class SummedGradients:
         for bucket in self._buckets:
             bucket.finish()
         self.reset()
-        self.are_summed = True
+        self.are_summed = self._holds_sums = True
 
     def reset(self) -> None:
         """Be ready for the next step; sums on their way are waited for."""
         for bucket in self._buckets:
             bucket.reset()
-        self._started, self.are_summed = 0, False
+        self._started = 0
+        self.are_summed = self._holds_sums = False
 
     def detach(self) -> None:
         """Take no more gradients."""

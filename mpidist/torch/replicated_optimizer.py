@@ -132,7 +132,8 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
             self.inner[0].step()
             return
         context = self._replica("step()")
-        if not self._gradients[context.local_replica_id].are_summed:
+        gradients = self._gradients[context.local_replica_id]
+        if not gradients.are_summed:
             self.synchronize()
         self._agree(context)
         inner = self.inner[context.local_replica_id]
@@ -140,6 +141,7 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
             if group is not of_first:
                 group.update({name: value for name, value in of_first.items() if name != "params"})
         inner.step()
+        gradients.are_summed = False
 
     def synchronize(self) -> None:
         """Wait until the gradients are the sums over all replicas (collective).

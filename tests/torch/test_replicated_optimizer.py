@@ -105,6 +105,21 @@ def test_gradients_are_accumulated(strategy: Any) -> None:
         assert same_on_all(strategy, step) == 3 * strategy.num_replicas_in_sync
 
 
+@pytest.mark.parametrize("calls_backward", [True, False])
+def test_gradients_may_be_dropped_by_the_model(strategy: Any, calls_backward: bool) -> None:
+    model, optimizer = opened(strategy, linear)
+
+    def step() -> Any:
+        model.zero_grad()
+        if calls_backward or replica() == 0:
+            model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        return model.weight.grad.item()
+
+    for _ in range(3):
+        assert same_on_all(strategy, step) == (strategy.num_replicas_in_sync if calls_backward else 1)
+
+
 def test_gradients_may_be_set_to_zero(strategy: Any) -> None:
     model, optimizer = opened(strategy, linear)
 
