@@ -91,7 +91,7 @@ class _Normalized(_Function):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, eps: float, context: ReplicaContextLike) -> tuple[Tensor, ...]:
-        wide = given.to(torch.float64) if given.dtype == torch.float64 else given.float()
+        wide = given if given.dtype == torch.float64 else given.float()
         axes = [axis for axis in range(given.dim()) if axis != 1]
         shape = [1, -1, *[1] * (given.dim() - 2)]
         rows = wide.numel() // max(1, wide.shape[1])
