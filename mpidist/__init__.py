@@ -28,7 +28,7 @@ warn_about_unknown()
 # Rooms are imported on first use: MPI, which reads its environment when it starts, is so after the lines above, and a
 # program pays for what it needs alone.
 if TYPE_CHECKING:
-    from mpidist import cluster_resolver, coordinator, elastic, errors, experimental, metrics, optimizers, v1
+    from mpidist import cluster_resolver, coordinator, elastic, errors, experimental, metrics, optimizers, torch, v1
     from mpidist.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
     from mpidist.cluster_resolver import ClusterSpec
     from mpidist.collectives import Communicator
@@ -78,7 +78,7 @@ else:
         {
             # Rooms whose other names docs tell users to take from there.
             "mpidist": "checkpoint cluster_resolver coordinator elastic errors estimator experimental metrics "
-            "optimizers parameter_server v1",
+            "optimizers parameter_server torch v1",
             "mpidist.checkpoint": "Checkpoint CheckpointManager latest_checkpoint",
             "mpidist.cluster_resolver": "ClusterSpec",
             "mpidist.collectives": "Communicator",
@@ -172,6 +172,7 @@ __all__ = [
     "scale_regularization_loss",
     "set_seed",
     "size",
+    "torch",
     "train_and_evaluate",
     "tune",
     "v1",

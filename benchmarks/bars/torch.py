@@ -11,6 +11,7 @@ from benchmarks.measuring.rows import (
     GLOO,
     OF_GLOO,
     OURS,
+    OVER_DDP,
     TORCH,
     Figure,
     Row,
@@ -24,6 +25,8 @@ _ALL_REDUCE = "all_reduce"
 # Inside a node, as fast as gloo; between nodes it is the wire that both wait for.
 _IN_NODE, _BETWEEN_NODES, _OTHERS = 3.0, 1.0, 1.0
 _OVER_COMMUNICATOR_US, _COMMUNICATION = 5.0, 0.5
+# Whichever is more, of the communication of a step under a strategy over that of DDP's.
+_OVER_DDP_US, _OVER_DDP_SHARE = 100.0, 0.1
 # Two calls on larger buffers differ by more than these microseconds from one repetition to the next.
 MOST_FOR_MICROSECONDS = 100 * KIB
 _FLOOR, _LEAST_FOR_FLOOR = 1.1, MIB
@@ -45,11 +48,26 @@ def verdicts(rows: Sequence[Row], figures: Sequence[Figure], nodes: int, rate: f
         elif nodes == 1:
             theirs = fastest_of_gloo(rows, ours.operation, ours.size)
             found += times_as_fast(f"{what}: as fast as gloo", theirs, ours, _OTHERS)
-    return found + [
-        Verdict(figure.name, figure.value, _COMMUNICATION, False, figure.unit, "-")
-        for figure in figures
-        if figure.operation == DDP and figure.name.endswith(OF_GLOO) and nodes == 1
-    ]
+    return (
+        found
+        + [
+            Verdict(figure.name, figure.value, _COMMUNICATION, False, figure.unit, "-")
+            for figure in figures
+            if figure.operation == DDP and figure.name.endswith(OF_GLOO) and nodes == 1
+        ]
+        + _over_ddp(figures)
+    )
+
+
+def _over_ddp(figures: Sequence[Figure]) -> list[Verdict]:
+    values = {figure.name: figure.value for figure in figures if figure.operation == DDP}
+    found = []
+    for name, value in values.items():
+        network, _, what = name.partition(": ")
+        if what == OVER_DDP:
+            bar = max(_OVER_DDP_US, _OVER_DDP_SHARE * values[f"{network}: communication of a step, {OURS}"])
+            found.append(Verdict(name, value, bar, False, "us", "-"))
+    return found
 
 
 def fastest_of_gloo(rows: Sequence[Row], operation: str, size: int) -> Row | None:

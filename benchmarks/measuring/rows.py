@@ -30,6 +30,9 @@ TORCH, TORCH_WITH_LOCAL, COMMUNICATOR = "torch", "torch, LOCAL_WORLD_SIZE", "Com
 DDP = "ddp"
 # Their figure that has a bar, after the name of the network.
 OF_GLOO = "communication of a step, of gloo's"
+# And that of the same step of a module under a strategy, by another name of its rows.
+STRATEGY = "strategy"
+OVER_DDP = "communication of a step under a strategy, over DDP's"
 
 
 @dataclass(frozen=True)

@@ -209,6 +209,12 @@ def is_torch_optimizer(value: object) -> bool:
     return torch is not None and isinstance(value, torch.optim.Optimizer)
 
 
+def is_torch_scheduler(value: object) -> bool:
+    """Return whether ``value`` is a scheduler of PyTorch, which changes learning rates."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.optim.lr_scheduler.LRScheduler)
+
+
 def is_keras_layer(value: object) -> bool:
     """Return whether ``value`` is a layer or model of Keras."""
     keras = sys.modules.get("keras")

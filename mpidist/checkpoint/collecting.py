@@ -22,6 +22,7 @@ from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import Array, check_transportable, is_transportable
 from mpidist.checkpoint.format_rules import DEEPEST, is_state
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
+from mpidist.core.first_use import imported
 from mpidist.values.composite import AnyVariable
 
 if TYPE_CHECKING:
@@ -354,6 +355,9 @@ class _Collector:
                 self._take("places", found, _required(found))
         elif convert.is_torch_module(value):
             self._look_at_module(found)
+        elif convert.is_torch_scheduler(value):
+            states = imported("mpidist.torch.optimizer_state")
+            self._take("iterators", found, states.SchedulerState(value))
         elif _has_methods(value, "state", "restore"):
             self._take("iterators", found, value)
         elif _is_walked(value):
@@ -511,7 +515,8 @@ def _required(found: _Found) -> ValueRef:
 def _wrong_object(key: str, value: object) -> TypeError:
     if convert.is_torch_optimizer(value):
         return TypeError(
-            f"checkpoint object {key!r} is a torch optimizer, which makes its state when it first steps; give "
+            f"checkpoint object {key!r} is a torch optimizer, which makes its state when it first steps; take "
+            "mpidist.torch.Optimizer(model, torch.optim.Adam, ...), which a checkpoint holds as it is; or give "
             f"Checkpoint({key.rpartition('/')[2]}=optimizer.state_dict()) after that, and after restore call "
             "optimizer.load_state_dict(...) with it"
         )

@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from mpidist.arrays.convert import to_array
 from mpidist.arrays.dtypes import Array
 from mpidist.cluster_resolver import ClusterResolver
-from mpidist.collectives import Communicator, FinishedWork, Work
+from mpidist.collectives import Communicator, FinishedWork, PartOfWork, Work
 from mpidist.collectives.reading import restore
 from mpidist.core import nest
 from mpidist.core.context import current_frame
 from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import DeviceError
-from mpidist.core.options import CallOptions, CommunicationOptions
+from mpidist.core.options import CallOptions, CommunicationOptions, check_communication_options
 from mpidist.core.protocols import Args, Kwargs
 from mpidist.cross_device_ops import CrossDeviceOps, Pairs, select_cross_device_ops
 from mpidist.input import InputWorkers
@@ -175,6 +177,21 @@ class LoneReplicaContext(ReplicaContext):
             if result is not None:
                 return result
         return super().all_reduce(reduce_op, value, options, out=out)
+
+    def all_reduce_async(
+        self,
+        reduce_op: ReduceOp | str,
+        value: object,
+        options: CommunicationOptions | None = None,
+        *,
+        out: object = None,
+    ) -> Work | PartOfWork | FinishedWork:
+        """See ``ReplicaContext``; an array is reduced in place where it is ``out`` as well."""
+        if type(out) is not np.ndarray or value is not out or current_frame() is not self.frame:
+            return super().all_reduce_async(reduce_op, value, options, out=out)
+        check_communication_options(options)
+        options = self._options if options is None else self._ops.with_algorithm(options)
+        return self._comm.all_reduce_async(reduce_op, value, options, out=out)
 
     def _all_reduce(
         self, op: ReduceOp, value: object, leaves: Sequence[object], options: CallOptions, out: object

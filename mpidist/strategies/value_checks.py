@@ -235,7 +235,9 @@ def check_gradients_apart(leaves: Iterable[PerReplica]) -> None:
         if address in gradients:
             raise ValueError(
                 f"replicas {first} and {number} of this process gave the same tensor, the .grad of a parameter: they "
-                "use one module of PyTorch, to whose gradients both have added. "
+                "use one module of PyTorch, to whose gradients both have added. Expected a copy for each replica: "
+                "model = mpidist.torch.adopt(model) and optimizer = mpidist.torch.Optimizer(model, torch.optim.Adam, "
+                "...), which sums gradients itself. Or else: "
                 f"{_ONE_REPLICA_PER_RANK.format(n=count)}"
             )
 

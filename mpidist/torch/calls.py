@@ -21,7 +21,7 @@ from mpidist.torch.profiling import begin_event, is_profiling
 from mpidist.torch.reductions import SUM
 from mpidist.torch.results import Finish
 from mpidist.torch.tensors import memory_of
-from mpidist.torch.works import DoneWork, OpenWorks, StartedWork, advise
+from mpidist.torch.works import LARGE_BYTES, DoneWork, OpenWorks, StartedWork, advise
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,8 +31,6 @@ _log = logging.getLogger("mpidist")
 # Written by torch where a call has no timeout of its own.
 _UNSET = timedelta(0)
 _MESSAGES = ("send_async", "recv_async")
-# Of a tensor that takes longer than it takes another rank to come.
-_LARGE_BYTES = 1 << 20
 
 
 class Calls:
@@ -183,4 +181,4 @@ class Calls:
 def _is_large(tensor: Tensor) -> bool:
     # Also of a sparse one.
     nbytes: int = tensor.numel() * tensor.element_size()
-    return nbytes >= _LARGE_BYTES
+    return nbytes >= LARGE_BYTES

@@ -1,4 +1,4 @@
-"""Keeps torch.compile out of this room: none of its calls is to be traced."""
+"""Keeps torch.compile out of the process group, and tells where it is at work."""
 
 from __future__ import annotations
 
@@ -21,3 +21,8 @@ def keep_compiler_out(kind: type) -> None:
     for method in vars(kind).values():
         if hasattr(method, "__code__"):
             _frames.set_code_exec_strategy(method.__code__, _frames._FrameExecStrategy(skip, skip))
+
+
+def is_compiled() -> bool:
+    """Return whether the caller is traced by torch.compile, or called by what it has made."""
+    return torch.compiler.is_compiling() or callable(_frames.get_eval_frame_callback())

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 _TorchWork: Foreign = dist.Work
 _NO_LIMIT = timedelta(0)
 # Ranks that go through the same backward pass are not further apart.
-_LONGEST_START_SECONDS = 0.02
+LONGEST_START_SECONDS = 0.02
+# Of a tensor that takes longer than it takes another rank to come.
+LARGE_BYTES = 1 << 20
 
 
 class DoneWork(_TorchWork):
@@ -185,7 +187,7 @@ class StartedWork(_TorchWork):
         late.
         """
         with contextlib.suppress(TimeoutError):
-            self._end(_LONGEST_START_SECONDS)
+            self._end(LONGEST_START_SECONDS)
 
     def settle(self) -> None:
         """Wait until it has ended, well or not."""

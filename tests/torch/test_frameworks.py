@@ -33,6 +33,19 @@ def test_ddp() -> None:
     assert shares(output_of(EXAMPLES / "torch_ddp.py", 2, "--epochs", "3"))[-1] > 90
 
 
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (3, 1), (1, 3)])
+def test_a_strategy_goes_on_with_another_number_of_ranks(tmp_path: Path, ranks: int, replicas: int) -> None:
+    script, folder = EXAMPLES / "torch_strategy.py", str(tmp_path / "out")
+    layout = ("--replicas", str(replicas), "--resume", folder)
+    before = shares(output_of(script, ranks, "--epochs", "2", *layout))
+    assert len(before) == 2
+    after = shares(output_of(script, 3 if ranks == 1 else 1, "--epochs", "4", "--resume", folder))
+    # The last steps of the second epoch come once more: every tenth is saved.
+    assert after[0] == before[-1]
+    assert len(after) == 3
+    assert after[-1] > 90
+
+
 def test_fsdp_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     folder = str(tmp_path / "out")
     before = shares(output_of(EXAMPLES / "torch_fsdp.py", 2, "--epochs", "4", "--out", folder))

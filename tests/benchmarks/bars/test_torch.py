@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.bars.torch import verdicts
-from benchmarks.measuring.rows import COMMUNICATOR, DDP, GLOO, OF_GLOO, OURS, TORCH, TORCH_WITH_LOCAL, Figure
+from benchmarks.measuring.rows import COMMUNICATOR, DDP, GLOO, OF_GLOO, OURS, OVER_DDP, TORCH, TORCH_WITH_LOCAL, Figure
 from benchmarks.measuring.sizes import KIB, MIB
 from benchmarks.reports.torch import results_text
 from tests.benchmarks.support import results, row
@@ -40,6 +40,16 @@ def test_inside_a_node() -> None:
         ("all_gather, 1 KiB: as fast as gloo", 0.8, False),
         ("small: communication of a step, of gloo's", 0.4, True),
     ]
+
+
+def test_a_step_under_a_strategy_beside_that_of_ddp() -> None:
+    figures = [
+        Figure(DDP, f"small: communication of a step, {OURS}", 400.0, "us"),
+        Figure(DDP, f"small: {OVER_DDP}", 90.0, "us"),
+        Figure(DDP, f"resnet50: communication of a step, {OURS}", 60000.0, "us"),
+        Figure(DDP, f"resnet50: {OVER_DDP}", 6100.0, "us"),
+    ]
+    assert [(verdict.bar, verdict.met) for verdict in verdicts([], figures, 1)] == [(100.0, True), (6000.0, False)]
 
 
 def test_between_nodes() -> None:

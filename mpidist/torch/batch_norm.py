@@ -1,0 +1,124 @@
+"""BatchNorm over the rows of all replicas."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from mpidist.core.context import get_replica_context, has_strategy
+from mpidist.core.enums import ReduceOp
+from mpidist.core.protocols import ReplicaContextLike
+from mpidist.torch.foreign import Foreign
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BatchNorm: Foreign = torch.nn.BatchNorm1d
+_KINDS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+_Function: Foreign = torch.autograd.Function
+
+
+class SyncBatchNorm(_BatchNorm):  # type: ignore[misc, unused-ignore]
+    """BatchNorm with mean and variance of the rows of all replicas.
+
+    The numbers are those of one process with the global batch, of images and volumes, too.
+
+    In training inside ``strategy.run`` it is collective in forward and in backward: every replica calls both, also one
+    without rows. Elsewhere, and in evaluation, it is as ``torch.nn.BatchNorm2d``.
+
+    Args:
+        num_features: Channels, along axis 1.
+        eps, momentum, affine, track_running_stats: As in ``torch.nn.BatchNorm2d``.
+
+    Raises:
+        ValueError: All replicas together have one value per channel, or an input has fewer than two axes.
+
+    >>> import torch
+    >>> net = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4))
+    >>> type(SyncBatchNorm.convert_sync_batchnorm(net)[1]).__name__
+    'SyncBatchNorm'
+    """
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: Foreign) -> Foreign:
+        """Return the module with a SyncBatchNorm in the place of each BatchNorm layer.
+
+        Call it before ``adopt``, or in the function that makes the module.
+        """
+        if isinstance(module, _KINDS) and not isinstance(module, cls):
+            twin = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                setattr(twin, name, tensor)
+            return twin.train(module.training)
+        for name, inner in module.named_children():
+            setattr(module, name, cls.convert_sync_batchnorm(inner))
+        return module
+
+    def _check_input_dim(self, given: Tensor) -> None:
+        if given.dim() < 2:
+            raise ValueError(f"SyncBatchNorm was given an input of {given.dim()} axes; expected (rows, channels, ...)")
+
+    def forward(self, given: Tensor) -> Tensor:
+        """Return the input with mean 0 and variance 1 in each channel, scaled and shifted."""
+        self._check_input_dim(given)
+        context = get_replica_context()
+        uses_batch = self.training or self.running_mean is None
+        if not uses_batch or context is None or not has_strategy() or context.num_replicas_in_sync == 1:
+            whole: Tensor = super().forward(given)
+            return whole
+        normal, mean, variance, count = _Normalized.apply(given, self.eps, context)
+        if self.training and self.track_running_stats:
+            with torch.no_grad():
+                self._track(mean, variance, count)
+        if not self.affine:
+            of_all: Tensor = normal
+            return of_all
+        shape = [1, -1, *[1] * (given.dim() - 2)]
+        return normal * self.weight.view(shape) + self.bias.view(shape)
+
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        self.num_batches_tracked.add_(1)
+        factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        unbiased = variance * (count / (count - 1))
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+
+
+class _Normalized(_Function):  # type: ignore[misc, unused-ignore]
+    """The input with the mean and the variance of all replicas taken out."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, eps: float, context: ReplicaContextLike) -> tuple[Tensor, ...]:
+        wide = given if given.dtype == torch.float64 else given.float()
+        axes = [axis for axis in range(given.dim()) if axis != 1]
+        shape = [1, -1, *[1] * (given.dim() - 2)]
+        rows = wide.numel() // max(1, wide.shape[1])
+        # Mean first and then deviations from it: a difference of squares loses digits.
+        sums = torch.cat([wide.sum(axes), wide.new_tensor([rows])])
+        sums = context.all_reduce(ReduceOp.SUM, sums)
+        mean, count = sums[:-1] / sums[-1], sums[-1]
+        if count <= 1:
+            raise ValueError(
+                f"SyncBatchNorm was given {int(count)} values per channel on all replicas together; expected more than "
+                "1 in training"
+            )
+        deviation = wide - mean.view(shape)
+        variance = context.all_reduce(ReduceOp.SUM, deviation.square().sum(axes)) / count
+        scale = (variance + eps).rsqrt()
+        normal = deviation * scale.view(shape)
+        ctx.save_for_backward(normal, scale, count)
+        ctx.context, ctx.axes, ctx.shape = context, axes, shape
+        ctx.mark_non_differentiable(mean, variance, count)
+        return normal.to(given.dtype), mean, variance, count
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, upstream: Tensor, *_: object) -> tuple[Tensor, None, None]:
+        normal, scale, count = ctx.saved_tensors
+        wide = upstream.to(normal.dtype)
+        both = torch.stack([wide.sum(ctx.axes), (wide * normal).sum(ctx.axes)])
+        along, across = ctx.context.all_reduce(ReduceOp.SUM, both) / count
+        gradient = wide - along.view(ctx.shape) - normal * across.view(ctx.shape)
+        return (gradient * scale.view(ctx.shape)).to(upstream.dtype), None, None

@@ -1,0 +1,195 @@
+"""The state of PyTorch's optimizers and schedulers in checkpoints.
+
+Tensors are parts of a checkpoint under the names of their parameters; settings and plain numbers are states that JSON
+has. Optimizers make their tensors when they first step, so a checkpoint may bring some that are not there yet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpidist.arrays.dtypes import Array
+from mpidist.torch.foreign import Foreign
+from mpidist.torch.tensors import fill
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PREFIX = "state/"
+# In the place of what JSON has not: tuples, and dicts whose keys are no strings.
+_TUPLE, _ITEMS, _COUNTER = "(tuple)", "(items)", "(counter)"
+
+
+def held_tensors(optimizer: Foreign, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+    """Return the tensors of an optimizer's state by key."""
+    return {
+        f"{_PREFIX}{names[parameter]}/{name}": value
+        for parameter, state in optimizer.state.items()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def take(optimizer: Foreign, names: Mapping[Tensor, str], values: dict[str, Array]) -> None:
+    """Take tensors that the optimizer has not made yet out of restored values."""
+    by_name = {name: parameter for parameter, name in names.items()}
+    for key in [key for key in values if key.startswith(_PREFIX)]:
+        owner, _, name = key.removeprefix(_PREFIX).rpartition("/")
+        if owner in by_name:
+            array = values.pop(key)
+            tensor = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
+            fill(tensor, array)
+            optimizer.state[by_name[owner]][name] = tensor
+
+
+def make_equal(optimizers: Sequence[Foreign]) -> None:
+    """Give all optimizers the state of the first."""
+    first = optimizers[0]
+    for other in optimizers[1:]:
+        pairs = zip(_parameters_of(first), _parameters_of(other), strict=True)
+        other.state.clear()
+        for source, parameter in pairs:
+            if source in first.state:
+                other.state[parameter] = {
+                    name: value.clone() if isinstance(value, torch.Tensor) else value
+                    for name, value in first.state[source].items()
+                }
+
+
+def _parameters_of(optimizer: Foreign) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class OptimizerSettings:
+    """Settings of an optimizer, and its state without the tensors.
+
+    Args:
+        optimizers: Of the replicas of this rank; the first one's are saved.
+        names: Of the first one's parameters.
+    """
+
+    def __init__(self, optimizers: Sequence[Foreign], names: Mapping[Tensor, str]) -> None:
+        self._optimizers, self._names = optimizers, names
+
+    def state(self) -> object:
+        """Return the settings."""
+        first = self._optimizers[0]
+        groups = [
+            {
+                name: encoded(value.tolist() if isinstance(value, torch.Tensor) else value)
+                for name, value in group.items()
+                if name != "params"
+            }
+            for group in first.param_groups
+        ]
+        values = {
+            self._names[parameter]: {
+                name: encoded(value) for name, value in state.items() if not isinstance(value, torch.Tensor)
+            }
+            for parameter, state in first.state.items()
+        }
+        return {
+            "class": type(first).__name__,
+            "groups": groups,
+            "values": values,
+            "tensors": sorted(held_tensors(first, self._names)),
+        }
+
+    def restore(self, state: Any) -> None:
+        """Take over settings; drop tensors that were not there when they were saved.
+
+        Raises:
+            ValueError: Those of another optimizer.
+        """
+        first = self._optimizers[0]
+        if (state["class"], len(state["groups"])) != (type(first).__name__, len(first.param_groups)):
+            raise ValueError(
+                f"the checkpoint has {state['class']} with {len(state['groups'])} groups of parameters; expected "
+                f"{type(first).__name__} with {len(first.param_groups)}"
+            )
+        for optimizer in self._optimizers:
+            for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
+                for name, value in saved.items():
+                    _set(group, name, decoded(value))
+        kept = set(state["tensors"])
+        for parameter, held in first.state.items():
+            name = self._names[parameter]
+            for part in [part for part in held if f"{_PREFIX}{name}/{part}" not in kept]:
+                del held[part]
+        by_name = {name: parameter for parameter, name in self._names.items()}
+        for name, values in state["values"].items():
+            if name in by_name:
+                first.state[by_name[name]].update({part: decoded(value) for part, value in values.items()})
+        for parameter in [parameter for parameter, held in first.state.items() if not held]:
+            # Which the optimizer takes for new.
+            del first.state[parameter]
+
+
+def _set(group: dict[str, Any], name: str, value: Any) -> None:
+    if isinstance(group.get(name), torch.Tensor):
+        group[name].fill_(value)
+    else:
+        group[name] = value
+
+
+class SchedulerState:
+    """The state of a scheduler of ``torch.optim.lr_scheduler``.
+
+    Args:
+        scheduler: It.
+    """
+
+    def __init__(self, scheduler: Foreign) -> None:
+        self._scheduler = scheduler
+
+    def state(self) -> object:
+        """Return ``state_dict()``, in types that JSON has."""
+        return encoded(self._scheduler.state_dict())
+
+    def restore(self, state: Any) -> None:
+        """Go on from a state."""
+        self._scheduler.load_state_dict(decoded(state))
+
+
+def encoded(value: Any) -> Any:
+    """Return a value in types that JSON has; with :func:`decoded` it comes back.
+
+    >>> encoded({"betas": (0.9, 0.99), "at": {3: 1}})
+    {'betas': {'(tuple)': [0.9, 0.99]}, 'at': {'(items)': [[3, 1]]}}
+    """
+    if isinstance(value, tuple):
+        return {_TUPLE: [encoded(each) for each in value]}
+    if isinstance(value, Mapping):
+        if all(type(name) is str for name in value):
+            return {name: encoded(each) for name, each in value.items()}
+        # MultiStepLR has a Counter.
+        kind = _COUNTER if isinstance(value, Counter) else _ITEMS
+        return {kind: [[encoded(name), encoded(each)] for name, each in value.items()]}
+    if isinstance(value, list):
+        return [encoded(each) for each in value]
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return value
+
+
+def decoded(value: Any) -> Any:
+    """Return a value as it was before :func:`encoded`.
+
+    >>> decoded(encoded({"betas": (0.9, 0.99), "at": {3: 1}}))
+    {'betas': (0.9, 0.99), 'at': {3: 1}}
+    """
+    if isinstance(value, list):
+        return [decoded(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_TUPLE}:
+        return tuple(decoded(each) for each in value[_TUPLE])
+    if value.keys() == {_COUNTER}:
+        return Counter({decoded(name): count for name, count in value[_COUNTER]})
+    if value.keys() == {_ITEMS}:
+        return {decoded(name): decoded(each) for name, each in value[_ITEMS]}
+    return {name: decoded(each) for name, each in value.items()}

@@ -1,0 +1,311 @@
+"""Optimizers of PyTorch under a strategy, which sum the gradients of all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+import torch
+
+from mpidist.arrays.dtypes import Array
+from mpidist.core.context import get_replica_context, has_strategy, in_cross_replica_context
+from mpidist.core.protocols import ReplicaContextLike
+from mpidist.torch.buckets import BUCKET_BYTES, SummedGradients
+from mpidist.torch.buffers import SharedBuffers
+from mpidist.torch.foreign import Foreign
+from mpidist.torch.modules import ReplicatedModule
+from mpidist.torch.optimizer_state import OptimizerSettings, held_tensors, make_equal, take
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_Optimizer: Foreign = torch.optim.Optimizer
+OptimizerOrFactory: TypeAlias = Callable[..., Foreign]
+
+
+class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
+    """An optimizer of ``torch.optim`` for an adopted module.
+
+    Inside ``strategy.run`` ``step`` is collective: call it on every replica. Gradients are *summed* over all replicas,
+    so divide losses by the global batch size (``mpidist.compute_average_loss``). Sums are formed in buckets while
+    ``backward`` still computes. A replica without rows takes part with zeros, whether it calls ``backward`` or not. A
+    parameter that no replica has used keeps ``grad`` None. After the step the buffers of all replicas are those of the
+    first.
+
+    It has the ``param_groups`` of the first replica, from which the others take their settings, so schedulers of
+    ``torch.optim.lr_scheduler`` work with it: call their ``step`` outside of ``strategy.run``.
+
+    Args:
+        model: The module that ``mpidist.torch.adopt`` has returned.
+        optimizer: A class of ``torch.optim``, called with the parameters that have gradients; or a function of a
+            module that returns an optimizer, for parameters in groups.
+        bucket_bytes: About how many bytes of gradients are summed at once.
+        settings: Keyword arguments of the class, such as ``lr=1e-3``.
+
+    Raises:
+        TypeError: A module that was not adopted, something that makes no optimizer, or LBFGS, whose steps call the
+            model.
+        ValueError: Parameters of another module, or none.
+        RuntimeError: Called inside ``strategy.run``.
+
+    >>> import mpidist, torch
+    >>> strategy = mpidist.MirroredStrategy(["cpu:0", "cpu:1"], communicator=None)
+    >>> with strategy.scope():
+    ...     model = mpidist.torch.adopt(torch.nn.Linear(1, 1, bias=False))
+    ...     optimizer = Optimizer(model, torch.optim.SGD, lr=1.0)
+    >>> def step(x):
+    ...     optimizer.zero_grad()
+    ...     model(x).sum().backward()
+    ...     optimizer.step()
+    ...     return model.weight.grad.item()
+    >>> strategy.run(step, args=(torch.ones(2, 1),))
+    PerReplica:{0: 4.0, 1: 4.0}
+    >>> strategy.close()
+    """
+
+    def __init__(
+        self,
+        model: ReplicatedModule,
+        optimizer: OptimizerOrFactory,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        **settings: Any,
+    ) -> None:
+        if has_strategy() and not in_cross_replica_context():
+            raise RuntimeError(
+                "mpidist.torch.Optimizer was made inside strategy.run(), where every step would start with new state; "
+                "make it once, before, inside `with strategy.scope():`"
+            )
+        if not isinstance(model, ReplicatedModule):
+            raise TypeError(
+                f"the model is a {type(model).__name__}; expected an adopted one: model = mpidist.torch.adopt(model)"
+            )
+        self.inner = tuple(_made(optimizer, module, settings) for module in model.copies)
+        first = self.inner[0]
+        super().__init__([{**group, "params": list(group["params"])} for group in first.param_groups], first.defaults)
+        self._model, self.param_groups, self.state = model, first.param_groups, first.state
+        self._agreed: list[dict[str, object]] | None = None
+        self._is_replaced = False
+        self._gradients: tuple[SummedGradients, ...] = ()
+        self._buffers: tuple[SharedBuffers, ...] = ()
+        if model.strategy.num_replicas_in_sync > 1:
+            self._take_over(bucket_bytes)
+
+    def _take_over(self, bucket_bytes: int) -> None:
+        """Sum the gradients of the parameters, in the place of an earlier optimizer of theirs."""
+        strategy, copies = self._model.strategy, self._model.copies
+        mine = set(_parameters_of(self.inner[0]))
+        for before in [other for other in self._model.optimizers if mine & set(_parameters_of(other.inner[0]))]:
+            before.detach()
+            self._model.optimizers.remove(before)
+        self._model.optimizers.append(self)
+        self._frozen = [
+            [parameter for parameter in _parameters_of(inner) if not parameter.requires_grad] for inner in self.inner
+        ]
+        self._gradients = tuple(
+            SummedGradients(strategy, [each for each in _parameters_of(inner) if each.requires_grad], bucket_bytes)
+            for inner in self.inner
+        )
+        self._buffers = tuple(SharedBuffers(module) for module in copies)
+
+    # Steps ----------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: None = None) -> None:
+        """Change the parameters by the sums of the gradients of all replicas (collective).
+
+        Args:
+            closure: Not taken.
+
+        Raises:
+            TypeError: A closure.
+            RuntimeError: Called outside of ``strategy.run`` with several replicas, or gradients that were changed
+                before they were summed.
+            MismatchError: Settings, such as the learning rate, differ from those of another rank.
+        """
+        if closure is not None:
+            raise TypeError(
+                "step() was given a closure, which calls the model again, as often as each replica likes, while the "
+                "others wait for its gradients; expected loss.backward() before optimizer.step()"
+            )
+        if not self._gradients:
+            self.inner[0].step()
+            return
+        context = self._replica("step()")
+        gradients = self._gradients[context.local_replica_id]
+        if not gradients.are_summed:
+            self.synchronize()
+        self._agree(context)
+        inner = self.inner[context.local_replica_id]
+        for group, of_first in zip(inner.param_groups, self.param_groups, strict=True):
+            if group is not of_first:
+                group.update({name: value for name, value in of_first.items() if name != "params"})
+        inner.step()
+        gradients.are_summed = False
+
+    def synchronize(self) -> None:
+        """Wait until the gradients are the sums over all replicas (collective).
+
+        ``step`` does so itself. Call it before, on every replica, where the sums are looked at or changed first, as by
+        ``torch.nn.utils.clip_grad_norm_``.
+        """
+        if not self._gradients:
+            return
+        context = self._replica("synchronize()")
+        number = context.local_replica_id
+        gradients, buffers = self._gradients[number], self._buffers[number]
+        for parameter in self._frozen[number]:
+            if parameter.grad is not None:
+                raise RuntimeError(
+                    "a parameter that took no gradients when the optimizer was made has one now; make the optimizer "
+                    "after requires_grad_() has been called"
+                )
+        gradients.start_all(context)
+        buffers.start(context)
+        gradients.finish()
+        buffers.finish(context)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of this replica, or outside of ``run`` of all on this rank."""
+        for number in self._here():
+            if self._gradients:
+                self._gradients[number].reset()
+            self.inner[number].zero_grad(set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients on their replicas in the block.
+
+        For batches in several parts: all but the last inside of the block. They are added up, and summed over replicas
+        with those of the last. Nothing is communicated.
+
+        >>> import mpidist, torch
+        >>> model = mpidist.torch.adopt(torch.nn.Linear(1, 1))
+        >>> optimizer = Optimizer(model, torch.optim.SGD, lr=0.1)
+        >>> with optimizer.no_sync():
+        ...     model(torch.ones(1, 1)).sum().backward()
+        """
+        gradients = [self._gradients[number] for number in self._here() if self._gradients]
+        before = [each.accumulates for each in gradients]
+        for each in gradients:
+            each.accumulates = True
+        try:
+            yield
+        finally:
+            for each, accumulates in zip(gradients, before, strict=True):
+                each.accumulates = accumulates
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise NotImplementedError once the optimizer is made: all copies need the group."""
+        if hasattr(self, "_model"):
+            raise NotImplementedError(
+                "add_param_group() would know the parameters of one replica; expected all groups from the start: "
+                "mpidist.torch.Optimizer(model, lambda module: torch.optim.SGD([{'params': ...}, {'params': ...}]))"
+            )
+        super().add_param_group(param_group)
+
+    def detach(self) -> None:
+        """Sum no more gradients: another optimizer has taken the parameters."""
+        self._is_replaced = True
+        for gradients in self._gradients:
+            gradients.detach()
+
+    def _here(self) -> range:
+        """Return the numbers of the local replicas that a call is for."""
+        context = get_replica_context()
+        if context is None or context.strategy is not self._model.strategy:
+            return range(len(self.inner))
+        return range(context.local_replica_id, context.local_replica_id + 1)
+
+    def _replica(self, method: str) -> ReplicaContextLike:
+        context = get_replica_context()
+        if self._is_replaced:
+            raise RuntimeError(f"{method} of an optimizer whose parameters a later one has taken; use that one")
+        if context is None or context.strategy is not self._model.strategy:
+            raise RuntimeError(
+                f"{method} was called outside of strategy.run(), where there are no gradients of replicas to sum; call "
+                "it in the function that is given to strategy.run()"
+            )
+        return context
+
+    def _agree(self, context: ReplicaContextLike) -> None:
+        """Compare changed settings with those of the other ranks."""
+        settings = [_settings_of(group) for group in self.param_groups]
+        if settings != self._agreed:
+            context.merge_call(lambda strategy: self._agree_on(strategy, settings))
+
+    def _agree_on(self, strategy: Foreign, settings: list[dict[str, object]]) -> None:
+        strategy.extended.agree_on(lambda: f"step() of {type(self.inner[0]).__name__} with {settings}")
+        self._agreed = settings
+
+    # State ----------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the first replica's optimizer."""
+        state: dict[str, Any] = self.inner[0].state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give the optimizers of all replicas of this rank a state."""
+        for inner in self.inner:
+            inner.load_state_dict(state_dict)
+        # torch puts other groups in their place.
+        self.param_groups, self.state = self.inner[0].param_groups, self.inner[0].state
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("mpidist.torch.Optimizer cannot be pickled or copied; save optimizer.state_dict()")
+
+    def _names(self) -> dict[Tensor, str]:
+        return {parameter: name for name, parameter in self._model.copies[0].named_parameters()}
+
+    def _checkpoint_children(self) -> dict[str, object]:
+        settings = OptimizerSettings(self.inner, self._names())
+        return {"settings": settings, **held_tensors(self.inner[0], self._names())}
+
+    def _checkpoint_defer(self, values: dict[str, Array]) -> None:
+        take(self.inner[0], self._names(), values)
+        make_equal(self.inner)
+
+
+def _made(optimizer: OptimizerOrFactory, module: Foreign, settings: dict[str, Any]) -> Foreign:
+    """Return the optimizer of one copy."""
+    if isinstance(optimizer, type) and issubclass(optimizer, _Optimizer):
+        made: Foreign = optimizer([each for each in module.parameters() if each.requires_grad], **settings)
+    elif callable(optimizer):
+        made = optimizer(module, **settings)
+    else:
+        raise TypeError(
+            f"the optimizer is {optimizer!r}; expected a class, as in mpidist.torch.Optimizer(model, torch.optim.Adam, "
+            "lr=1e-3), or a function of a module that returns an optimizer"
+        )
+    if not isinstance(made, _Optimizer) or isinstance(made, ReplicatedOptimizer):
+        raise TypeError(f"{optimizer!r} made a {type(made).__name__}; expected an optimizer of torch.optim")
+    if isinstance(made, torch.optim.LBFGS):
+        raise TypeError(
+            "LBFGS calls the model several times in a step, as often as each replica likes, while the others wait for "
+            "its gradients; expected an optimizer that takes gradients once, such as torch.optim.SGD"
+        )
+    known = set(module.parameters())
+    if any(parameter not in known for parameter in _parameters_of(made)):
+        raise ValueError(
+            "the optimizer has parameters that its module has not; expected those of the module that the function is "
+            "called with, once for each replica"
+        )
+    return made
+
+
+def _parameters_of(optimizer: Foreign) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, object]:
+    """Return the settings of a group, with numbers in the place of tensors."""
+    return {
+        name: value.tolist() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+Optimizer: TypeAlias = ReplicatedOptimizer
+"""Its name for programs; mpidist's own is in another room."""

@@ -1,0 +1,196 @@
+"""Adopted modules, their optimizers and schedulers in checkpoints, which any number of replicas goes on from."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpidist
+from tests.torch.strategy_training import epochs, losses_of, network, weights_of
+
+torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+nn = torch.nn
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("default")]
+
+
+class Training:
+    """A small training that can be saved.
+
+    Args:
+        replicas: Of each rank; the ranks are all.
+        kind: Of the optimizer.
+    """
+
+    def __init__(self, replicas: int, kind: Any, **settings: Any) -> None:
+        devices = [f"cpu:{number}" for number in range(replicas)]
+        self.strategy = mpidist.MultiWorkerMirroredStrategy(devices=devices)
+        with self.strategy.scope():
+            self.model = mpidist.torch.adopt(lambda: network("float64"))
+            self.optimizer = mpidist.torch.Optimizer(self.model, kind, **settings)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 5], gamma=0.5)
+        self.batches = iter(self.strategy.experimental_distribute_dataset(epochs("float64").repeat()))
+        self.checkpoint = mpidist.Checkpoint(
+            model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, batches=self.batches
+        )
+
+    def train(self, steps: int) -> Any:
+        for batch in islice(self.batches, steps):
+            self.strategy.run(self.step, args=batch)
+            self.scheduler.step()
+        copies = [weights_of(copy) for copy in self.model.copies]
+        assert all(copy.equal(copies[0]) for copy in copies)
+        return copies[0]
+
+    def step(self, images: Any, labels: Any) -> None:
+        self.optimizer.zero_grad()
+        losses_of(self.model, images, labels, mpidist.global_count(images)).backward()
+        self.optimizer.step()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    from mpi4py import MPI
+
+    found: Path = MPI.COMM_WORLD.bcast(tmp_path, 0)
+    return found
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "NAdam", "Adagrad", "Adafactor"])
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 2), (3, 1)])
+def test_training_goes_on(folder: Path, name: str, before: int, after: int) -> None:
+    kind, settings = getattr(torch.optim, name), {"momentum": 0.9} if name == "SGD" else {}
+    whole = Training(before, kind, lr=1e-2, **settings)
+    # In the middle of an epoch of seven batches.
+    whole.train(4)
+    path = whole.checkpoint.save(str(folder / "ckpt"))
+    expected = whole.train(6)
+    resumed = Training(after, kind, lr=0.5, **settings)
+    resumed.checkpoint.restore(path).assert_consumed()
+    found = resumed.train(6)
+    if before == after:
+        assert torch.equal(found, expected)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    assert resumed.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"] == 1e-2 / 4
+
+
+def test_a_state_that_is_there_already_goes_back(folder: Path) -> None:
+    training = Training(2, torch.optim.Adam, lr=1e-2)
+    path = training.checkpoint.save(str(folder / "start"))
+    expected = training.train(3)
+    assert training.optimizer.state
+    training.checkpoint.restore(path).expect_partial()
+    assert not any(inner.state for inner in training.optimizer.inner)
+    assert torch.equal(training.train(3), expected)
+
+
+def read_safetensors(path: Path) -> dict[str, Any]:
+    """Read a file as its format says: a length, a header of JSON, and the tensors."""
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    dtypes = {"F64": torch.float64, "F32": torch.float32}
+    return {
+        key: torch.frombuffer(bytearray(data[start + first : start + end]), dtype=dtypes[one["dtype"]]).reshape(
+            one["shape"]
+        )
+        for key, one in header.items()
+        if key != "__metadata__"
+        for first, end in [one["data_offsets"]]
+    }
+
+
+def test_the_file_is_read_by_others(folder: Path) -> None:
+    training = Training(2, torch.optim.Adam, lr=1e-2)
+    training.train(2)
+    path = training.checkpoint.save(str(folder / "ckpt"))
+    if mpidist.rank() == 0:
+        tensors = read_safetensors(Path(path) / "data.safetensors")
+        plain = network("float64")
+        plain.load_state_dict(
+            {key.removeprefix("model/"): tensor for key, tensor in tensors.items() if key.startswith("model/")}
+        )
+        assert torch.equal(weights_of(plain), weights_of(training.model))
+        state = training.optimizer.state[training.model[0].weight]
+        assert torch.equal(tensors["optimizer/state/0.weight/exp_avg"], state["exp_avg"])
+    # A module that was never adopted takes the same names.
+    plain = network("float64", seed=5)
+    mpidist.Checkpoint(model=plain).restore(path).expect_partial()
+    assert torch.equal(weights_of(plain), weights_of(training.model))
+
+
+def test_another_optimizer_is_named(folder: Path) -> None:
+    training = Training(1, torch.optim.Adam, lr=1e-2)
+    training.train(1)
+    path = training.checkpoint.save(str(folder / "ckpt"))
+    other = Training(1, torch.optim.SGD, lr=1e-2)
+    with pytest.raises(ValueError, match="has Adam with 1 groups of parameters; expected SGD"):
+        other.checkpoint.restore(path)
+
+
+def test_other_shapes_are_named(folder: Path) -> None:
+    model = mpidist.torch.adopt(nn.Linear(2, 2))
+    path = mpidist.Checkpoint(model=model).save(str(folder / "ckpt"))
+    with pytest.raises(ValueError, match="does not fit the objects"):
+        mpidist.Checkpoint(model=mpidist.torch.adopt(nn.Linear(3, 2))).restore(path)
+
+
+def test_buffers_and_settings_come_back(folder: Path) -> None:
+    with mpidist.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = mpidist.torch.adopt(nn.BatchNorm1d(2))
+        model.copies[0].running_mean.fill_(3.0)
+        model.copies[0].num_batches_tracked.fill_(7)
+        path = mpidist.Checkpoint(model=model).save(str(folder / "ckpt"))
+        with strategy.scope():
+            other = mpidist.torch.adopt(nn.BatchNorm1d(2))
+        mpidist.Checkpoint(model=other).restore(path).assert_consumed()
+    for copy in other.copies:
+        np.testing.assert_array_equal(copy.running_mean, [3.0, 3.0])
+        assert int(copy.num_batches_tracked) == 7
+
+
+PROGRAM = """
+import os, signal, sys
+import torch, mpidist
+from tests.torch.test_strategy_checkpoints import Training
+
+folder, replicas, end, killed_at = sys.argv[1], *map(int, sys.argv[2:])
+training = Training(replicas, torch.optim.Adam, lr=1e-2)
+checkpoint = training.checkpoint
+checkpoint.step = 0
+manager = mpidist.CheckpointManager(checkpoint, folder, step_counter=lambda: checkpoint.step, checkpoint_interval=3)
+manager.restore_or_initialize()
+while checkpoint.step < end:
+    weights = training.train(1)
+    checkpoint.step += 1
+    manager.save()
+    if checkpoint.step == killed_at and mpidist.rank() == mpidist.size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+if mpidist.rank() == 0:
+    print(weights.numpy().tobytes().hex())
+"""
+
+
+@pytest.mark.one_rank
+@pytest.mark.jobs
+@pytest.mark.parametrize(("before", "after"), [((2, 1), (2, 1)), ((2, 1), (3, 1)), ((3, 1), (1, 2))])
+def test_a_job_that_was_killed_goes_on(tmp_path: Path, before: tuple[int, int], after: tuple[int, int]) -> None:
+    from tests.support.ranks import jobs
+
+    def weights(folder: str, layout: tuple[int, int], killed_at: int) -> Any:
+        done = jobs.run_script(PROGRAM, layout[0], str(tmp_path / folder), str(layout[1]), "12", str(killed_at))
+        assert (done.returncode == 0) is (killed_at == 0), done.stderr
+        return np.frombuffer(bytes.fromhex(done.stdout.strip())) if killed_at == 0 else None
+
+    expected = weights("whole", before, 0)
+    weights("killed", before, 10)
+    found = weights("killed", after, 0)
+    if before == after:
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
