@@ -22,7 +22,7 @@ class Kind(NamedTuple):
 
     Attributes:
         covers: Returns whether the values of a type are of this kind.
-        children: Returns ``(key, child)`` pairs of one level, in visiting order.
+        children: Returns ``(key, child)`` pairs of one level, in visiting order. A key may be a path, as in ``a/0/b``.
         rebuild: Returns a structure like a given one with these children in visiting order.
     """
 

@@ -111,26 +111,26 @@ def _reduce_traced(op: ReduceOp, leaves: Leaves) -> Leaves:
     """Reduce leaves of a function that JAX traces, whenever it is called."""
     check_order()
     _check_alone(current_frame())
-    call_site = user_call_site()
 
     @custom_vmap
     def reduce(*leaves: Any) -> list[Any]:
         packs = Packs(leaves)
         given = packs.join(leaves, jnp)
         results = [jax.ShapeDtypeStruct(pack.shape, _result_dtype(op, pack.dtype)) for pack in given]
-        on_host = partial(_reduce_on_host, op, packs, call_site)
+        on_host = partial(_reduce_on_host, op, packs, user_call_site())
         return packs.cut(io_callback(on_host, results, *given, ordered=True))
 
     @reduce.def_vmap
-    def reduce_batch(size: int, are_batched: list[bool], *leaves: Any) -> tuple[list[Any], list[bool]]:
+    def reduce_batch(_: int, are_batched: list[bool], *leaves: Any) -> tuple[list[Any], list[bool]]:
         return reduce(*leaves), are_batched
 
     reduced: Leaves = reduce(*map(jnp.asarray, leaves))
     return reduced
 
 
-def _reduce_on_host(op: ReduceOp, packs: Packs, works_for_call_site: str, *given: jax.Array) -> list[Array]:
-    """Reduce what a jitted function has come to, in a thread of JAX."""
+def _reduce_on_host(op: ReduceOp, packs: Packs, call_site: str, *given: jax.Array) -> list[Array]:
+    """Reduce what a jitted function has come to, in a thread of JAX, for the line that JAX has traced."""
+    works_for_call_site = call_site  # noqa: F841  # read by user_call_site()
     frame = replica_frame_elsewhere() or current_frame()
     _check_alone(frame)
     with entered(frame):
