@@ -20,6 +20,8 @@ from mpidist.core.context import Frame, current_frame, entered, is_default, repl
 from mpidist.core.enums import ReduceOp
 from mpidist.jax.dispatch import check_order
 from mpidist.jax.packing import Packs
+from mpidist.topology import world_topology
+from mpidist.topology.topology import Topology
 
 Tree = TypeVar("Tree")
 Leaves = list[Any]
@@ -97,14 +99,18 @@ def _reduce_now(op: ReduceOp, leaves: Leaves) -> Leaves:
     """Reduce arrays as the replica that runs does, or all ranks."""
     frame = current_frame()
     if frame.replica_context is None or is_default(frame.strategy):
-        return _communicator().all_reduce(op, leaves)
+        return communicator_of(world_topology()).all_reduce(op, leaves)
     return frame.replica_context.all_reduce(op, leaves)
 
 
 @cache
-def _communicator() -> Communicator:
-    """Return the one of all ranks that reduces outside of ``strategy.run`` (collective when it is first needed)."""
-    return Communicator()
+def communicator_of(world: Topology) -> Communicator:
+    """Return the one that reduces outside of ``strategy.run`` (collective when it is first needed).
+
+    Args:
+        world: All ranks, or those that are left.
+    """
+    return Communicator(world.world)
 
 
 def _reduce_traced(op: ReduceOp, leaves: Leaves) -> Leaves:
