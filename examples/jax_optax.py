@@ -106,10 +106,9 @@ def main() -> None:
         if state["step"] % arguments.steps_per_save == 0:
             manager.save()
         if state["step"] % steps_per_epoch == 0 and mpidist.rank() == 0:
-            right = int(count_hits(state["params"], test)) / len(test["label"])
-            print(
-                f"epoch {state['step'] // steps_per_epoch}: loss {value:.4f}, {100 * right:.1f} % of the test images are right"
-            )
+            right = 100 * float(share_right(state["params"], test))
+            epoch = state["step"] // steps_per_epoch
+            print(f"epoch {epoch}: loss {value:.4f}, {right:.1f} % of the test images are right")
     manager.save()
 
 

@@ -50,11 +50,8 @@ def test_through_run_and_reductions(jax: Any, point: Any) -> None:
 
         given = {"own": point(jax.numpy.ones(2), "p"), "state": flax_state().opt_state}
         mine, summed = strategy.run(step, (given,))
-        for reduced in (
-            strategy.reduce("SUM", mine, axis=None),
-            strategy.experimental_local_results(summed["own"].x)[1],
-        ):
-            found = getattr(reduced, "x", reduced) if not isinstance(reduced, dict) else reduced["own"].x
+        reduced = strategy.reduce("SUM", mine, axis=None)
+        for found in (reduced["own"].x, strategy.experimental_local_results(summed["own"].x)[1]):
             assert isinstance(found, jax.Array)
             assert found.tolist() == [n * (n + 1) / 2] * 2
         again = strategy.run(lambda tree: tree["own"].x.sum(), (mine,))
