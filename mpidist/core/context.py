@@ -74,15 +74,16 @@ def current_frame() -> Frame:
 
 
 def replica_frame_elsewhere() -> Frame | None:
-    """Return the frame of a replica that runs in another thread, where this one has none.
+    """Return the frame of a replica that waits for this thread, which a library has started outside of Python.
 
-    For functions that a library calls in a thread of its own while the replica waits for it. Of several replicas that
-    run, that of the thread which began first.
+    Of several replicas that of the thread which was the first to run one. None where there is none, and in other
+    threads, which have frames of their own.
     """
-    if _stack.frames:
+    # Those that Python has started; for others it makes stand-ins when they ask for themselves.
+    started = {of.ident for of in threading.enumerate() if not isinstance(of, threading._DummyThread)}
+    if threading.get_ident() in started:
         return None
-    alive = {thread.ident for thread in threading.enumerate()}
-    tops = [stack["frames"][-1] for of, stack in list(_stack_of_thread.items()) if of in alive and stack["frames"]]
+    tops = [stack["frames"][-1] for of, stack in list(_stack_of_thread.items()) if of in started and stack["frames"]]
     return next((frame for frame in tops if frame.replica_context is not None), None)
 
 

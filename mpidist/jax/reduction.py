@@ -83,12 +83,14 @@ def _differentiable(op: ReduceOp) -> Callable[[Leaves], Leaves]:
         return reduce(leaves), None
 
     def backward(_: None, cotangents: Leaves) -> tuple[Leaves]:
+        given = [each for each in cotangents if each.dtype != jax.dtypes.float0]
+        sums = iter(reduce(given) if given else [])
         # Whole numbers have none.
-        sums = iter(reduce([each for each in cotangents if each.dtype != jax.dtypes.float0]))
         return ([each if each.dtype == jax.dtypes.float0 else next(sums) for each in cotangents],)
 
     reduce.defvjp(forward, backward)
-    return reduce
+    differentiable: Callable[[Leaves], Leaves] = reduce
+    return differentiable
 
 
 def _are_traced(leaves: Leaves) -> bool:
