@@ -77,6 +77,8 @@ def to_array(value: Any, what: str = "value") -> Array:
         if sys.modules["torch"].cuda.is_current_stream_capturing():
             raise graph_error(what)
         return _from_gpu(value.detach(), what)
+    if is_jax(value):
+        return _from_jax(value, what)
     if _is_on_gpu(value):
         return _from_gpu(value, what)
     if hasattr(value, "__array__"):
@@ -234,6 +236,18 @@ def like_jax(before: jax.Array, array: Array) -> jax.Array:
     sharding = before.sharding if getattr(before, "committed", True) else None
     # A copy: JAX may take over the memory of what it is given.
     return jax.device_put(np.array(array), sharding)
+
+
+def _from_jax(value: jax.Array, what: str) -> Array:
+    if isinstance(value, sys.modules["jax"].core.Tracer):
+        raise TypeError(
+            f"{what} has no value while JAX traces a function (jit, grad, vmap): take mpidist.jax.all_reduce there, or "
+            "do this between two jitted functions"
+        )
+    # Of most arrays this is known sooner than what DLPack calls their device.
+    if any([device.platform != "cpu" for device in value.devices()]) and _is_on_gpu(value):
+        return _from_gpu(value, what)
+    return np.asarray(value)
 
 
 def _to_jax(before: jax.Array, array: Array) -> jax.Array:

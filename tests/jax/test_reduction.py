@@ -157,6 +157,14 @@ def test_a_mismatch_names_the_lines_of_the_program(jax: Any) -> None:
         reduce(jax.numpy.ones(mpidist.rank() % 2 + 1))
 
 
+def test_another_reduction_in_a_jitted_function(jax: Any) -> None:
+    def reduce(x: Any) -> Any:
+        return mpidist.get_replica_context().all_reduce("SUM", {"w": x})
+
+    with pytest.raises(TypeError, match="no value while JAX traces a function.*take mpidist.jax.all_reduce there"):
+        jax.jit(reduce)(1.0)
+
+
 @pytest.mark.one_rank
 def test_where_jax_has_started_before(jax: Any, all_reduce: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from mpidist.jax import dispatch
