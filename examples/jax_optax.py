@@ -52,7 +52,8 @@ def scores(params: Params, images: jax.Array) -> jax.Array:
 def loss(params: Params, batch: dict[str, jax.Array], batch_size: int) -> jax.Array:
     """Return this replica's part of the mean over the batch of all."""
     losses = optax.softmax_cross_entropy_with_integer_labels(scores(params, batch["image"]), batch["label"])
-    return losses.sum() / batch_size
+    part: jax.Array = losses.sum() / batch_size
+    return part
 
 
 loss_and_gradient = jax.jit(jax.value_and_grad(loss))

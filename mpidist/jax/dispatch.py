@@ -6,20 +6,24 @@ between those of the program, in another order on each rank. So JAX is told to c
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
+# JAX gives it no types.
+_config: Any = jax.config
 _ASYNC = "jax_cpu_enable_async_dispatch"
 
 
 def has_started() -> bool:
     """Return whether JAX has looked for its devices, after which some settings are fixed."""
     # There is no question for it in public, but a setting that can be changed before that alone.
-    before = jax.config.jax_num_cpu_devices
+    before = _config.jax_num_cpu_devices
     try:
-        jax.config.update("jax_num_cpu_devices", before + 1)
+        _config.update("jax_num_cpu_devices", before + 1)
     except RuntimeError:
         return True
-    jax.config.update("jax_num_cpu_devices", before)
+    _config.update("jax_num_cpu_devices", before)
     return False
 
 
@@ -31,9 +35,9 @@ class _Dispatch:
 
 def dispatch_in_order() -> None:
     """Have computations on CPUs carried out where they are called, if JAX has not started yet."""
-    if jax.config.read(_ASYNC) and not has_started():
-        jax.config.update(_ASYNC, False)
-    _Dispatch.is_in_order = not jax.config.read(_ASYNC)
+    if _config.read(_ASYNC) and not has_started():
+        _config.update(_ASYNC, False)
+    _Dispatch.is_in_order = not _config.read(_ASYNC)
 
 
 def check_order() -> None:

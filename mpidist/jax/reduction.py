@@ -26,6 +26,8 @@ from mpidist.topology.topology import Topology
 Tree = TypeVar("Tree")
 Leaves = list[Any]
 
+# JAX gives it no types.
+_Spec: Any = jax.ShapeDtypeStruct
 _WITH_GRADIENT = (ReduceOp.SUM, ReduceOp.MEAN)
 # Lines in errors are those of the program.
 skip_frames_of(jax.__file__)
@@ -124,7 +126,7 @@ def _reduce_traced(op: ReduceOp, leaves: Leaves) -> Leaves:
     def reduce(*leaves: Any) -> list[Any]:
         packs = Packs(leaves)
         given = packs.join(leaves, jnp)
-        results = [jax.ShapeDtypeStruct(pack.shape, _result_dtype(op, pack.dtype)) for pack in given]
+        results = [_Spec(pack.shape, _result_dtype(op, pack.dtype)) for pack in given]
         on_host = partial(_reduce_on_host, op, packs, user_call_site())
         return packs.cut(io_callback(on_host, results, *given, ordered=True))
 
