@@ -57,7 +57,10 @@ def trained(replicas: tuple[int, ...] | None, optimizer_name: str, dtype: str, i
     def first(value: Any) -> Any:
         return jax.tree.map(lambda leaf: strategy.experimental_local_results(leaf)[0], value)
 
-    with jax.enable_x64(dtype == "float64"):
+    # A block with jax.enable_x64() would count in this thread alone, and not in those of several replicas.
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", dtype == "float64")
+    try:
         fast = jax.jit(step) if is_jitted else step
         params = {
             "w1": jax.numpy.asarray(rng.normal(size=(5, 8)).astype(dtype)),
@@ -71,14 +74,16 @@ def trained(replicas: tuple[int, ...] | None, optimizer_name: str, dtype: str, i
                 batch = (rows[start : start + 7], targets[start : start + 7])
                 params, state, value = fast(params, state, batch, len(batch[0]))
                 losses.append(float(value))
-            return [losses, *map(np.asarray, jax.tree.leaves(params))]
-        devices = [f"cpu:{i}" for i in range(replicas[mpidist.rank()])]
-        with mpidist.MultiWorkerMirroredStrategy(devices=devices) as strategy:
-            dataset = mpidist.Dataset.from_tensor_slices((rows, targets)).batch(7).repeat().take(20)
-            for batch in strategy.experimental_distribute_dataset(dataset):
-                params, state, value = first(strategy.run(replica_step, (params, state, batch)))
-                losses.append(float(value))
+        else:
+            devices = [f"cpu:{i}" for i in range(replicas[mpidist.rank()])]
+            with mpidist.MultiWorkerMirroredStrategy(devices=devices) as strategy:
+                dataset = mpidist.Dataset.from_tensor_slices((rows, targets)).batch(7).repeat().take(20)
+                for batch in strategy.experimental_distribute_dataset(dataset):
+                    params, state, value = first(strategy.run(replica_step, (params, state, batch)))
+                    losses.append(float(value))
         return [losses, *map(np.asarray, jax.tree.leaves(params))]
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
 @pytest.mark.parametrize(
