@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,12 @@ def example(ranks: int, out: Path, *arguments: str) -> str:
     return done.stdout
 
 
+def figures(output: str) -> list[list[float]]:
+    """Epoch, loss, and how many percent of the images were read right, each time that it was said."""
+    found = re.findall(r"epoch (\d+): loss ([\d.]+), ([\d.]+) %", output)
+    return [list(map(float, each)) for each in found]
+
+
 def weights_of(out: Path) -> dict[str, Any]:
     """The newest weights of a run of the example."""
     import jax
@@ -119,22 +126,23 @@ def weights_of(out: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """What the example prints and comes to in one process."""
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[float]], dict[str, Any]]:
+    """What the example says and comes to in one process."""
     out = tmp_path_factory.mktemp("alone")
-    return example(1, out), weights_of(out)
+    return figures(example(1, out)), weights_of(out)
 
 
 def test_the_example_learns_in_one_process(alone: Any) -> None:
-    assert float(alone[0].splitlines()[-1].split(",")[1].split()[0]) > 90
+    assert len(alone[0]) == 3
+    assert alone[0][-1][2] > 90
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (3, 1), (1, 3)])
 def test_the_example_comes_to_the_same(alone: Any, ranks: int, replicas: int, tmp_path: Path) -> None:
-    printed = example(ranks, tmp_path, "--replicas", str(replicas))
-    assert printed == alone[0]
+    found = figures(example(ranks, tmp_path, "--replicas", str(replicas)))
+    np.testing.assert_allclose(found, alone[0], rtol=0.01)
     for name, weights in weights_of(tmp_path).items():
-        np.testing.assert_allclose(weights, alone[1][name], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(weights, alone[1][name], rtol=0, atol=1e-5)
 
 
 # The example up to where rank 1 is killed, in the middle of the second epoch.
@@ -167,11 +175,11 @@ def test_a_killed_example_that_is_resumed(alone: Any, ranks: int, tmp_path: Path
     assert "epoch 3" not in killed.stdout
     printed = example(ranks, out, "--resume")
     assert "going on after step 60" in printed
-    assert printed.splitlines()[-1] == alone[0].splitlines()[-1]
+    np.testing.assert_allclose(figures(printed)[-1], alone[0][-1], rtol=0.01)
     found = weights_of(out)
     if ranks == 2:
         whole = tmp_path / "whole"
         example(2, whole)
         assert all((found[name] == weights).all() for name, weights in weights_of(whole).items())
     for name, weights in found.items():
-        np.testing.assert_allclose(weights, alone[1][name], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(weights, alone[1][name], rtol=0, atol=1e-5)
