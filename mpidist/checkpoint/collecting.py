@@ -23,7 +23,7 @@ from mpidist.arrays.dtypes import Array, check_transportable, is_transportable
 from mpidist.checkpoint.format_rules import DEEPEST, is_state
 from mpidist.core import nest
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
-from mpidist.core.nest import Kind
+from mpidist.core.nest import NestKind
 from mpidist.values.composite import AnyVariable
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def entry_of(container: object, name: str | int, outer: ValueRef | None) -> Valu
     return ValueRef(lambda: outer.get()[name], put)
 
 
-def child_of(kind: Kind, index: int, outer: ValueRef | None) -> ValueRef | None:
+def child_of(kind: NestKind, index: int, outer: ValueRef | None) -> ValueRef | None:
     """Return a reference to a child of a structure at ``outer`` that never changes, or None."""
     if outer is None:
         return None
@@ -456,7 +456,7 @@ class _Collector:
                 error = TypeError(f"checkpoint object {key!r} has the dict key {name!r}; expected a string or an int")
                 self._pass_over(inner, error)
 
-    def _look_at_tree(self, found: _Found, kind: Kind) -> None:
+    def _look_at_tree(self, found: _Found, kind: NestKind) -> None:
         for index, (name, child) in enumerate(kind.children(found.value)):
             # Its numbers are state; what is neither that nor an array, as the activation function of a layer, is not.
             part = found.part(child, "", child_of(kind, index, found.place), not isinstance(child, _PLAIN))

@@ -17,7 +17,7 @@ Structure = TypeVar("Structure")
 LEAF = "*"
 
 
-class Kind(NamedTuple):
+class NestKind(NamedTuple):
     """How the structures of one kind are taken apart and put together.
 
     Attributes:
@@ -61,22 +61,22 @@ def _rebuilt_attrs(like: Any, children: list[Any]) -> Any:
 
 
 _KINDS = [
-    Kind(
+    NestKind(
         lambda of: issubclass(of, dict),
         lambda nest: [(key, nest[key]) for key in _keys(nest)],
         _rebuilt_dict,
     ),
-    Kind(
+    NestKind(
         lambda of: issubclass(of, tuple),
         lambda nest: list(enumerate(nest)),
         _rebuilt_tuple,
     ),
-    Kind(
+    NestKind(
         lambda of: issubclass(of, list),
         lambda nest: list(enumerate(nest)),
         lambda like, children: type(like)(children),
     ),
-    Kind(
+    NestKind(
         lambda of: hasattr(of, "__attrs_attrs__"),
         lambda nest: [(a.name, getattr(nest, a.name)) for a in type(nest).__attrs_attrs__],
         _rebuilt_attrs,
@@ -85,10 +85,10 @@ _KINDS = [
 _BUILT_IN = tuple(_KINDS)
 
 
-class _KindOfType(dict[type, Kind | None]):
+class _KindOfType(dict[type, NestKind | None]):
     """A memo of the kinds of types, None for leaves. It is asked for every leaf of every step."""
 
-    def __missing__(self, of: type) -> Kind | None:
+    def __missing__(self, of: type) -> NestKind | None:
         self[of] = found = next((kind for kind in _KINDS if kind.covers(of)), None)
         return found
 
@@ -96,13 +96,13 @@ class _KindOfType(dict[type, Kind | None]):
 _kind_of_type = _KindOfType()
 
 
-def register(kind: Kind) -> None:
+def register(kind: NestKind) -> None:
     """Take values of a further kind for structures, in this process."""
     _KINDS.append(kind)
     _kind_of_type.clear()
 
 
-def registered_kind(value: object) -> Kind | None:
+def registered_kind(value: object) -> NestKind | None:
     """Return the kind of a structure that :func:`register` was told of; None for any other value."""
     kind = _kind_of_type[type(value)]
     return None if kind in _BUILT_IN else kind

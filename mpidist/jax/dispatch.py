@@ -1,7 +1,7 @@
 """The order of JAX's computations and of the collectives in them, on CPUs.
 
 By default JAX only notes a computation, and another thread carries it out. Collectives in it would come at any time
-between those of the program, in another order on each rank. So JAX is told to carry out what it is given at once.
+between those of the program, in another order on each rank. So JAX is told to carry computations out at once.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def _reduce_traced(op: ReduceOp, leaves: Leaves) -> Leaves:
 
 
 def _reduce_on_host(op: ReduceOp, packs: Packs, call_site: str, *given: jax.Array) -> list[Array]:
-    """Reduce what a jitted function has come to, in a thread of JAX, for the line that JAX has traced."""
+    """Reduce the values of a jitted function, in a thread of JAX, for the line that JAX has traced."""
     works_for_call_site = call_site  # noqa: F841  # read by user_call_site()
     frame = replica_frame_elsewhere() or current_frame()
     _check_alone(frame)

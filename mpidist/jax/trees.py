@@ -15,7 +15,7 @@ def register_trees() -> None:
 
     Such a tree has all its leaves on one level, lists and dicts in it included, and None in it is nothing, as in JAX.
     """
-    nest.register(nest.Kind(_is_node, _children, _rebuilt))
+    nest.register(nest.NestKind(_is_node, _children, _rebuilt))
 
 
 def _is_node(of: type) -> bool:

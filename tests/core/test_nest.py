@@ -95,7 +95,7 @@ def test_a_class_that_was_registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert nest.flatten([Pair(1, 2)])[0].parts == [1, 2]
     monkeypatch.setattr(nest, "_KINDS", [*nest._KINDS])
-    kind = nest.Kind(
+    kind = nest.NestKind(
         lambda of: of is Pair,
         lambda pair: list(zip(("left", "right"), pair.parts, strict=True)),
         lambda _, parts: Pair(*parts),
