@@ -88,7 +88,7 @@ def entry_of(container: object, name: str | int, outer: ValueRef | None) -> Valu
 
 
 def child_of(kind: NestKind, index: int, outer: ValueRef | None) -> ValueRef | None:
-    """Return a reference to a child of a structure at ``outer`` that never changes, or None."""
+    """Return a reference to a child of an immutable structure at ``outer``, or None."""
     if outer is None:
         return None
 

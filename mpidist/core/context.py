@@ -74,10 +74,10 @@ def current_frame() -> Frame:
 
 
 def replica_frame_elsewhere() -> Frame | None:
-    """Return the frame of a replica that waits for this thread, which a library has started outside of Python.
+    """Return the frame of a replica that waits for this thread, or None.
 
-    Of several replicas that of the thread which was the first to run one. None where there is none, and in other
-    threads, which have frames of their own.
+    A library has started the thread outside of Python. Of several replicas that of the thread which was the first to
+    run one. None where there is none, and in other threads, which have frames of their own.
     """
     # Those that Python has started; for others it makes stand-ins when they ask for themselves.
     started = {of.ident for of in threading.enumerate() if not isinstance(of, threading._DummyThread)}

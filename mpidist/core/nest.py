@@ -103,7 +103,7 @@ def register(kind: NestKind) -> None:
 
 
 def registered_kind(value: object) -> NestKind | None:
-    """Return the kind of a structure that :func:`register` was told of; None for any other value."""
+    """Return the registered kind of a structure; None for any other value."""
     kind = _kind_of_type[type(value)]
     return None if kind in _BUILT_IN else kind
 

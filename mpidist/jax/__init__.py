@@ -1,4 +1,4 @@
-"""JAX with mpidist: its start on the ranks of MPI, an all-reduce for jitted functions, and its pytrees as structures.
+"""JAX on the ranks of MPI: its start, an all-reduce in jitted functions, pytrees.
 
 From the import on, classes that JAX takes for pytrees (Flax, Equinox, optax, a program's own) go through
 ``strategy.run``, reductions and collectives leaf by leaf, and into checkpoints. Import it before JAX computes anything.

@@ -34,7 +34,7 @@ class _Dispatch:
 
 
 def dispatch_in_order() -> None:
-    """Have computations on CPUs carried out where they are called, if JAX has not started yet."""
+    """Have JAX compute on CPUs where it is called, unless it has started."""
     if _config.read(_ASYNC) and not has_started():
         _config.update(_ASYNC, False)
     _Dispatch.is_in_order = not _config.read(_ASYNC)

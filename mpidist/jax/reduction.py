@@ -19,7 +19,7 @@ from mpidist.core.callsite import skip_frames_of, user_call_site
 from mpidist.core.context import Frame, current_frame, entered, is_default, replica_frame_elsewhere
 from mpidist.core.enums import ReduceOp
 from mpidist.jax.dispatch import check_order
-from mpidist.jax.packing import Packs
+from mpidist.jax.leaf_packs import LeafPacks
 from mpidist.topology import world_topology
 from mpidist.topology.topology import Topology
 
@@ -124,7 +124,7 @@ def _reduce_traced(op: ReduceOp, leaves: Leaves) -> Leaves:
 
     @custom_vmap
     def reduce(*leaves: Any) -> list[Any]:
-        packs = Packs(leaves)
+        packs = LeafPacks(leaves)
         given = packs.join(leaves, jnp)
         results = [_Spec(pack.shape, _result_dtype(op, pack.dtype)) for pack in given]
         on_host = partial(_reduce_on_host, op, packs, user_call_site())
@@ -138,8 +138,8 @@ def _reduce_traced(op: ReduceOp, leaves: Leaves) -> Leaves:
     return reduced
 
 
-def _reduce_on_host(op: ReduceOp, packs: Packs, call_site: str, *given: jax.Array) -> list[Array]:
-    """Reduce the values of a jitted function, in a thread of JAX, for the line that JAX has traced."""
+def _reduce_on_host(op: ReduceOp, packs: LeafPacks, call_site: str, *given: jax.Array) -> list[Array]:
+    """Reduce the values of a jitted function; called in a thread of JAX."""
     works_for_call_site = call_site  # noqa: F841  # read by user_call_site()
     frame = replica_frame_elsewhere() or current_frame()
     _check_alone(frame)
@@ -156,7 +156,7 @@ def _result_dtype(op: ReduceOp, dtype: DType) -> DType:
 
 
 def _check_alone(frame: Frame) -> None:
-    """Raise RuntimeError where other replicas of the rank wait for their turn while JAX holds one."""
+    """Raise RuntimeError where the rank has other replicas, which wait for their turn."""
     replicas = len(frame.strategy.extended.local_replica_ids)
     if frame.replica_context is not None and replicas > 1:
         raise RuntimeError(

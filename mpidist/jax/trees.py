@@ -1,4 +1,7 @@
-"""Classes that JAX takes for pytrees are structures: of Flax, Equinox and optax, and those that a program registers."""
+"""Classes that JAX takes for pytrees are structures.
+
+They are those of Flax, Equinox and optax, and those that a program registers with JAX.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Leaves in flat arrays, one for each dtype: each array that JAX hands to the host has a price of its own."""
+"""Leaves in flat arrays, one for each dtype.
+
+Each array that JAX hands to the host has a price of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 
-class Packs:
+class LeafPacks:
     """Where leaves stand in flat arrays.
 
     Args:
