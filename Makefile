@@ -15,6 +15,7 @@
 #                        in .venv-cupy12 and .venv-cupy13; no GPU needed
 #   make test-mpich      tests on two ranks of the MPICH of PyPI, in .venv-mpich
 #   make test-torch      tests with PyTorch and JAX, and PyTorch's own of torch.distributed, in .venv-torch; six minutes
+#   make test-jax        tests with JAX, Flax, Equinox and optax, in .venv-jax
 #   make bench-torch     measure torch.distributed beside gloo on 2 and on 4 ranks, about 5 minutes; benchmarks/results/torch-*
 #   make test-types      the types that a program and the examples see, by mypy and pyright, in .venv-types
 #   make test-gpu        tests on an NVIDIA GPU, one is enough, at most 21 minutes; summary and JSON in out/gpu/
@@ -26,8 +27,8 @@
 #
 # Variables: PYTHON (the interpreter to start from), VENV, RANKS, OUT, TRAIN_ARGS, CHECK_ARGS (of python -m tests.checks,
 # such as --only "2 ranks"), TEST_ARGS, BENCH_OUT, BENCH_ARGS, BENCH_FOLDER, STEP_SECONDS, CUDA (12 or 13, of the GPU's
-# driver), CUPY_VENV, MPICH_VENV, TORCH_VENV, TORCH (what pip installs there), TYPES_VENV, and MPIRUN: on a cluster,
-# `make test MPIRUN="mpirun"` takes the cluster's MPI instead of the one from PyPI.
+# driver), CUPY_VENV, MPICH_VENV, TORCH_VENV, TORCH (what pip installs there), JAX_VENV, JAX, TYPES_VENV, and MPIRUN: on a
+# cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI instead of the one from PyPI.
 
 SHELL := /bin/sh
 PYTHON ?= python3
@@ -47,6 +48,8 @@ GPU_OUT ?= out/gpu
 CUPY_VENV ?= .venv-cupy
 MPICH_VENV ?= .venv-mpich
 TORCH_VENV ?= .venv-torch
+JAX_VENV ?= .venv-jax
+JAX ?= jax optax flax equinox
 TYPES_VENV ?= .venv-types
 # What pip installs there, such as TORCH="torch==2.13.0+cpu jax".
 TORCH ?= torch jax expecttest lightning accelerate transformers
@@ -80,7 +83,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .PHONY: train test quick test-all test-share mutants lint bench test-cluster bench-cluster bench-input test-chaos test-mpich
-.PHONY: gpu-env test-gpu bench-gpu test-binding test-torch bench-torch test-types env native clean
+.PHONY: gpu-env test-gpu bench-gpu test-binding test-torch test-jax bench-torch test-types env native clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -154,6 +157,20 @@ $(TORCH_VENV)/.done: pyproject.toml setup.cfg
 	$(call CHECK,$(TORCH_VENV))
 	$(PYTHON) -m venv $(TORCH_VENV)
 	$(TORCH_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' $(TORCH)
+	@touch $@
+
+JAX_PYTEST = $(LIMIT) $(JAX_VENV)/bin/mpirun -n $1 $(JAX_VENV)/bin/python \
+  -m pytest -q --color=no --with-mpi -p no:cacheprovider --ranks $1
+
+test-jax: export MPIRUN = $(JAX_VENV)/bin/mpirun
+test-jax: $(JAX_VENV)/.done $(NATIVE)
+	$(LIMIT) $(JAX_VENV)/bin/python -m pytest -q tests/jax mpidist/jax < /dev/null
+	$(call JAX_PYTEST,2) tests/jax < /dev/null
+
+$(JAX_VENV)/.done: pyproject.toml setup.cfg
+	$(call CHECK,$(JAX_VENV))
+	$(PYTHON) -m venv $(JAX_VENV)
+	$(JAX_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' $(JAX)
 	@touch $@
 
 bench-torch: $(TORCH_VENV)/.bench $(NATIVE)
@@ -280,5 +297,5 @@ $(VENV)/.bench: pyproject.toml setup.cfg | $(VENV)/bin/python
 	@touch $@
 
 clean:
-	rm -rf $(call IN_TREE,$(VENV) $(CUPY_VENV)12 $(CUPY_VENV)13 $(MPICH_VENV) $(TORCH_VENV) $(TYPES_VENV)) build dist *.egg-info $(NATIVE) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(call IN_TREE,$(VENV) $(CUPY_VENV)12 $(CUPY_VENV)13 $(MPICH_VENV) $(TORCH_VENV) $(JAX_VENV) $(TYPES_VENV)) build dist *.egg-info $(NATIVE) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find mpidist tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

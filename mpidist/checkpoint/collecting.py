@@ -21,8 +21,10 @@ from mpidist.arrays.convert import is_jax, is_torch
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import Array, check_transportable, is_transportable
 from mpidist.checkpoint.format_rules import DEEPEST, is_state
+from mpidist.core import nest
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.first_use import imported
+from mpidist.core.nest import NestKind
 from mpidist.values.composite import AnyVariable
 
 if TYPE_CHECKING:
@@ -84,6 +86,21 @@ def entry_of(container: object, name: str | int, outer: ValueRef | None) -> Valu
         outer.put(before._make(entries) if hasattr(before, "_make") else type(before)(entries))
 
     return ValueRef(lambda: outer.get()[name], put)
+
+
+def child_of(kind: NestKind, index: int, outer: ValueRef | None) -> ValueRef | None:
+    """Return a reference to a child of an immutable structure at ``outer``, or None."""
+    if outer is None:
+        return None
+
+    def children() -> list[Any]:
+        return [child for _, child in kind.children(outer.get())]
+
+    # Another structure takes its place.
+    return ValueRef(
+        lambda: children()[index],
+        lambda value: outer.put(kind.rebuild(outer.get(), [*children()[:index], value, *children()[index + 1 :]])),
+    )
 
 
 def attribute_of(holder: Any, name: str, outer: ValueRef | None) -> ValueRef | None:
@@ -348,6 +365,8 @@ class _Collector:
             self._look_at_array(found)
         elif _has_methods(value, "_checkpoint_children") and not isinstance(value, type):
             self._look_at_children(found)
+        elif (kind := nest.registered_kind(value)) is not None:
+            self._look_at_tree(found, kind)
         elif isinstance(value, (Mapping, list, tuple)):
             self._look_at_container(found)
         elif isinstance(value, _PLAIN):
@@ -440,6 +459,12 @@ class _Collector:
                 inner = replace(found.part(child, "", is_optional=found.is_optional), outer=found)
                 error = TypeError(f"checkpoint object {key!r} has the dict key {name!r}; expected a string or an int")
                 self._pass_over(inner, error)
+
+    def _look_at_tree(self, found: _Found, kind: NestKind) -> None:
+        for index, (name, child) in enumerate(kind.children(found.value)):
+            # Its numbers are state; what is neither that nor an array, as the activation function of a layer, is not.
+            part = found.part(child, "", child_of(kind, index, found.place), not isinstance(child, _PLAIN))
+            self.add(part if found.lost else replace(part, key=f"{found.key}/{name}"))
 
     def _look_at_module(self, found: _Found) -> None:
         if not self._is_new(found):

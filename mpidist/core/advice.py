@@ -12,7 +12,7 @@ _ON_NODE = (
     "MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).{}()"
 )
 
-# Names of Horovod, torch.distributed and mpi4py.
+# Names of Horovod, torch.distributed and mpi4py, and a room that nothing imports but programs.
 IN_PLACE_OF = {
     **dict.fromkeys(("init", "init_process_group", "is_initialized", "Init"), _STARTS),
     **dict.fromkeys(("finalize", "shutdown", "destroy_process_group", "Finalize"), _ENDS),
@@ -27,4 +27,5 @@ IN_PLACE_OF = {
     **dict.fromkeys(("barrier", "Barrier"), _COLLECTIVE.format("barrier()")),
     **dict.fromkeys(("DistributedOptimizer", "DistributedDataParallel"), _OPTIMIZER),
     **dict.fromkeys(("broadcast_parameters", "broadcast_variables"), _VARIABLES),
+    "jax": "type: import mpidist.jax",
 }

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mpidist.core.enums import ReduceOp
 from mpidist.core.first_use import imported
@@ -41,11 +41,16 @@ class Frame:
         self.update_replica_id = update_replica_id
 
 
+# The stack of each thread by its number; that of a thread which has ended is there until another gets its number.
+_stack_of_thread: dict[int, dict[str, Any]] = {}
+
+
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.global_frame: Frame | None = None
         self.creators: list[Callable[..., object]] = []
+        _stack_of_thread[threading.get_ident()] = vars(self)
 
 
 _stack = _Stack()
@@ -66,6 +71,20 @@ def current_frame() -> Frame:
     if not _default:
         imported(_HOME_OF_DEFAULT)
     return _default[0]
+
+
+def replica_frame_elsewhere() -> Frame | None:
+    """Return the frame of a replica that waits for this thread, or None.
+
+    A library has started the thread outside of Python. Of several replicas that of the thread which was the first to
+    run one. None where there is none, and in other threads, which have frames of their own.
+    """
+    # Those that Python has started; for others it makes stand-ins when they ask for themselves.
+    started = {of.ident for of in threading.enumerate() if not isinstance(of, threading._DummyThread)}
+    if threading.get_ident() in started:
+        return None
+    tops = [stack["frames"][-1] for of, stack in list(_stack_of_thread.items()) if of in started and stack["frames"]]
+    return next((frame for frame in tops if frame.replica_context is not None), None)
 
 
 def push(frame: Frame) -> None:

@@ -1,7 +1,8 @@
 """Nested structures: lists, tuples, named tuples, dicts and attrs classes, with anything else as leaves.
 
-Dict entries are visited in the order of their sorted keys, so that ranks which built the same dict in another
-order still agree. A rebuilt structure has the type and the key order of its model.
+Other classes are structures once :func:`register` has been told of them, as those of JAX are. Dict entries are visited
+in the order of their sorted keys, so that ranks which built the same dict in another order still agree. A rebuilt
+structure has the type and the key order of its model.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeGuard, TypeVar, cast
+from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 Structure = TypeVar("Structure")
 
@@ -17,23 +18,19 @@ Structure = TypeVar("Structure")
 LEAF = "*"
 _FLAT = re.compile(r"\[[*, ]*\]|\([*, ]*\)")
 
-_BRANCHES = (list, tuple, dict)
 
+class NestKind(NamedTuple):
+    """How the structures of one kind are taken apart and put together.
 
-class _KindOfType(dict[type, bool]):
-    """A memo of the types whose values are structures. It is asked for every leaf of every step."""
+    Attributes:
+        covers: Returns whether the values of a type are of this kind.
+        children: Returns ``(key, child)`` pairs of one level, in visiting order. A key may be a path, as in ``a/0/b``.
+        rebuild: Returns a structure like a given one with these children in visiting order.
+    """
 
-    def __missing__(self, kind: type) -> bool:
-        self[kind] = is_structure = issubclass(kind, _BRANCHES) or hasattr(kind, "__attrs_attrs__")
-        return is_structure
-
-
-_is_structure = _KindOfType()
-
-
-def is_nest(value: object) -> bool:
-    """Return whether ``value`` is a structure rather than a leaf."""
-    return _is_structure[type(value)]
+    covers: Callable[[type], bool]
+    children: Callable[[Any], list[tuple[object, Any]]]
+    rebuild: Callable[[Any, list[Any]], Any]
 
 
 def _keys(mapping: dict[Any, object]) -> list[Any]:
@@ -43,36 +40,79 @@ def _keys(mapping: dict[Any, object]) -> list[Any]:
         return sorted(mapping, key=lambda key: (type(key).__name__, repr(key)))
 
 
-def _children(nest: Any) -> list[tuple[object, Any]]:
-    """Return ``(key, child)`` pairs of one level, in visiting order."""
-    if isinstance(nest, dict):
-        return [(key, nest[key]) for key in _keys(nest)]
-    if isinstance(nest, (list, tuple)):
-        return list(enumerate(nest))
-    return [(a.name, getattr(nest, a.name)) for a in type(nest).__attrs_attrs__]
+def _rebuilt_dict(like: dict[Any, Any], children: list[Any]) -> Any:
+    by_key = dict(zip(_keys(like), children, strict=True))
+    if type(like) is dict:
+        return {key: by_key[key] for key in like}
+    # A copy keeps what a subclass knows beside its entries, as a defaultdict its factory.
+    rebuilt = copy.copy(like)
+    rebuilt.update(by_key)
+    return rebuilt
 
 
-def _rebuild(like: Any, children: list[Any]) -> Any:
-    """Return a structure of ``like``'s type with ``children`` given in visiting order."""
-    if isinstance(like, dict):
-        by_key = dict(zip(_keys(like), children, strict=True))
-        if type(like) is dict:
-            return {key: by_key[key] for key in like}
-        # A copy keeps what a subclass knows beside its entries, as a defaultdict its factory.
-        rebuilt = copy.copy(like)
-        rebuilt.update(by_key)
-        return rebuilt
-    if isinstance(like, tuple) and hasattr(like, "_fields"):
-        return type(like)(*children)
-    if isinstance(like, tuple):
-        # A subclass may be for one kind of items alone, as torch.Size is for sizes.
-        return tuple(children)
-    if isinstance(like, list):
-        return type(like)(children)
+def _rebuilt_tuple(like: Any, children: list[Any]) -> Any:
+    # A subclass without names may be for one kind of items alone, as torch.Size is for sizes.
+    return type(like)(*children) if hasattr(like, "_fields") else tuple(children)
+
+
+def _rebuilt_attrs(like: Any, children: list[Any]) -> Any:
     rebuilt = copy.copy(like)
     for attribute, child in zip(type(like).__attrs_attrs__, children, strict=True):
         object.__setattr__(rebuilt, attribute.name, child)
     return rebuilt
+
+
+_KINDS = [
+    NestKind(
+        lambda of: issubclass(of, dict),
+        lambda nest: [(key, nest[key]) for key in _keys(nest)],
+        _rebuilt_dict,
+    ),
+    NestKind(
+        lambda of: issubclass(of, tuple),
+        lambda nest: list(enumerate(nest)),
+        _rebuilt_tuple,
+    ),
+    NestKind(
+        lambda of: issubclass(of, list),
+        lambda nest: list(enumerate(nest)),
+        lambda like, children: type(like)(children),
+    ),
+    NestKind(
+        lambda of: hasattr(of, "__attrs_attrs__"),
+        lambda nest: [(a.name, getattr(nest, a.name)) for a in type(nest).__attrs_attrs__],
+        _rebuilt_attrs,
+    ),
+]
+_BUILT_IN = tuple(_KINDS)
+
+
+class _KindOfType(dict[type, NestKind | None]):
+    """A memo of the kinds of types, None for leaves. It is asked for every leaf of every step."""
+
+    def __missing__(self, of: type) -> NestKind | None:
+        self[of] = found = next((kind for kind in _KINDS if kind.covers(of)), None)
+        return found
+
+
+_kind_of_type = _KindOfType()
+
+
+def register(kind: NestKind) -> None:
+    """Take values of a further kind for structures, in this process."""
+    _KINDS.append(kind)
+    _kind_of_type.clear()
+
+
+def registered_kind(value: object) -> NestKind | None:
+    """Return the registered kind of a structure; None for any other value."""
+    kind = _kind_of_type[type(value)]
+    return None if kind in _BUILT_IN else kind
+
+
+def is_nest(value: object) -> bool:
+    """Return whether ``value`` is a structure rather than a leaf."""
+    return _kind_of_type[type(value)] is not None
 
 
 def flatten(nest: object) -> list[Any]:
@@ -81,11 +121,12 @@ def flatten(nest: object) -> list[Any]:
     >>> flatten({"b": [1, 2], "a": (3,)})
     [3, 1, 2]
     """
-    if not is_nest(nest):
+    kind = _kind_of_type[type(nest)]
+    if kind is None:
         return [nest]
     if _is_flat_list(nest):
         return list(nest)
-    return [leaf for _, child in _children(nest) for leaf in flatten(child)]
+    return [leaf for _, child in kind.children(nest) for leaf in flatten(child)]
 
 
 def _is_flat_list(nest: object) -> TypeGuard[list[object]]:
@@ -93,15 +134,16 @@ def _is_flat_list(nest: object) -> TypeGuard[list[object]]:
 
     It is looked at by kinds, for there may be many.
     """
-    return type(nest) is list and not any([_is_structure[kind] for kind in {*map(type, nest)}])
+    return type(nest) is list and not any([_kind_of_type[of] for of in {*map(type, nest)}])
 
 
 def flatten_with_path(nest: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield ``(path, leaf)`` in visiting order. Paths look like ``"['a'][0]"``; that of a lone leaf is empty."""
-    if not is_nest(nest):
+    kind = _kind_of_type[type(nest)]
+    if kind is None:
         yield path, nest
         return
-    for key, child in _children(nest):
+    for key, child in kind.children(nest):
         yield from flatten_with_path(child, f"{path}[{key!r}]")
 
 
@@ -121,9 +163,10 @@ def pack_like(structure: Structure, leaves: Iterable[object]) -> Structure:
     supply = iter(leaves)
 
     def build(like: object) -> object:
-        if not is_nest(like):
+        kind = _kind_of_type[type(like)]
+        if kind is None:
             return next(supply)
-        return _rebuild(like, [build(child) for _, child in _children(like)])
+        return kind.rebuild(like, [build(child) for _, child in kind.children(like)])
 
     return cast("Structure", build(structure))
 
@@ -131,14 +174,15 @@ def pack_like(structure: Structure, leaves: Iterable[object]) -> Structure:
 def assert_same_structure(first: object, second: object, path: str = "") -> None:
     """Raise ValueError unless both have the same types, lengths and keys, leaf against leaf."""
     where = f" at {path}" if path else ""
-    if is_nest(first) != is_nest(second) or (is_nest(first) and type(first) is not type(second)):
+    kind = _kind_of_type[type(first)]
+    if is_nest(first) != is_nest(second) or (kind is not None and type(first) is not type(second)):
         raise ValueError(
             f"structures differ{where}: {type(first).__name__} against {type(second).__name__}; "
             "expected the same nest everywhere"
         )
-    if not is_nest(first) or (_is_flat_list(first) and _is_flat_list(second) and len(first) == len(second)):
+    if kind is None or (_is_flat_list(first) and _is_flat_list(second) and len(first) == len(second)):
         return
-    ones, others = _children(first), _children(second)
+    ones, others = kind.children(first), kind.children(second)
     if [key for key, _ in ones] != [key for key, _ in others]:
         raise ValueError(
             f"structures differ{where}: {[key for key, _ in ones]} against {[key for key, _ in others]}; "
@@ -162,10 +206,11 @@ def map_structure(fn: Callable[..., object], *nests: object) -> Any:
         assert_same_structure(first, other)
 
     def build(*parts: object) -> object:
-        if not is_nest(parts[0]):
+        kind = _kind_of_type[type(parts[0])]
+        if kind is None:
             return fn(*parts)
-        columns = zip(*(_children(part) for part in parts), strict=True)
-        return _rebuild(parts[0], [build(*(child for _, child in column)) for column in columns])
+        columns = zip(*(kind.children(part) for part in parts), strict=True)
+        return kind.rebuild(parts[0], [build(*(child for _, child in column)) for column in columns])
 
     return build(*nests)
 
@@ -189,11 +234,13 @@ def describe(nest: object) -> str:
     >>> describe({"a": [1, 2], "b": 3})
     "{'a': [*, *], 'b': *}"
     """
-    if not is_nest(nest):
+    kind = _kind_of_type[type(nest)]
+    if kind is None:
         return LEAF
+    children = kind.children(nest)
     if isinstance(nest, dict):
-        return "{" + ", ".join(f"{key!r}: {describe(child)}" for key, child in _children(nest)) + "}"
-    inner = ", ".join(describe(child) for _, child in _children(nest))
+        return "{" + ", ".join(f"{key!r}: {describe(child)}" for key, child in children) + "}"
+    inner = ", ".join(describe(child) for _, child in children)
     if isinstance(nest, list):
         return f"[{inner}]"
     return f"({inner})" if type(nest) is tuple else f"{type(nest).__name__}({inner})"

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpidist.arrays.convert import NUMBERS, is_torch, to_array
+from mpidist.arrays.convert import NUMBERS, is_jax, is_torch, to_array
 from mpidist.arrays.dtypes import Array, check_transportable, reduction_dtypes
 from mpidist.collectives.node.packing import overlaps
 from mpidist.collectives.reading import check_can_be_written, check_writable, restore
@@ -113,7 +113,9 @@ def copied(value: Value) -> Value:
     """Return a copy of ``value``; IndexedSlices as they are."""
     if isinstance(value, IndexedSlices):
         return value
-    copy: Value = restore(value, copy_of(to_array(value)))
+    array = to_array(value)
+    # Those of JAX are made as copies.
+    copy: Value = restore(value, array if is_jax(value) else copy_of(array))
     return copy
 
 
@@ -150,6 +152,10 @@ def apart_from(result: object, given: object) -> object:
         return IndexedSlices(values, indices, result.dense_shape)
     if isinstance(result, NUMBERS):
         return result
+    if is_jax(result):
+        # Nobody changes it, but a function that it is donated to would delete the one that was given.
+        parts = given.values if isinstance(given, ReplicaValues) else (given,)
+        return copied(result) if any([part is result for part in parts]) else result
     array = to_array(result)
     return restore(result, copy_of(array)) if any(overlaps([array], list(_arrays_in(given)))) else result
 

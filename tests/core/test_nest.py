@@ -86,3 +86,28 @@ def test_a_wrong_number_of_leaves() -> None:
 def test_paths_name_the_leaves() -> None:
     assert dict(nest.flatten_with_path({"a": [1, {"b": 2}]})) == {"['a'][0]": 1, "['a'][1]['b']": 2}
     assert nest.describe(Point(1, [2, (3,)])) == "Point(*, [*, (*)])"
+
+
+def test_a_class_that_was_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pair:
+        def __init__(self, left: Any, right: Any) -> None:
+            self.parts = [left, right]
+
+    assert nest.flatten([Pair(1, 2)])[0].parts == [1, 2]
+    monkeypatch.setattr(nest, "_KINDS", [*nest._KINDS])
+    kind = nest.NestKind(
+        lambda of: of is Pair,
+        lambda pair: list(zip(("left", "right"), pair.parts, strict=True)),
+        lambda _, parts: Pair(*parts),
+    )
+    nest.register(kind)
+    pair = Pair({"b": 1, "a": 2}, [3])
+    assert nest.registered_kind(pair) is kind
+    assert nest.registered_kind([pair]) is nest.registered_kind(1) is None
+    assert nest.flatten([pair, 4]) == [2, 1, 3, 4]
+    assert nest.map_structure(lambda x: 2 * x, (pair,))[0].parts == [{"b": 2, "a": 4}, [6]]
+    assert nest.pack_like(pair, "xyz").parts == [{"b": "y", "a": "x"}, ["z"]]
+    assert [path for path, _ in nest.flatten_with_path(pair)] == ["['left']['a']", "['left']['b']", "['right'][0]"]
+    assert nest.describe(pair) == "Pair({'a': *, 'b': *}, [*])"
+    with pytest.raises(ValueError, match="structures differ: Pair against list"):
+        nest.assert_same_structure(pair, [1])

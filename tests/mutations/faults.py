@@ -584,6 +584,23 @@ _TORCH = (
     ),
 )
 
+_JAX = (
+    Fault(
+        "leaves behind the first one are cut from the beginning",
+        "mpidist/jax/leaf_packs.py",
+        "                start = stop\n",
+        "                start = 0\n",
+        ("tests/jax/test_leaf_packs.py",),
+    ),
+    Fault(
+        "leaves of all dtypes are in one pack",
+        "mpidist/jax/leaf_packs.py",
+        "of_dtype.setdefault(leaf.dtype, [])",
+        "of_dtype.setdefault(None, [])",
+        ("tests/jax/test_leaf_packs.py",),
+    ),
+)
+
 _CLI = (
     Fault(
         "launch replaces what the user has set",
@@ -636,6 +653,7 @@ FAULTS: tuple[Fault, ...] = (
     *_ESTIMATOR,
     *_COMPAT,
     *_TORCH,
+    *_JAX,
     *_CLI,
     *_FACADES_FAULTS,
 )
