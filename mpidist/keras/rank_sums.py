@@ -14,6 +14,7 @@ from mpidist.strategies import Strategy
 
 # Where a layer keeps the seed and the count of its random numbers.
 _SEED = "seed_generator_state"
+_MORE_THAN_STEPS = 1_000_003
 
 
 class RankSums:
@@ -79,8 +80,10 @@ class RankSums:
             return
         values = self._communicator.broadcast(list(map(ops.convert_to_numpy, variables)))
         for variable, value in zip(variables, values, strict=True):
-            is_seed = variable.name == _SEED
-            variable.assign(value + value.dtype.type(self.rank) * (1, 0) if is_seed else value)
+            if variable.name == _SEED:
+                # The generators of PyTorch's backend add seed and count up.
+                value = value + np.array([self.rank * _MORE_THAN_STEPS, 0]).astype(value.dtype)
+            variable.assign(value)
 
     def of_first(self, value: object) -> Any:
         """Return the small object of the first rank (collective)."""
