@@ -193,7 +193,7 @@ class StreamBatches(GlobalBatches):
         if batch is None:
             raise ValueError(f"{self._source!r} ended after {index} batches; expected at least steps_per_epoch of them")
         batch = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
-        return self._part(index, keras.tree.map_structure(_as_floatx, batch))
+        return keras.tree.map_structure(_as_floatx, self._part(index, batch))
 
 
 def global_batches(

@@ -65,7 +65,7 @@ def test_one_batch_is_refused(keras: ModuleType, network: Callable[[], Any]) -> 
 @SEVERAL
 def test_losses_that_are_no_means_over_rows(strategy: Any, keras: ModuleType, network: Callable[[], Any]) -> None:
     model = adopted(strategy, network())
-    if mpidist.size() == 1:
+    if strategy.num_replicas_in_sync == 1:
         model.compile("sgd", keras.losses.MeanSquaredError(reduction="sum"))
         return
     with pytest.raises(ValueError, match="expected reduction='sum_over_batch_size'"):
@@ -76,5 +76,7 @@ def test_losses_that_are_no_means_over_rows(strategy: Any, keras: ModuleType, ne
 @pytest.mark.jobs
 def test_mpidist_does_not_import_keras() -> None:
     source = "import sys, mpidist; mpidist.MultiWorkerMirroredStrategy(); print('keras' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", source], env=child_environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", source], env=child_environment(), capture_output=True, text=True, check=True
+    )
     assert done.stdout == "False\n"

@@ -45,9 +45,7 @@ def given(kind: str, strategy: Any, keras: ModuleType, x: Any, y: Any) -> tuple[
 
 @ON_RANKS
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_input(
-    strategy: Any, keras: ModuleType, data: Any, network: Callable[[], Any], kind: str
-) -> None:
+def test_each_kind_of_input(strategy: Any, keras: ModuleType, data: Any, network: Callable[[], Any], kind: str) -> None:
     x, y = (array.astype("float32") for array in data[:2])
     alone, model = network(), network()
     if kind == "dict":
