@@ -15,6 +15,7 @@
 #                        in .venv-cupy12 and .venv-cupy13; no GPU needed
 #   make test-mpich      tests on two ranks of the MPICH of PyPI, in .venv-mpich
 #   make test-torch      tests with PyTorch and JAX, and PyTorch's own of torch.distributed, in .venv-torch
+#   make test-keras      tests of Keras models under strategies, on its torch and its jax backend, in .venv-keras
 #   make bench-torch     measure torch.distributed beside gloo on 2 and on 4 ranks, about 5 minutes; benchmarks/results/torch-*
 #   make test-types      the types that a program and the examples see, by mypy and pyright, in .venv-types
 #   make test-gpu        tests on an NVIDIA GPU, one is enough, at most 21 minutes; summary and JSON in out/gpu/
@@ -27,7 +28,7 @@
 # Variables: PYTHON (the interpreter to start from), VENV, RANKS, OUT, TRAIN_ARGS, CHECK_ARGS (of python -m tests.checks,
 # such as --only "2 ranks"), TEST_ARGS, BENCH_OUT, BENCH_ARGS, BENCH_FOLDER, STEP_SECONDS, CUDA (12 or 13, of the GPU's
 # driver), CUPY_VENV, MPICH_VENV, TORCH_VENV, TORCH, TORCH_SHARE (4: a quarter of PyTorch's own tests, by turns),
-# TYPES_VENV, and MPIRUN: on a cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI instead of the one from PyPI.
+# KERAS_VENV, KERAS, TYPES_VENV, and MPIRUN: on a cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI instead of the one from PyPI.
 
 SHELL := /bin/sh
 PYTHON ?= python3
@@ -47,9 +48,12 @@ GPU_OUT ?= out/gpu
 CUPY_VENV ?= .venv-cupy
 MPICH_VENV ?= .venv-mpich
 TORCH_VENV ?= .venv-torch
+KERAS_VENV ?= .venv-keras
 TYPES_VENV ?= .venv-types
 # What pip installs there, such as TORCH="torch==2.13.0+cpu jax".
 TORCH ?= torch jax expecttest lightning accelerate transformers
+# What pip installs beside Keras, such as KERAS="torch==2.13.0+cpu jax".
+KERAS ?= torch jax
 # Of how many of PyTorch's own tests one is run; the hash of the commit decides which. 4: within four minutes in all.
 TORCH_SHARE ?= 1
 
@@ -82,7 +86,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .PHONY: train test quick test-all test-share mutants lint bench test-cluster bench-cluster bench-input test-chaos test-mpich
-.PHONY: gpu-env test-gpu bench-gpu test-binding test-torch bench-torch test-types env native clean
+.PHONY: gpu-env test-gpu bench-gpu test-binding test-torch test-keras bench-torch test-types env native clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -168,6 +172,25 @@ $(TORCH_VENV)/.done: pyproject.toml setup.cfg
 	$(call CHECK,$(TORCH_VENV))
 	$(PYTHON) -m venv $(TORCH_VENV)
 	$(TORCH_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' $(TORCH)
+	@touch $@
+
+# In an environment of its own, as Keras reads which backend it has when it is imported.
+KERAS_PYTEST = $(KERAS_VENV)/bin/python -m pytest -q --color=no -p no:cacheprovider
+KERAS_TESTS = tests/keras mpidist/keras
+
+test-keras: export MPIRUN = $(KERAS_VENV)/bin/mpirun
+test-keras: export JAX_PLATFORMS = cpu
+test-keras: $(KERAS_VENV)/.done $(NATIVE)
+	for backend in torch jax; do export KERAS_BACKEND=$$backend; \
+	  $(LIMIT) $(KERAS_PYTEST) $(KERAS_TESTS) < /dev/null || exit 1; \
+	  for ranks in 2 3; do \
+	    $(LIMIT) $$MPIRUN -n $$ranks $(KERAS_PYTEST) --with-mpi --ranks $$ranks $(KERAS_TESTS) < /dev/null || exit 1; \
+	  done; done
+
+$(KERAS_VENV)/.done: pyproject.toml setup.cfg
+	$(call CHECK,$(KERAS_VENV))
+	$(PYTHON) -m venv $(KERAS_VENV)
+	$(KERAS_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)keras,test]' $(KERAS)
 	@touch $@
 
 bench-torch: $(TORCH_VENV)/.bench $(NATIVE)
@@ -294,5 +317,5 @@ $(VENV)/.bench: pyproject.toml setup.cfg | $(VENV)/bin/python
 	@touch $@
 
 clean:
-	rm -rf $(call IN_TREE,$(VENV) $(CUPY_VENV)12 $(CUPY_VENV)13 $(MPICH_VENV) $(TORCH_VENV) $(TYPES_VENV)) build dist *.egg-info $(NATIVE) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(call IN_TREE,$(VENV) $(CUPY_VENV)12 $(CUPY_VENV)13 $(MPICH_VENV) $(TORCH_VENV) $(KERAS_VENV) $(TYPES_VENV)) build dist *.egg-info $(NATIVE) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find mpidist tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,10 +3,10 @@
     KERAS_BACKEND=torch python examples/keras_fit.py                    one process
     KERAS_BACKEND=torch mpirun -n 4 python examples/keras_fit.py        four ranks; the same numbers, up to rounding
     KERAS_BACKEND=jax mpirun -n 4 python examples/keras_fit.py          the same with JAX
-    mpirun -n 2 python examples/keras_fit.py --resume --epochs 8       goes on from the backup of a job that was killed
+    mpirun -n 2 python examples/keras_fit.py --resume --epochs 8        goes on from the backup of a killed job
 
 A program as for one process, but for the strategy and ``mpidist.keras.adopt``. It needs Keras and PyTorch or JAX:
-pip install 'mpidist[keras]' torch.
+pip install 'mpidist[keras]' torch. See docs/keras.md.
 """
 
 import argparse
@@ -16,14 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-import mpidist
-
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
 import keras
 from keras import layers
 
-import mpidist.keras
+import mpidist
 
 # See examples/train.py for where they are from.
 DIGITS = Path(__file__).with_name("digits.npz")

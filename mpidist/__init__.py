@@ -29,6 +29,7 @@ warn_about_unknown()
 # program pays for what it needs alone.
 if TYPE_CHECKING:
     from mpidist import cluster_resolver, coordinator, elastic, errors, experimental, metrics, optimizers, v1
+    from mpidist import keras as keras
     from mpidist.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
     from mpidist.cluster_resolver import ClusterSpec
     from mpidist.collectives import Communicator
@@ -77,7 +78,7 @@ else:
         __name__,
         {
             # Rooms whose other names docs tell users to take from there.
-            "mpidist": "checkpoint cluster_resolver coordinator elastic errors estimator experimental metrics "
+            "mpidist": "checkpoint cluster_resolver coordinator elastic errors estimator experimental keras metrics "
             "optimizers parameter_server v1",
             "mpidist.checkpoint": "Checkpoint CheckpointManager latest_checkpoint",
             "mpidist.cluster_resolver": "ClusterSpec",
