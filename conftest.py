@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 collect_ignore_glob = [] if find_spec("torch") else ["mpidist/torch/*.py", "tests/torch/exam*.py"]
+# Keras reads it when it is imported.
+os.environ.setdefault("KERAS_BACKEND", "torch")
 if not find_spec("keras"):
     collect_ignore_glob += ["mpidist/keras/*.py"]
 elif not find_spec("torch"):

@@ -1,4 +1,4 @@
-"""A Keras model becomes one that its strategy trains: it gets a subclass of its class, and so does its optimizer."""
+"""Adoption of a Keras model by a strategy."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def adopt(model: M) -> M:
     >>> with mpidist.OneDeviceStrategy("cpu:0").scope():
     ...     model = adopt(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
     ...     model.compile("sgd", "mse")
-    >>> model.predict([[1.0, 2.0], [3.0, 4.0]], verbose=0).shape
-    (2, 1)
+    >>> model.predict(keras.ops.ones((3, 2)), verbose=0).shape
+    (3, 1)
     """
     strategy: Any = get_strategy()
     require_cross_replica(strategy, "mpidist.keras.adopt()", "call it where the model is made")

@@ -1,4 +1,4 @@
-"""The rows that a rank computes with, of each global batch of arrays, PyDatasets, DataLoaders and Datasets."""
+"""The rows of each global batch that a rank computes with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import keras
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from mpidist.arrays.convert import to_array
 from mpidist.input import Dataset, DistributedDataset
 from mpidist.keras.rank_sums import RankSums
+from mpidist.keras.untyped import KerasObject, Tensors
 from mpidist.strategies import Strategy
 
 _log = logging.getLogger("mpidist")
@@ -41,11 +41,11 @@ class GlobalBatches(keras.utils.PyDataset):
         self.fills = fills
         self.epoch = 0
         self.sizes: list[int] = []
-        self._order: Any = None
+        self._order: Tensors = None
 
     @property
     def text(self) -> str:
-        """What ranks compare."""
+        """The text that ranks compare."""
         raise NotImplementedError
 
     def share(self, index: int, rows: int) -> tuple[int, int]:
@@ -55,21 +55,21 @@ class GlobalBatches(keras.utils.PyDataset):
         start, stop = self.sums.share(rows)
         return (0, 1) if self.fills and start == stop else (start, stop)
 
-    def order(self, index: int, length: int) -> Any:
+    def order(self, index: int, length: int) -> Tensors:
         """Return the order of the pass, which batch 0 begins."""
         if index == 0 or self._order is None:
             seed = self.seed
             self._order = None if seed is None else np.random.default_rng((seed, self.epoch)).permutation(length)
         return self._order
 
-    def cut(self, index: int, batch: Any) -> Any:
-        """Return this rank's rows of a global batch, which must be the same on all ranks."""
+    def cut(self, index: int, batch: Tensors) -> Tensors:
+        """Return this rank's rows of a global batch, the same on all ranks."""
         if index == 0:
             self.strategy.extended.agree_on(lambda: f"a first global batch with the checksum {_checksum(batch):08x}")
         start, stop = self.share(index, rows_of(batch))
         return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[start:stop], batch)
 
-    def without_fillers(self, outputs: Any) -> Any:
+    def without_fillers(self, outputs: Tensors) -> Tensors:
         """Return the outputs of this rank's own rows."""
         kept = [row for size in self.sizes for row in self._own_or_filler(size)]
         return keras.tree.map_structure(lambda output: output[np.array(kept, bool)], outputs)
@@ -78,8 +78,8 @@ class GlobalBatches(keras.utils.PyDataset):
         start, stop = self.sums.share(size)
         return [True] * (stop - start) or [False]
 
-    def in_order(self, outputs: Any) -> Any:
-        """Return outputs of all ranks, one after the other, in the order of the rows of the global batches."""
+    def in_order(self, outputs: Tensors) -> Tensors:
+        """Return outputs of all ranks, one after the other, in the order of rows."""
         ends = np.cumsum(self.sizes)
         of_batches = [
             [np.arange(start, stop) + end - size for start, stop in self.sums.cut(size)]
@@ -93,8 +93,10 @@ class GlobalBatches(keras.utils.PyDataset):
 class ArrayBatches(GlobalBatches):
     """Parts of batches of arrays; no more rows are read than this rank's."""
 
-    def __init__(self, strategy: Strategy, arrays: Any, batch_size: int, **options: Any) -> None:
-        super().__init__(strategy, **options)
+    def __init__(
+        self, strategy: Strategy, arrays: Tensors, batch_size: int, seed: int | None = None, fills: bool = False
+    ) -> None:
+        super().__init__(strategy, seed, fills)
         self._arrays = arrays
         self._batch_size = batch_size
         self._rows = rows_of(arrays)
@@ -109,7 +111,7 @@ class ArrayBatches(GlobalBatches):
         """See the base class."""
         return f"{self._rows} rows in batches of {self._batch_size}"
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Tensors:
         order, first = self.order(index, self._rows), index * self._batch_size
         start, stop = self.share(index, min(self._batch_size, self._rows - first))
         rows = slice(first + start, first + stop)
@@ -120,8 +122,8 @@ class ArrayBatches(GlobalBatches):
 class PyDatasetBatches(GlobalBatches):
     """Parts of the batches of a PyDataset, which every rank asks for."""
 
-    def __init__(self, strategy: Strategy, dataset: Any, **options: Any) -> None:
-        super().__init__(strategy, **options)
+    def __init__(self, strategy: Strategy, dataset: KerasObject, seed: int | None = None, fills: bool = False) -> None:
+        super().__init__(strategy, seed, fills)
         self._dataset = dataset
         if dataset.workers > 1 and self.sums.rank == 0:
             _log.warning("mpidist: workers=%d of %r are not used: ranks read side by side", dataset.workers, dataset)
@@ -137,7 +139,7 @@ class PyDatasetBatches(GlobalBatches):
         """See the base class."""
         return f"{self.num_batches} batches of a {type(self._dataset).__name__}"
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Tensors:
         order = None if self.num_batches is None else self.order(index, self.num_batches)
         batch = self._dataset[index if order is None else int(order[index])]
         return self.cut(index, tuple(batch) if isinstance(batch, (list, tuple)) else (batch,))
@@ -158,20 +160,20 @@ class StreamBatches(GlobalBatches):
         strategy: The strategy that the batches are cut for.
         source: Begins anew each time it is iterated over.
         part: Makes this rank's part of batch number i; by default it is cut.
-        options: See the base class.
+        fills: See the base class.
     """
 
     def __init__(
         self,
         strategy: Strategy,
-        source: Any,
-        part: Callable[[int, Any], Any] | None = None,
-        **options: Any,
+        source: Iterable[Tensors],
+        part: Callable[[int, Tensors], Tensors] | None = None,
+        fills: bool = False,
     ) -> None:
-        super().__init__(strategy, **options)
-        self._source: Iterable[Any] = source
+        super().__init__(strategy, None, fills)
+        self._source = source
         self._part = part or self.cut
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Iterator[Tensors] | None = None
 
     @property
     def num_batches(self) -> int | None:
@@ -186,7 +188,7 @@ class StreamBatches(GlobalBatches):
         """See the base class."""
         return f"{self.num_batches} batches of a {type(self._source).__name__}"
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Tensors:
         if index == 0 or self._iterator is None:
             self._iterator = iter(self._source)
         batch = next(self._iterator, None)
@@ -198,19 +200,20 @@ class StreamBatches(GlobalBatches):
 
 def global_batches(
     strategy: Strategy,
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
+    x: Tensors,
+    y: Tensors = None,
+    sample_weight: Tensors = None,
     batch_size: int | None = None,
     steps: int | None = None,
-    **options: Any,
+    seed: int | None = None,
+    fills: bool = False,
 ) -> GlobalBatches:
     """Return the batches of the arguments of ``fit``, ``evaluate`` or ``predict``.
 
     Args:
         strategy: The strategy that they are cut for.
         x, y, sample_weight, batch_size, steps: Those of Keras.
-        options: Those of :class:`GlobalBatches`.
+        seed, fills: Those of :class:`GlobalBatches`.
 
     Raises:
         TypeError: ``x`` is something else than these take.
@@ -221,7 +224,7 @@ def global_batches(
         named = [name for name, value in given.items() if value is not None]
         if named:
             raise ValueError(f"{', '.join(named)} beside a {type(x).__name__}, which gives batches of its own")
-        return _batches_of(strategy, x, **options)
+        return _batches_of(strategy, x, seed, fills)
     arrays = tuple(keras.tree.map_structure(_as_floatx, value) for value in (x, y, sample_weight) if value is not None)
     if y is None and sample_weight is not None:
         raise ValueError("sample_weight was given without y")
@@ -231,43 +234,42 @@ def global_batches(
     if len({len(leaf) for leaf in leaves}) > 1:
         raise ValueError(f"arrays of {[len(leaf) for leaf in leaves]} rows; expected equally many in all")
     size = batch_size or (math.ceil(len(leaves[0]) / steps) if steps else 32)
-    return ArrayBatches(strategy, arrays, size, **options)
+    return ArrayBatches(strategy, arrays, size, seed, fills)
 
 
-def _batches_of(strategy: Strategy, x: Any, **options: Any) -> GlobalBatches:
+def _batches_of(strategy: Strategy, x: Tensors, seed: int | None, fills: bool) -> GlobalBatches:
     if isinstance(x, keras.utils.PyDataset):
-        return PyDatasetBatches(strategy, x, **options)
-    options["seed"] = None
-    if _is_data_loader(x) or (isinstance(x, Dataset) and options.get("fills")):
-        return StreamBatches(strategy, x, **options)
-    if options.get("fills"):
+        return PyDatasetBatches(strategy, x, seed, fills)
+    if _is_data_loader(x) or (fills and isinstance(x, Dataset)):
+        return StreamBatches(strategy, x, fills=fills)
+    if fills:
         raise TypeError(f"predict() of {x!r}, of whose rows no order is known; expected the mpidist.Dataset itself")
     source = strategy.experimental_distribute_dataset(x) if isinstance(x, Dataset) else x
 
-    def part(_: int, batch: Any) -> Any:
+    def part(_: int, batch: Tensors) -> Tensors:
         locals_ = strategy.experimental_local_results(batch)
         return keras.tree.map_structure(lambda *leaves: np.concatenate(leaves), *locals_)
 
-    return StreamBatches(strategy, source, part, **options)
+    return StreamBatches(strategy, source, part)
 
 
-def split(arrays: tuple[Any, ...], share: float) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the first rows of arrays, and the ``share`` of rows at their end that Keras validates with."""
+def split(arrays: tuple[Tensors, ...], share: float) -> tuple[tuple[Tensors, ...], tuple[Tensors, ...]]:
+    """Return the first rows of arrays, and a share of them at their end."""
     arrays = keras.tree.map_structure(_as_floatx, arrays)
     at = math.floor(rows_of(arrays) * (1 - share))
 
-    def rows(which: slice) -> tuple[Any, ...]:
+    def rows(which: slice) -> tuple[Tensors, ...]:
         return tuple(keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[which], arrays))
 
     return rows(slice(at)), rows(slice(at, None))
 
 
-def rows_of(batch: Any) -> int:
+def rows_of(batch: Tensors) -> int:
     """Return how many rows a batch has."""
     return int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
 
 
-def _as_floatx(value: Any) -> Any:
+def _as_floatx(value: Tensors) -> Tensors:
     if value is None or not hasattr(value, "__array__"):
         return value
     array = to_array(value)
@@ -279,7 +281,7 @@ def _is_data_loader(value: object) -> bool:
     return any(kind.__module__ == "torch.utils.data.dataloader" for kind in type(value).__mro__)
 
 
-def _checksum(batch: Any) -> int:
+def _checksum(batch: Tensors) -> int:
     code = 0
     for leaf in keras.tree.flatten(batch):
         if leaf is not None:

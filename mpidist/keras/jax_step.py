@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import jax
 import keras
@@ -16,8 +15,9 @@ from keras import ops
 from mpidist.keras.global_batches import rows_of
 from mpidist.keras.rank_sums import pack, unpack
 from mpidist.keras.replica_model import Adoption, ReplicaModel
+from mpidist.keras.untyped import KerasObject, Tensors
 
-_State = tuple[Any, Any, Any, Any]
+_State = tuple[Tensors, Tensors, Tensors, Tensors]
 
 
 class JaxModel(ReplicaModel):
@@ -28,9 +28,9 @@ class JaxModel(ReplicaModel):
         if not self._mpidist.sums.are_needed:
             super().make_train_function(force)
         elif force or self.train_function is None:
-            self.train_function: Any = self._make_function(self._step_in_parts())
+            self.train_function: KerasObject = self._make_function(self._step_in_parts())
 
-    def train_step(self, state: Any, data: Any) -> Any:
+    def train_step(self, state: Tensors, data: Tensors) -> Tensors:
         """See Keras: a rank without rows has no gradients of its own."""
         if self.begin_step(data):
             return super().train_step(state, data)
@@ -38,22 +38,22 @@ class JaxModel(ReplicaModel):
         self.optimizer.stateless_apply(state[2], [ops.zeros_like(value) for value in state[0]], state[0])
         return self._present_logs(state[3]), state
 
-    def test_step(self, state: Any, data: Any) -> Any:
+    def test_step(self, state: Tensors, data: Tensors) -> Tensors:
         """See Keras: nothing to do without rows."""
         return super().test_step(state, data) if self.begin_step(data) else (self._present_logs(state[2]), state)
 
-    def _present_logs(self, metrics: Sequence[Any]) -> Any:
+    def _present_logs(self, metrics: Sequence[Tensors]) -> Tensors:
         with keras.StatelessScope(state_mapping=list(zip(self.metrics_variables, metrics, strict=True))):
             return self.get_metrics_result()
 
-    def _step_in_parts(self) -> Callable[[_State, Any], tuple[Any, _State]]:
+    def _step_in_parts(self) -> Callable[[_State, Tensors], tuple[Tensors, _State]]:
         """Return a step of training, in which the ranks meet (collective)."""
         first, second = self._until_gradients, self._after_gradients
         if self.jit_compile and not self.run_eagerly:
             first, second = jax.jit(first), jax.jit(second, donate_argnums=0)
         sums = self._mpidist.sums
 
-        def step(state: _State, data: Any) -> tuple[Any, _State]:
+        def step(state: _State, data: Tensors) -> tuple[Tensors, _State]:
             logs, non_trainable, metrics, flats = first(state, data)
             means = sums.mean_by_rows(flats, rows_of(data))
             trainable, optimizer, non_trainable = second((state[0], state[2], non_trainable), means)
@@ -61,7 +61,7 @@ class JaxModel(ReplicaModel):
 
         return step
 
-    def _until_gradients(self, state: _State, data: Any) -> tuple[Any, Any, Any, list[object]]:
+    def _until_gradients(self, state: _State, data: Tensors) -> tuple[Tensors, Tensors, Tensors, list[object]]:
         with self.optimizer.taking_gradients() as taken:
             logs, (_, non_trainable, _, metrics) = self.train_step(state, data)
         if len(taken) != 1:
@@ -72,7 +72,9 @@ class JaxModel(ReplicaModel):
         values = [*taken[0], *(non_trainable[i] for i in self._places())]
         return logs, non_trainable, metrics, pack(values, self._mpidist.rows)
 
-    def _after_gradients(self, state: tuple[Any, Any, Any], flats: list[object]) -> tuple[Any, Any, Any]:
+    def _after_gradients(
+        self, state: tuple[Tensors, Tensors, Tensors], flats: list[object]
+    ) -> tuple[Tensors, Tensors, Tensors]:
         trainable, optimizer, non_trainable = state
         places = self._places()
         found = unpack(flats, [*trainable, *(non_trainable[i] for i in places)])
@@ -88,21 +90,21 @@ class JaxModel(ReplicaModel):
 
 
 class JaxOptimizer(keras.optimizers.Optimizer):
-    """An optimizer that hands gradients over in place of applying them, where it is told to."""
+    """An optimizer that hands gradients over where it is told to."""
 
     _mpidist: Adoption
 
     @contextmanager
-    def taking_gradients(self) -> Iterator[list[Any]]:
+    def taking_gradients(self) -> Iterator[list[Tensors]]:
         """Provide a list that gets the gradients of each call of ``stateless_apply`` in the block."""
-        taken: list[Any] = []
+        taken: list[Tensors] = []
         object.__setattr__(self, "_taken", taken)
         try:
             yield taken
         finally:
             object.__setattr__(self, "_taken", None)
 
-    def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+    def stateless_apply(self, optimizer_variables: Tensors, grads: Tensors, trainable_variables: Tensors) -> Tensors:
         """See Keras."""
         taken = getattr(self, "_taken", None)
         if taken is None:

@@ -1,15 +1,15 @@
-"""What a model needs of the ranks of its strategy: sums, equal values, shares of a batch."""
+"""Sums, equal values and shares of batches, over the ranks of a strategy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 
 from mpidist.input.dealing import parts
+from mpidist.keras.untyped import KerasObject, Tensors
 from mpidist.strategies import Strategy
 
 # Where a layer keeps the seed and the count of its random numbers.
@@ -34,14 +34,14 @@ class RankSums:
         return self._communicator is not None
 
     def cut(self, rows: int) -> list[tuple[int, int]]:
-        """Return which rows of a global batch each rank computes with: the parts of its replicas."""
+        """Return the rows of a global batch that each rank computes with."""
         of_replicas = parts(rows, sum(self._counts))
         ends = np.cumsum(self._counts)
         firsts = ends - self._counts
         return [(of_replicas[first][0], of_replicas[end - 1][1]) for first, end in zip(firsts, ends, strict=True)]
 
     def share(self, rows: int) -> tuple[int, int]:
-        """Return which rows of a global batch this rank computes with."""
+        """Return the rows of a global batch that this rank computes with."""
         return self.cut(rows)[self.rank]
 
     def mean_by_rows(self, flats: Sequence[object], rows: int) -> list[object]:
@@ -56,11 +56,11 @@ class RankSums:
         *sums, count = self._communicator.all_reduce("SUM", [*map(ops.convert_to_numpy, flats), np.float64(rows)])
         return [np.divide(array, array.dtype.type(count), out=array) for array in sums]
 
-    def total(self, variables: Iterable[Any]) -> None:
+    def total(self, variables: Iterable[KerasObject]) -> None:
         """Give each variable of a metric the value that it has over all ranks (collective)."""
         if self._communicator is None:
             return
-        kinds: dict[str, list[Any]] = {"sum": [], "mean": [], "first": []}
+        kinds: dict[str, list[KerasObject]] = {"sum": [], "mean": [], "first": []}
         for variable in variables:
             kinds[variable.aggregation if variable.aggregation in kinds else "first"].append(variable)
         for op in ("sum", "mean"):
@@ -74,8 +74,11 @@ class RankSums:
         values = {name: np.float64(ops.convert_to_numpy(value)) for name, value in logs.items()}
         return values if self._communicator is None else self._communicator.all_reduce("MEAN", values)
 
-    def make_equal(self, variables: Sequence[Any]) -> None:
-        """Give each variable the value of the first rank (collective); but random numbers differ between ranks."""
+    def make_equal(self, variables: Sequence[KerasObject]) -> None:
+        """Give each variable the value of the first rank (collective).
+
+        Seeds are moved apart, so that ranks draw different numbers.
+        """
         if self._communicator is None or not variables:
             return
         values = self._communicator.broadcast(list(map(ops.convert_to_numpy, variables)))
@@ -85,7 +88,7 @@ class RankSums:
                 value = value + np.array([self.rank * _MORE_THAN_STEPS, 0]).astype(value.dtype)
             variable.assign(value)
 
-    def of_first(self, value: object) -> Any:
+    def of_first(self, value: object) -> KerasObject:
         """Return the small object of the first rank (collective)."""
         return value if self._communicator is None else self._communicator.broadcast_object(value)
 
@@ -93,14 +96,14 @@ class RankSums:
         """Return whether any rank says so (collective)."""
         return flag if self._communicator is None else bool(self._communicator.all_reduce("MAX", np.int64(flag)))
 
-    def concatenate(self, value: Any) -> Any:
+    def concatenate(self, value: Tensors) -> Tensors:
         """Return the rows of all ranks, in rank order (collective)."""
         if self._communicator is None:
             return value
         return keras.tree.map_structure(self._communicator.all_gather, value)
 
 
-def pack(tensors: Sequence[Any], rows: int) -> list[object]:
+def pack(tensors: Sequence[Tensors], rows: int) -> list[object]:
     """Return tensors, times the number of rows, as one flat tensor for each dtype."""
     return [
         ops.concatenate([ops.reshape(ops.multiply(tensors[i], float(rows)), (-1,)) for i in places])
@@ -108,7 +111,7 @@ def pack(tensors: Sequence[Any], rows: int) -> list[object]:
     ]
 
 
-def unpack(flats: Iterable[object], like: Sequence[Any]) -> list[object]:
+def unpack(flats: Iterable[object], like: Sequence[Tensors]) -> list[object]:
     """Return the tensors of :func:`pack`, in the shapes of ``like``."""
     tensors: list[object] = [None] * len(like)
     for flat, places in zip(flats, _places_by_dtype(like), strict=True):
@@ -120,13 +123,13 @@ def unpack(flats: Iterable[object], like: Sequence[Any]) -> list[object]:
     return tensors
 
 
-def _places_by_dtype(tensors: Sequence[Any]) -> list[list[int]]:
+def _places_by_dtype(tensors: Sequence[Tensors]) -> list[list[int]]:
     places: dict[str, list[int]] = {}
     for i, tensor in enumerate(tensors):
         places.setdefault(keras.backend.standardize_dtype(tensor.dtype), []).append(i)
     return list(places.values())
 
 
-def _assign(variables: Iterable[Any], values: Iterable[object]) -> None:
+def _assign(variables: Iterable[KerasObject], values: Iterable[object]) -> None:
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import keras
 
 from mpidist.keras.global_batches import GlobalBatches, global_batches, rows_of, split
 from mpidist.keras.rank_callbacks import callbacks_of_rank
 from mpidist.keras.rank_sums import RankSums
+from mpidist.keras.untyped import KerasObject, Tensors
 from mpidist.strategies import Strategy
 
 
@@ -24,11 +24,13 @@ class Adoption:
         self.sums = RankSums(strategy)
         # Rows of this rank in the present step.
         self.rows = 0
-        self.statistics: list[Any] = []
+        # Whether metrics and optimizer have their variables.
+        self.is_built = False
+        self.statistics: list[KerasObject] = []
 
     @contextmanager
     def shared(self, method: str) -> Iterator[None]:
-        """Tell the other ranks of an error of the block, in place of their next collective."""
+        """Tell the other ranks of an error of the block."""
         try:
             yield
         except Exception as error:
@@ -36,7 +38,7 @@ class Adoption:
             raise
 
 
-def subclassed(value: Any, mixin: type, adoption: Adoption) -> None:
+def subclassed(value: KerasObject, mixin: type, adoption: Adoption) -> None:
     """Make an object one of a subclass of its class, which is ``mixin`` too.
 
     It still names its old class (``value.__class__``), so that files in which Keras saves it are those of that class.
@@ -49,7 +51,7 @@ def subclassed(value: Any, mixin: type, adoption: Adoption) -> None:
 
 
 class ReplicaModel(keras.Model):
-    """A model that each rank computes with its rows of the global batch, and that is equal on all ranks."""
+    """A model that is equal on all ranks, each of which computes with its rows."""
 
     _mpidist: Adoption
 
@@ -58,13 +60,14 @@ class ReplicaModel(keras.Model):
         if self._mpidist.strategy is not strategy:
             raise ValueError(f"the model {self.name!r} belongs to another {type(self._mpidist.strategy).__name__}")
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
+    def compile(self, *args: object, **kwargs: object) -> None:
         """See Keras.
 
         Raises:
             ValueError: Losses that are not means over rows, which means over ranks cannot be made of.
         """
         super().compile(*args, **kwargs)
+        self._mpidist.is_built = False
         self.adopt_optimizer()
 
     def adopt_optimizer(self) -> None:
@@ -81,23 +84,23 @@ class ReplicaModel(keras.Model):
 
     def fit(
         self,
-        x: Any = None,
-        y: Any = None,
+        x: Tensors = None,
+        y: Tensors = None,
         batch_size: int | None = None,
         epochs: int = 1,
-        verbose: Any = "auto",
-        callbacks: Any = None,
+        verbose: object = "auto",
+        callbacks: KerasObject = None,
         validation_split: float = 0.0,
-        validation_data: Any = None,
+        validation_data: Tensors = None,
         shuffle: bool | str = True,
-        class_weight: Any = None,
-        sample_weight: Any = None,
+        class_weight: KerasObject = None,
+        sample_weight: Tensors = None,
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
-        validation_freq: Any = 1,
-    ) -> Any:
+        validation_freq: object = 1,
+    ) -> KerasObject:
         """Train as Keras does (collective: call it on every rank).
 
         ``batch_size`` and the batches of datasets are those of all ranks together.
@@ -133,16 +136,16 @@ class ReplicaModel(keras.Model):
 
     def evaluate(
         self,
-        x: Any = None,
-        y: Any = None,
+        x: Tensors = None,
+        y: Tensors = None,
         batch_size: int | None = None,
-        verbose: Any = "auto",
-        sample_weight: Any = None,
+        verbose: object = "auto",
+        sample_weight: Tensors = None,
         steps: int | None = None,
-        callbacks: Any = None,
+        callbacks: KerasObject = None,
         return_dict: bool = False,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> KerasObject:
         """Evaluate as Keras does (collective: call it on every rank)."""
         if isinstance(x, GlobalBatches):  # within fit()
             return super().evaluate(
@@ -163,12 +166,12 @@ class ReplicaModel(keras.Model):
 
     def predict(
         self,
-        x: Any,
+        x: Tensors,
         batch_size: int | None = None,
-        verbose: Any = "auto",
+        verbose: object = "auto",
         steps: int | None = None,
-        callbacks: Any = None,
-    ) -> Any:
+        callbacks: KerasObject = None,
+    ) -> KerasObject:
         """Return the predictions for all rows, in order, on every rank (collective)."""
         with self._mpidist.shared("predict()"):
             batches = global_batches(self._mpidist.strategy, x, None, None, batch_size, steps, fills=True)
@@ -181,15 +184,15 @@ class ReplicaModel(keras.Model):
             )
             return batches.in_order(self._mpidist.sums.concatenate(batches.without_fillers(outputs)))
 
-    def train_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train_on_batch(self, x: Tensors, y: Tensors = None, *args: object, **kwargs: object) -> KerasObject:
         """Raise NotImplementedError: one step is one batch of ``fit``."""
         raise NotImplementedError(_ONE_BATCH.format("train_on_batch()", "fit"))
 
-    def test_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def test_on_batch(self, x: Tensors, y: Tensors = None, *args: object, **kwargs: object) -> KerasObject:
         """Raise NotImplementedError: one step is one batch of ``evaluate``."""
         raise NotImplementedError(_ONE_BATCH.format("test_on_batch()", "evaluate"))
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, *args: object, **kwargs: object) -> KerasObject:
         """Return the loss of this rank's rows; see Keras."""
         y_pred = args[2] if len(args) > 2 else kwargs.get("y_pred")
         masked = [output for output in keras.tree.flatten(y_pred) if getattr(output, "_keras_mask", None) is not None]
@@ -200,7 +203,7 @@ class ReplicaModel(keras.Model):
             )
         return super().compute_loss(*args, **kwargs)
 
-    def begin_step(self, data: Any) -> bool:
+    def begin_step(self, data: Tensors) -> bool:
         """Return whether this rank has rows in a step, and take down how many."""
         self._mpidist.rows = rows_of(data)
         return self._mpidist.rows > 0 or not self._mpidist.sums.are_needed
@@ -213,7 +216,7 @@ class ReplicaModel(keras.Model):
                 "have some on each; expected another batch_size, or data without those rows"
             )
 
-    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
+    def _get_metrics_result_or_logs(self, logs: KerasObject) -> KerasObject:
         # Called by Keras after the last batch of an epoch or an evaluation.
         self._mpidist.sums.total(self.metrics_variables)
         found = super()._get_metrics_result_or_logs(logs)
@@ -226,15 +229,16 @@ class ReplicaModel(keras.Model):
 
     def _build_by(self, batches: GlobalBatches) -> None:
         # Keras would build by this rank's rows of the first batch, of which there may be none.
-        if not self.built and self._mpidist.sums.are_needed and batches.num_batches == 1:
+        if self._mpidist.sums.are_needed and not self._mpidist.is_built:
             batches.fills = True
             self._symbolic_build(data_batch=batches[0])
             batches.fills = False
+            self._mpidist.is_built = True
 
-    def _shown(self, verbose: Any) -> Any:
+    def _shown(self, verbose: object) -> KerasObject:
         return verbose if self._mpidist.sums.rank == 0 else 0
 
-    def _callbacks(self, callbacks: Any, batches: GlobalBatches) -> list[Any]:
+    def _callbacks(self, callbacks: KerasObject, batches: GlobalBatches) -> list[KerasObject]:
         def begin_epoch(epoch: int) -> None:
             batches.epoch = epoch
 
@@ -249,7 +253,7 @@ class ReplicaModel(keras.Model):
         sums.make_equal([*self.variables, *([] if optimizer is None else optimizer.variables)])
         self._initial_epoch: int | None = sums.of_first(self._initial_epoch)
 
-    def _statistics(self) -> list[Any]:
+    def _statistics(self) -> list[KerasObject]:
         """Return the variables that layers change as they compute, such as those of BatchNormalization."""
         frozen = {
             id(variable) for layer in self._flatten_layers() if not layer.trainable for variable in layer.variables

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-# Keras reads the one, JAX the other, when they are imported.
-os.environ.setdefault("KERAS_BACKEND", "torch")
+# JAX reads it when it is imported.
 os.environ.setdefault("JAX_ENABLE_X64", "true")
 
 

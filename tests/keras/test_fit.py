@@ -166,6 +166,24 @@ def test_each_rank_drops_out_other_units(strategy: Any, keras: ModuleType) -> No
     assert len(set(kept)) == len(kept)
 
 
+@pytest.mark.parametrize("strategy", layouts("multi_worker*"), indirect=True)
+def test_batches_of_fewer_rows_than_replicas(strategy: Any, keras: ModuleType) -> None:
+    """Layers that know nothing of batches without rows."""
+    layers, results = keras.layers, []
+    for whose in (mpidist.get_strategy(), strategy):
+        keras.utils.set_random_seed(4)
+        model = adopted(whose, keras.Sequential([layers.Conv2D(3, 2), layers.Flatten(), layers.Dense(2)]))
+        model.compile("sgd", "mse", metrics=["mae"])
+        images, targets = np.random.default_rng(1).normal(size=(5, 4, 4, 1)), np.ones((5, 2))
+        history = model.fit(
+            images, targets, batch_size=2, epochs=2, validation_data=(images[:1], targets[:1]), verbose=0
+        )
+        predicted = model.predict(images, batch_size=2, verbose=0)
+        results.append([*history.history.values(), *model.get_weights(), predicted])
+    for mine, theirs in zip(*results, strict=True):
+        close(mine, theirs, 1e-5)
+
+
 @pytest.mark.parametrize("strategy", layouts("multi_worker-1local"), indirect=True)
 def test_a_step_of_ones_own(strategy: Any, keras: ModuleType, data: Any, network: Callable[[], Any]) -> None:
     x, y, _ = data
