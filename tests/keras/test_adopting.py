@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -12,7 +10,6 @@ import pytest
 
 import mpidist
 from tests.keras.test_fit import adopted
-from tests.support.ranks.jobs import child_environment
 from tests.support.ranks.layouts import layouts
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -70,13 +67,3 @@ def test_losses_that_are_no_means_over_rows(strategy: Any, keras: ModuleType, ne
         return
     with pytest.raises(ValueError, match="expected reduction='sum_over_batch_size'"):
         model.compile("sgd", {"dense_1": keras.losses.MeanSquaredError(reduction="sum")})
-
-
-@pytest.mark.one_rank
-@pytest.mark.jobs
-def test_mpidist_does_not_import_keras() -> None:
-    source = "import sys, mpidist; mpidist.MultiWorkerMirroredStrategy(); print('keras' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", source], env=child_environment(), capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "False\n"
