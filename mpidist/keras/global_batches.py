@@ -71,12 +71,9 @@ class GlobalBatches(keras.utils.PyDataset):
 
     def without_fillers(self, outputs: Tensors) -> Tensors:
         """Return the outputs of this rank's own rows."""
-        kept = [row for size in self.sizes for row in self._own_or_filler(size)]
-        return keras.tree.map_structure(lambda output: output[np.array(kept, bool)], outputs)
-
-    def _own_or_filler(self, size: int) -> list[bool]:
-        start, stop = self.sums.share(size)
-        return [True] * (stop - start) or [False]
+        counts = [stop - start for start, stop in map(self.sums.share, self.sizes)]
+        kept = np.concatenate([np.full(max(count, 1), count > 0) for count in counts])
+        return keras.tree.map_structure(lambda output: output[kept], outputs)
 
     def in_order(self, outputs: Tensors) -> Tensors:
         """Return outputs of all ranks, one after the other, in the order of rows."""

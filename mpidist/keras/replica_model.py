@@ -220,7 +220,8 @@ class ReplicaModel(keras.Model):
         # Called by Keras after the last batch of an epoch or an evaluation.
         self._mpidist.sums.total(self.metrics_variables)
         found = super()._get_metrics_result_or_logs(logs)
-        return self._mpidist.sums.mean_of_logs(logs) if found is logs else found
+        is_of_step = found is logs and isinstance(logs, dict)
+        return self._mpidist.sums.mean_of_logs(logs) if is_of_step else found
 
     def _agree(self, method: str, *batches: GlobalBatches | None, **numbers: int) -> None:
         texts = [given.text for given in batches if given is not None]
@@ -229,7 +230,7 @@ class ReplicaModel(keras.Model):
 
     def _build_by(self, batches: GlobalBatches) -> None:
         # Keras would build by this rank's rows of the first batch, of which there may be none.
-        if self._mpidist.sums.are_needed and not self._mpidist.is_built:
+        if self._mpidist.sums.are_needed and self.compiled and not self._mpidist.is_built:
             batches.fills = True
             self._symbolic_build(data_batch=batches[0])
             batches.fills = False
@@ -250,6 +251,12 @@ class ReplicaModel(keras.Model):
         sums = self._mpidist.sums
         self._mpidist.statistics = self._statistics()
         optimizer = getattr(self, "optimizer", None)
+        others = [name for name, value in vars(self).items() if isinstance(value, keras.optimizers.Optimizer)]
+        if sums.are_needed and set(others) - {"optimizer"}:
+            raise ValueError(
+                f"the model has optimizers in {others}, and the ranks average the gradients of model.optimizer alone; "
+                "expected one model for each optimizer"
+            )
         sums.make_equal([*self.variables, *([] if optimizer is None else optimizer.variables)])
         self._initial_epoch: int | None = sums.of_first(self._initial_epoch)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mpidist
@@ -57,6 +58,26 @@ def test_one_batch_is_refused(keras: ModuleType, network: Callable[[], Any]) -> 
     for method in (model.train_on_batch, model.test_on_batch):
         with pytest.raises(NotImplementedError, match="keras.utils.PyDataset"):
             method([[0.0] * 10], [[0.0]])
+
+
+@pytest.mark.min_ranks(2)
+@SEVERAL
+def test_a_second_optimizer_is_refused(strategy: Any, keras: ModuleType, network: Callable[[], Any]) -> None:
+    model = adopted(strategy, network())
+    model.compile("sgd", "mse")
+    model.of_another_part = keras.optimizers.Adam()
+    with pytest.raises(ValueError, match="of model.optimizer alone"):
+        model.fit(np.ones((4, 10)), np.ones((4, 1)), verbose=0)
+
+
+@pytest.mark.min_ranks(2)
+@SEVERAL
+def test_outputs_with_a_mask_are_refused(strategy: Any, keras: ModuleType) -> None:
+    layers = [keras.Input((5, 2)), keras.layers.Masking(), keras.layers.Dense(1)]
+    model = adopted(strategy, keras.Sequential(layers))
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="an output has a mask"):
+        model.fit(np.ones((4, 5, 2)), np.ones((4, 5, 1)), verbose=0)
 
 
 @SEVERAL
