@@ -36,7 +36,7 @@ KILLED = f"""
 import os, signal, sys
 sys.path.insert(0, {str(SCRIPT.parent)!r})
 os.environ.setdefault("KERAS_BACKEND", "torch")
-import keras, mpidist, keras_fit
+import keras, mpidist.keras, keras_fit
 made = keras.callbacks.BackupAndRestore
 
 
