@@ -9,6 +9,6 @@ collect_ignore_glob = [] if find_spec("torch") else ["mpidist/torch/*.py", "test
 # Keras reads it when it is imported.
 os.environ.setdefault("KERAS_BACKEND", "torch")
 if not find_spec("keras"):
-    collect_ignore_glob += ["mpidist/keras/*.py"]
-elif not find_spec("torch"):
-    collect_ignore_glob += ["mpidist/keras/torch_step.py"]
+    collect_ignore_glob += ["mpidist/keras/[!_su]*.py"]
+else:
+    collect_ignore_glob += [f"mpidist/keras/{name}_step.py" for name in ("torch", "jax") if not find_spec(name)]

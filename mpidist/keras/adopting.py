@@ -58,8 +58,8 @@ def adopt(model: M) -> M:
     >>> with mpidist.OneDeviceStrategy("cpu:0").scope():
     ...     model = adopt(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
     ...     model.compile("sgd", "mse")
-    >>> model.predict(keras.ops.ones((3, 2)), verbose=0).shape
-    (3, 1)
+    >>> isinstance(model, keras.Sequential), model.count_params()
+    (True, 3)
     """
     strategy: Any = get_strategy()
     require_cross_replica(strategy, "mpidist.keras.adopt()", "call it where the model is made")

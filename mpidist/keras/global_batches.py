@@ -13,6 +13,7 @@ import numpy as np
 from mpidist.arrays.convert import to_array
 from mpidist.input import Dataset, DistributedDataset
 from mpidist.keras.rank_sums import RankSums
+from mpidist.keras.shares import own_rows, rank_parts, row_order
 from mpidist.keras.untyped import KerasObject, Tensors
 from mpidist.strategies import Strategy
 
@@ -52,7 +53,7 @@ class GlobalBatches(keras.utils.PyDataset):
         """Return this rank's rows of batch number ``index``, and take its size down."""
         del self.sizes[index:]
         self.sizes.append(rows)
-        start, stop = self.sums.share(rows)
+        start, stop = rank_parts(rows, self.sums.replica_counts)[self.sums.rank]
         return (0, 1) if self.fills and start == stop else (start, stop)
 
     def order(self, index: int, length: int) -> Tensors:
@@ -71,19 +72,12 @@ class GlobalBatches(keras.utils.PyDataset):
 
     def without_fillers(self, outputs: Tensors) -> Tensors:
         """Return the outputs of this rank's own rows."""
-        counts = [stop - start for start, stop in map(self.sums.share, self.sizes)]
-        kept = np.concatenate([np.full(max(count, 1), count > 0) for count in counts])
+        kept = own_rows(self.sizes, self.sums.replica_counts, self.sums.rank)
         return keras.tree.map_structure(lambda output: output[kept], outputs)
 
     def in_order(self, outputs: Tensors) -> Tensors:
         """Return outputs of all ranks, one after the other, in the order of rows."""
-        ends = np.cumsum(self.sizes)
-        of_batches = [
-            [np.arange(start, stop) + end - size for start, stop in self.sums.cut(size)]
-            for size, end in zip(self.sizes, ends, strict=True)
-        ]
-        of_ranks = [rows for of_rank in zip(*of_batches, strict=True) for rows in of_rank]
-        order = np.argsort(np.concatenate(of_ranks))
+        order = row_order(self.sizes, self.sums.replica_counts)
         return keras.tree.map_structure(lambda output: output[order], outputs)
 
 

@@ -1,4 +1,4 @@
-"""Sums, equal values and shares of batches, over the ranks of a strategy."""
+"""Sums and equal values, over the ranks of a strategy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import keras
 import numpy as np
 from keras import ops
 
-from mpidist.input.dealing import parts
 from mpidist.keras.untyped import KerasObject, Tensors
 from mpidist.strategies import Strategy
 
@@ -25,24 +24,13 @@ class RankSums:
 
     def __init__(self, strategy: Strategy) -> None:
         self._communicator = strategy.extended.communicator
-        self._counts = strategy.extended.replica_counts
+        self.replica_counts = strategy.extended.replica_counts
         self.rank = 0 if self._communicator is None else self._communicator.rank
 
     @property
     def are_needed(self) -> bool:
         """Whether there are other ranks."""
         return self._communicator is not None
-
-    def cut(self, rows: int) -> list[tuple[int, int]]:
-        """Return the rows of a global batch that each rank computes with."""
-        of_replicas = parts(rows, sum(self._counts))
-        ends = np.cumsum(self._counts)
-        firsts = ends - self._counts
-        return [(of_replicas[first][0], of_replicas[end - 1][1]) for first, end in zip(firsts, ends, strict=True)]
-
-    def share(self, rows: int) -> tuple[int, int]:
-        """Return the rows of a global batch that this rank computes with."""
-        return self.cut(rows)[self.rank]
 
     def mean_by_rows(self, flats: Sequence[object], rows: int) -> list[object]:
         """Return packed values, averaged over ranks by their rows (collective).

@@ -71,7 +71,7 @@ class ReplicaModel(keras.Model):
         self.adopt_optimizer()
 
     def adopt_optimizer(self) -> None:
-        """Have the optimizer apply what all ranks agree on."""
+        """Have the optimizer apply the gradients of all ranks."""
         for loss in keras.tree.flatten(self.loss):
             reduction = getattr(loss, "reduction", "sum_over_batch_size")
             if reduction not in ("sum_over_batch_size", "mean") and self._mpidist.sums.are_needed:
