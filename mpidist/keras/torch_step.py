@@ -1,0 +1,64 @@
+"""A step with Keras' PyTorch backend: gradients are averaged as the optimizer gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+import torch
+from keras import ops
+
+from mpidist.keras.rank_sums import pack, unpack
+from mpidist.keras.replica_model import Adoption, ReplicaModel
+from mpidist.keras.untyped import Tensors
+
+
+class TorchModel(ReplicaModel):
+    """A model whose steps Keras calls as they are written."""
+
+    def train_step(self, data: Tensors) -> Tensors:
+        """See Keras: a rank without rows takes part in the sums."""
+        if self.begin_step(data):
+            return super().train_step(data)
+        self.require_own_step()
+        weights = self.trainable_weights[:]
+        with torch.no_grad():
+            self.optimizer.apply([None] * len(weights), weights)
+        return self.get_metrics_result()
+
+    def test_step(self, data: Tensors) -> Tensors:
+        """See Keras: nothing to do without rows."""
+        return super().test_step(data) if self.begin_step(data) else self.get_metrics_result()
+
+
+class TorchOptimizer(keras.optimizers.Optimizer):
+    """An optimizer that applies the gradients of all ranks."""
+
+    _mpidist: Adoption
+
+    def apply(self, grads: Sequence[Tensors], trainable_variables: Tensors = None) -> None:
+        """See Keras (collective)."""
+        if self._mpidist.sums.are_needed:
+            variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+            # The ranks meet where torch.compile does not look.
+            grads = _outside_of_compilation(self._mpidist, grads, variables)
+        super().apply(grads, trainable_variables)
+
+
+def _of_all_ranks(adoption: Adoption, grads: Sequence[Tensors], variables: Sequence[Tensors]) -> list[object]:
+    """Return the gradients of the global batch (collective).
+
+    A variable without one gets zeros, as on JAX.
+    """
+    with torch.no_grad():
+        mine = [ops.zeros_like(v.value) if g is None else g for g, v in zip(grads, variables, strict=True)]
+        like = [*mine, *(variable.value for variable in adoption.statistics)]
+        if not adoption.rows:
+            like = [ops.zeros_like(tensor) for tensor in like]
+        found = unpack(adoption.sums.mean_by_rows(pack(like, adoption.rows), adoption.rows), like)
+        for variable, value in zip(adoption.statistics, found[len(mine) :], strict=True):
+            variable.assign(value)
+    return found[: len(mine)]
+
+
+_outside_of_compilation = torch.compiler.disable(_of_all_ranks)

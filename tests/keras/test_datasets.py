@@ -1,0 +1,136 @@
+"""Input of every kind gives the training of the arrays that are in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpidist
+from tests.keras.test_fit import BATCH, adopted, close
+from tests.support.ranks.layouts import layouts
+
+pytestmark = [pytest.mark.counts, pytest.mark.filterwarnings("default")]
+ON_RANKS = pytest.mark.parametrize("strategy", layouts("multi_worker*"), indirect=True)
+KINDS = ["PyDataset", "DataLoader", "Dataset", "distributed Dataset", "tensors", "dict"]
+
+
+def given(kind: str, strategy: Any, keras: ModuleType, x: Any, y: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return x and y as the arguments of fit()."""
+    rows = [slice(start, start + BATCH) for start in range(0, len(x), BATCH)]
+    if kind == "PyDataset":
+
+        class Batches(keras.utils.PyDataset):
+            def __len__(self) -> int:
+                return len(rows)
+
+            def __getitem__(self, index: int) -> Any:
+                return x[rows[index]], y[rows[index]]
+
+        return (Batches(),), {}
+    if kind == "DataLoader":
+        torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+        dataset = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
+        return (torch.utils.data.DataLoader(dataset, BATCH),), {}
+    if "Dataset" in kind:
+        dataset = mpidist.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+        return (strategy.experimental_distribute_dataset(dataset) if "distributed" in kind else dataset,), {}
+    if kind == "tensors":
+        return (keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)), {"batch_size": BATCH}
+    return ({"first": x[:, :4], "rest": x[:, 4:]}, y), {"batch_size": BATCH}
+
+
+@ON_RANKS
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_input(strategy: Any, keras: ModuleType, data: Any, network: Callable[[], Any], kind: str) -> None:
+    x, y = (array.astype("float32") for array in data[:2])
+    alone, model = network(), network()
+    if kind == "dict":
+        inputs = {"first": keras.Input((4,), name="first"), "rest": keras.Input((6,), name="rest")}
+        model = keras.Model(inputs, model(keras.layers.Concatenate()([inputs["first"], inputs["rest"]])))
+    alone.compile("sgd", "mse", metrics=["mae"])
+    expected = alone.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+    model = adopted(strategy, model)
+    model.compile("sgd", "mse", metrics=["mae"])
+    arguments, options = given(kind, strategy, keras, x, y)
+    found = model.fit(*arguments, **options, epochs=2, shuffle=False, verbose=0).history
+    for name in expected:
+        close(found[name], expected[name], 1e-5)
+    for mine, theirs in zip(model.get_weights(), alone.get_weights(), strict=True):
+        close(mine, theirs, 1e-5)
+    if kind == "distributed Dataset":
+        with pytest.raises(TypeError, match="no order is known"):
+            model.predict(arguments[0], verbose=0)
+    else:
+        close(model.predict(arguments[0], verbose=0), alone.predict(x, verbose=0), 1e-5)
+
+
+@ON_RANKS
+def test_validation_split_is_that_of_keras(
+    strategy: Any, keras: ModuleType, data: Any, network: Callable[[], Any]
+) -> None:
+    x, y, weights = data
+    histories = []
+    for model in (network(), adopted(strategy, network())):
+        model.compile("sgd", "mse", metrics=["mae"])
+        options = {"batch_size": BATCH, "validation_split": 0.2, "shuffle": False, "verbose": 0}
+        histories.append(model.fit(x, y, sample_weight=weights, **options).history)
+    for name in histories[0]:
+        close(histories[1][name], histories[0][name], 1e-5)
+
+
+@ON_RANKS
+def test_batches_of_a_dataset_are_shuffled_alike(strategy: Any, keras: ModuleType, data: Any) -> None:
+    asked = []
+
+    class Batches(keras.utils.PyDataset):
+        num_batches = 8
+
+        def __getitem__(self, index: int) -> Any:
+            asked.append(index)
+            return np.full((4, 10), index), np.ones((4, 1))
+
+    keras.utils.set_random_seed(mpidist.rank())
+    model = adopted(strategy, keras.Sequential([keras.Input((10,)), keras.layers.Dense(1)]))
+    model.compile("sgd", "mse")
+    model.fit(Batches(), epochs=2, verbose=0)
+    communicator = strategy.extended.communicator
+    if communicator is not None:
+        assert len(set(communicator.all_gather_object(tuple(asked)))) == 1
+    assert asked[-16:-8] != asked[-8:] != sorted(asked[-8:])
+
+
+@ON_RANKS
+def test_arguments_that_do_not_fit(strategy: Any, keras: ModuleType, data: Any, network: Callable[[], Any]) -> None:
+    x, y, _ = data
+    model = adopted(strategy, network())
+    model.compile("sgd", "mse")
+    loader = mpidist.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    for arguments, options, kind, text in [
+        ((loader, y), {}, ValueError, "y beside a Dataset"),
+        ((loader,), {"batch_size": 4}, ValueError, "batch_size beside"),
+        ((iter([(x, y)]),), {}, TypeError, "expected arrays, a keras.utils.PyDataset"),
+        ((x, y[:5]), {}, ValueError, r"arrays of \[103, 5\] rows"),
+        ((x, y), {"callbacks": keras.callbacks.CallbackList()}, TypeError, "expected a list of callbacks"),
+    ]:
+        with pytest.raises(kind, match=text):
+            model.fit(*arguments, **options, verbose=0)
+
+
+@pytest.mark.min_ranks(2)
+@pytest.mark.own_strategy
+@pytest.mark.parametrize("differ", ["rows", "values", "epochs"])
+def test_ranks_with_other_data_have_an_error(keras: ModuleType, data: Any, differ: str) -> None:
+    x, y, _ = data
+    rank = mpidist.rank()
+    with mpidist.MultiWorkerMirroredStrategy() as strategy:
+        model = adopted(strategy, keras.Sequential([keras.Input((10,)), keras.layers.Dense(1)]))
+        model.compile("sgd", "mse")
+        rows = len(x) - rank * (differ == "rows")
+        x = x + rank if differ == "values" else x
+        arguments = given("PyDataset", strategy, keras, x, y)[0] if differ == "values" else (x[:rows], y[:rows])
+        with pytest.raises(mpidist.errors.MismatchError, match={"values": "checksum"}.get(differ, "fit()")):
+            model.fit(*arguments, epochs=1 + rank * (differ == "epochs"), verbose=0)
