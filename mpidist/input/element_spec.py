@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpidist.arrays.convert import is_torch, to_array
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.core import nest
 from mpidist.input.elements import Hidden, as_element, dataset_as_array, map_leaves, require_array, unbatched
@@ -68,6 +69,8 @@ def _leaf_spec(leaf: object) -> ArraySpec | DatasetSpec:
     inside = getattr(leaf, "element_spec", None)
     if inside is not None:
         return DatasetSpec(inside)
+    if is_torch(leaf):  # bfloat16, and what requires a gradient, NumPy cannot read by itself
+        leaf = to_array(leaf)
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or not isinstance(dtype, np.dtype):
         array = np.asarray(leaf)

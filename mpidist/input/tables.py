@@ -49,6 +49,10 @@ class RowTable(ABC):
         """Return the rows of ``index``, at least one, as one batch of new arrays."""
         return stack(self.rows(index))
 
+    def each_batch(self, indices: Iterable[RowIndex]) -> Iterator[object]:
+        """Yield the batch of each of ``indices``."""
+        return map(self.read, indices)
+
     def opened(self, readers: Readers | None) -> RowTable:
         """Return the same table for one pass, whose threads may call functions.
 
