@@ -150,7 +150,8 @@ $(CUPY_VENV)%/.done: pyproject.toml setup.cfg
 # In an environment of its own, as both are large.
 TORCH_TESTS = tests/training/test_losses_with_gradients.py tests/strategies/test_results_are_apart.py \
   tests/strategies/test_shared_inputs.py tests/acceptance/test_arrays_of_others.py \
-  tests/arrays/test_convert_devices.py tests/input/test_dataset_libraries.py tests/input/test_ownership.py \
+  tests/arrays/test_convert_devices.py tests/input/test_dataset_libraries.py tests/input/test_loaders.py \
+  tests/input/test_ownership.py \
   tests/checkpoint/test_arrays_of_others.py tests/values/test_models_as_variables.py
 
 TORCH_PYTEST = $(LIMIT) $(TORCH_VENV)/bin/mpirun -n $1 $(TORCH_VENV)/bin/python \

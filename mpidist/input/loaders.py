@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -91,7 +92,7 @@ def _check(loader: DataLoader[Any]) -> None:
         )
     is_stream = isinstance(loader.dataset, sys.modules["torch.utils.data"].IterableDataset)
     for name, value in () if is_stream else (("dataset", loader.dataset), ("sampler", _sampler_of(loader))):
-        if not hasattr(value, "__len__"):
+        if not _has_length(value):
             raise TypeError(
                 f"the {name} of the DataLoader, {value!r} of type {type(value).__name__}, has no __len__; expected "
                 "one, since the order of a whole pass is drawn before it begins, the same on all ranks; or an "
@@ -111,6 +112,14 @@ def _check(loader: DataLoader[Any]) -> None:
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def _has_length(value: Any) -> bool:
+    try:
+        len(value)
+    except (TypeError, NotImplementedError):  # of a BatchSampler: what it draws from has none
+        return False
+    return True
 
 
 def _start_method(loader: DataLoader[Any]) -> str:
@@ -285,7 +294,7 @@ class _Fetcher:
         this_pass = object()
         if persistent:
             self._kept, self._latest_pass = (fetching, order), this_pass
-        for element in _opened(fetching):
+        for element in _fetched(_opened(fetching)):
             yield structured(element)
             if persistent and self._latest_pass is not this_pass:
                 raise RuntimeError(
@@ -324,7 +333,10 @@ class _Fetcher:
 def _opened(fetching: DataLoader[Any]) -> Iterator[object]:
     """Return the iterator of a DataLoader, whose worker processes begin with it."""
     try:
-        return iter(fetching)
+        with warnings.catch_warnings():
+            # Which is for programs that may fork.
+            warnings.filterwarnings("ignore", "Got pickle error when attempting to start a worker", UserWarning)
+            return iter(fetching)
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         if not fetching.num_workers:
             raise
@@ -332,6 +344,19 @@ def _opened(fetching: DataLoader[Any]) -> Iterator[object]:
             f"the worker processes of the DataLoader cannot be given its dataset: {error}; they are not forked from "
             "this process, in which MPI runs, so expected a dataset, collate_fn and worker_init_fn that can be "
             "pickled: functions and classes at the top of a module; or num_workers=0"
+        ) from error
+
+
+def _fetched(elements: Iterator[object]) -> Iterator[object]:
+    """Yield the elements, and say of a broken pipe that it is that of a worker process."""
+    try:
+        yield from elements
+    except (ConnectionError, EOFError) as error:
+        if "in DataLoader worker process" in str(error):  # the dataset itself has raised it there
+            raise
+        raise RuntimeError(
+            f"a worker process of the DataLoader exited unexpectedly ({error!r}), as one does that is killed for the "
+            "memory that it takes; expected fewer workers or smaller rows"
         ) from error
 
 
