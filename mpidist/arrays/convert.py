@@ -112,7 +112,7 @@ def restorer(value: object) -> Restore | None:
     if isinstance(value, NUMBERS):
         return _to_scalar
     if is_torch(value):
-        return _to_torch
+        return to_torch
     if hasattr(value, "__array_namespace__") and hasattr(value, "__dlpack__"):
         namespace = value.__array_namespace__()
         return lambda array: _exported(namespace.from_dlpack, array)
@@ -185,7 +185,7 @@ def fill_torch(tensor: torch.Tensor, array: Array) -> None:
     """Copy ``array`` into a tensor of PyTorch, as a change that autograd knows of."""
     torch = sys.modules["torch"]
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
-        tensor.copy_(_to_torch(array))
+        tensor.copy_(to_torch(array))
 
 
 def is_torch_module(value: object) -> TypeGuard[torch.nn.Module]:
@@ -273,7 +273,8 @@ def _from_torch(tensor: torch.Tensor, what: str) -> Array:
     return array
 
 
-def _to_torch(array: Array) -> torch.Tensor:
+def to_torch(array: Array) -> torch.Tensor:
+    """Return an array as a tensor of PyTorch, which shares its memory."""
     torch = sys.modules["torch"]
     if is_device_array(array):
         return _exported(torch.from_dlpack, array)

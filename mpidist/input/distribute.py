@@ -285,7 +285,9 @@ def replication_mode(options: InputOptions | None) -> InputReplicationMode:
 
 def _call(dataset_fn: Callable[[InputContext], Dataset], input_context: InputContext) -> GraphNode:
     with context.outside():
-        dataset = dataset_fn(input_context)
+        dataset: object = dataset_fn(input_context)
+    if is_loader(dataset):
+        dataset = Dataset.from_source(dataset)
     if not isinstance(dataset, Dataset):
         raise TypeError(
             f"dataset_fn returned {dataset!r} of type {type(dataset).__name__} for {input_context}; {_HOW_TO_MAKE_ONE}"

@@ -19,7 +19,7 @@ import numpy as np
 from mpidist.arrays.convert import NUMBERS
 from mpidist.input import row_indices
 from mpidist.input.batching import Batched
-from mpidist.input.element_spec import ArraySpec, batched, map_spec, spec_of
+from mpidist.input.element_spec import spec_of, with_rows
 from mpidist.input.elements import list_to_array, stopped
 from mpidist.input.graph import Form, GraphNode, Pass
 from mpidist.input.row_indices import RowIndex
@@ -155,9 +155,8 @@ class LoaderBatches(GraphNode):
         return (row_numbers(keys, self.order.sampler) for keys in self.order.draw(run))
 
     def spec(self) -> object:
-        """Return the spec of the rows of the table with a batch axis in front."""
-        spec = self.row_table().spec()
-        return None if spec is None else batched(spec, None)
+        """Return the spec of a batch."""
+        return self.row_table().batch_spec(None)
 
 
 class LoaderStream(GraphNode):
@@ -241,12 +240,10 @@ class LoaderTable(RowTable):
             "Dataset.from_source(dataset).cache().shuffle().batch(size), or a dataset that keeps its rows itself"
         )
 
-    def spec(self) -> object:
-        """Return the spec of a row, or None for a table without rows."""
-        if not self.length:
-            return None
-        spec = spec_of(self.row(0))
-        return spec if self.has_batches else map_spec(lambda leaf: ArraySpec(leaf.shape[1:], leaf.dtype), spec)
+    def batch_spec(self, size: int | None) -> object:
+        """Return the spec of a batch of ``size`` rows, of what ``collate_fn`` makes of the first one."""
+        spec = self.spec()
+        return None if spec is None else with_rows(spec, size)
 
 
 def _listed(index: RowIndex) -> list[int]:

@@ -385,10 +385,29 @@ def test_a_loader_in_a_dataset_is_pickled():
 def test_a_loader_for_each_rank_of_a_function():
     def of_rank(input_context):
         sampler = torch.utils.data.DistributedSampler(range(ROWS), 2, 1, shuffle=False)
-        return Dataset.from_source(loader(sampler=sampler, batch_size=4))
+        return loader(sampler=sampler, batch_size=4)
 
     found = distribute_from_function(of_rank, InputWorkers(1, 0, (1,), None, True), context.get_strategy())
     assert next(lists(step) for step in found) == ([1, 3, 5, 7],)
+
+
+def test_ranks_that_run_out_get_tensors_without_rows(communicator):
+    def of_rank(input_context):
+        rows = torch.ones(2 * input_context.input_pipeline_id + 2, 3, dtype=torch.bfloat16)
+        return torch.utils.data.DataLoader(rows, batch_size=2)
+
+    steps = list(distribute_from_function(of_rank, workers_of(communicator), context.get_strategy()))
+    parts = [step.values[0] for step in steps]
+    assert {(type(part), part.dtype) for part in parts} == {(torch.Tensor, torch.bfloat16)}
+    mine = communicator.rank + 1
+    assert [tuple(part.shape) for part in parts] == [(2, 3)] * mine + [(0, 3)] * (communicator.size - mine)
+
+
+@pytest.mark.one_rank
+def test_the_default_strategy_gives_the_same():
+    found = mpidist.get_strategy().experimental_distribute_dataset(LOADERS["shuffled"]())
+    assert batches_of(found) == batches_of(LOADERS["shuffled"]())
+    assert iter(found).state()["steps"] == 0
 
 
 def test_an_error_of_the_dataset_reaches_all_ranks(communicator):
