@@ -117,7 +117,7 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 def _has_length(value: Any) -> bool:
     try:
         len(value)
-    except (TypeError, NotImplementedError):  # of a BatchSampler: what it draws from has none
+    except (TypeError, NotImplementedError):  # a BatchSampler whose sampler has none
         return False
     return True
 
@@ -241,7 +241,7 @@ class LoaderTable(RowTable):
         )
 
     def batch_spec(self, size: int | None) -> object:
-        """Return the spec of a batch of ``size`` rows, of what ``collate_fn`` makes of the first one."""
+        """Return the spec of a batch, as ``collate_fn`` makes it of the first row."""
         spec = self.spec()
         return None if spec is None else with_rows(spec, size)
 
@@ -253,7 +253,8 @@ def _listed(index: RowIndex) -> list[int]:
 class _Keys:
     """The sampler of a DataLoader that gives, in its next pass, ``keys``; None: the dataset is an iterable one."""
 
-    keys: Iterator[object] | None = None
+    def __init__(self, keys: Iterator[object] | None) -> None:
+        self.keys = keys
 
     def __iter__(self) -> Iterator[object]:
         return iter(()) if self.keys is None else self.keys
@@ -273,27 +274,35 @@ class _Fetcher:
         self._latest_pass: object = None
 
     def elements(self, keys: Iterator[object] | None, in_workers: bool) -> Iterator[object]:
-        """Yield the elements of a pass.
+        """Return the elements of a pass.
 
         Args:
             keys: The keys of the dataset, in order; None for an iterable one.
             in_workers: Fetch in worker processes, where the user's loader has any.
         """
-        in_workers = in_workers and self._loader.num_workers > 0
-        persistent = in_workers and self._loader.persistent_workers
-        if persistent and self._kept is not None:
-            fetching, order = self._kept
-            order.keys = keys
-        else:
-            order = _Keys()
-            order.keys = keys
-            fetching = self._made(order, in_workers)
-        this_pass = object()
-        if persistent:
-            self._kept, self._latest_pass = (fetching, order), this_pass
+        if in_workers and self._loader.num_workers and self._loader.persistent_workers:
+            return self._by_kept_workers(keys)
+        return self._by_own_workers(keys, in_workers and self._loader.num_workers > 0)
+
+    def _by_own_workers(self, keys: Iterator[object] | None, in_workers: bool) -> Iterator[object]:
+        elements = _opened(self._made(_Keys(keys), in_workers))
+        try:
+            yield from _fetched(elements)
+        finally:
+            if in_workers:
+                # A traceback may hold the iterator, and so its processes, for long.
+                elements._shutdown_workers()
+
+    def _by_kept_workers(self, keys: Iterator[object] | None) -> Iterator[object]:
+        if self._kept is None:
+            order = _Keys(keys)
+            self._kept = self._made(order, True), order
+        fetching, order = self._kept
+        order.keys = keys
+        self._latest_pass = this_pass = object()
         for element in _fetched(_opened(fetching)):
-            yield structured(element)
-            if persistent and self._latest_pass is not this_pass:
+            yield element
+            if self._latest_pass is not this_pass:
                 raise RuntimeError(
                     "another pass over this DataLoader has begun, and its workers, which persistent_workers=True "
                     "keeps, serve one pass at a time; expected one pass after the other, or persistent_workers=False"
@@ -327,7 +336,7 @@ class _Fetcher:
         return {**self.__dict__, "_kept": None, "_latest_pass": None}
 
 
-def _opened(fetching: DataLoader[Any]) -> Iterator[object]:
+def _opened(fetching: DataLoader[Any]) -> Any:
     """Return the iterator of a DataLoader, whose worker processes begin with it."""
     try:
         with warnings.catch_warnings():
@@ -335,7 +344,8 @@ def _opened(fetching: DataLoader[Any]) -> Iterator[object]:
             warnings.filterwarnings("ignore", "Got pickle error when attempting to start a worker", UserWarning)
             return iter(fetching)
     except (AttributeError, TypeError, pickle.PicklingError) as error:
-        if not fetching.num_workers:
+        # Others come from the sampler, which is asked for the first rows here.
+        if not any(words in str(error) for words in ("pickle", "local object")):
             raise
         raise TypeError(
             f"the worker processes of the DataLoader cannot be given its dataset: {error}; they are not forked from "
@@ -347,7 +357,7 @@ def _opened(fetching: DataLoader[Any]) -> Iterator[object]:
 def _fetched(elements: Iterator[object]) -> Iterator[object]:
     """Yield the elements, and say of a broken pipe that it is that of a worker process."""
     try:
-        yield from elements
+        yield from map(structured, elements)
     except (ConnectionError, EOFError) as error:
         if "in DataLoader worker process" in str(error):  # the dataset itself has raised it there
             raise
@@ -358,7 +368,7 @@ def _fetched(elements: Iterator[object]) -> Iterator[object]:
 
 
 def structured(value: Any) -> Any:
-    """Return what a ``collate_fn`` made with tuples in place of lists.
+    """Return the batch of a ``collate_fn`` with tuples in place of lists.
 
     Other mappings than dicts become dicts, lists and tuples of texts arrays of Python's objects, lists of numbers
     arrays. Tensors are not copied.

@@ -140,7 +140,7 @@ class DealtBatches(LocalBatches):
 
         # Asked for in one call, as workers of a DataLoader read ahead of it.
         parts = (cut(part, 0, 0) if empty.popleft() else part for part in table.each_batch(wanted()))
-        return in_steps(parts, self.workers.num_local_replicas)
+        return map(list, zip(*[parts] * self.workers.num_local_replicas, strict=True))
 
     def local_specs(self) -> list[object] | None:
         """Return the specs.

@@ -76,7 +76,7 @@ class SamplerOrder:
 
     Args:
         loader: The DataLoader.
-        sampler: What gives rows or batches.
+        sampler: Gives rows or batches.
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: Any) -> None:
@@ -92,7 +92,7 @@ class SamplerOrder:
         self.seed = Seed(sys.modules["torch"].randint(1 << 62, ()).item() if drawn is None else drawn)
 
     def draw(self, run: Pass) -> list[Any]:
-        """Return what the sampler gives in a pass."""
+        """Return the rows or batches of a pass."""
         number = sum(run.key)
         with _drawing:
             self._go_to(number)
@@ -151,7 +151,7 @@ def _attributes(value: object) -> list[Any]:
 
 
 def row_numbers(keys: Sequence[Any], sampler: object) -> Numbers:
-    """Return what a sampler gave as row numbers.
+    """Return the keys of a sampler as row numbers.
 
     Raises:
         TypeError: It is something else.

@@ -333,6 +333,7 @@ REFUSED = {
     "single rows": (lambda: shared(batch_size=None), ValueError, "cannot be split"),
     "wrong length": (lambda: list(shared(sampler=Wrong)), ValueError, "gave 2 items in a pass, and its __len__ says 3"),
     "keys": (lambda: list(shared(sampler=["a", "b"])), TypeError, "gave 'a' of type str; expected row numbers"),
+    "keys for workers": (lambda: list(shared(sampler=["a"], num_workers=1)), TypeError, "gave 'a' of type str"),
     "cache": (lambda: Dataset.from_source(loader(batch_size=4)).cache(), ValueError, r"from_source\(dataset\).cache"),
     "other ranks": (
         lambda: shared(sampler=torch.utils.data.DistributedSampler(range(ROWS), 2, 0)),
