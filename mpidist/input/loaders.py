@@ -1,4 +1,6 @@
-"""PyTorch's DataLoader as steps of a dataset: the order of its sampler, and a table that its ``collate_fn`` reads.
+"""PyTorch's DataLoader as steps of a dataset.
+
+A sampler says the order of the rows of a table, whose batches ``collate_fn`` makes.
 
 Nothing here imports PyTorch: whoever has a DataLoader has imported it.
 
@@ -37,7 +39,10 @@ def is_loader(value: object) -> TypeGuard[DataLoader[Any]]:
 
 
 def unbatched_source(value: object) -> str | None:
-    """Return which line makes batches of a dataset of PyTorch or Hugging Face; None for anything else."""
+    """Return the line that makes batches of a dataset of PyTorch or Hugging Face.
+
+    None for anything else.
+    """
     data, hugging_face = sys.modules.get("torch.utils.data"), sys.modules.get("datasets")
     if hugging_face is not None and isinstance(value, (hugging_face.Dataset, hugging_face.IterableDataset)):
         return "torch.utils.data.DataLoader(dataset.with_format('torch'), batch_size=global_batch_size)"
@@ -68,7 +73,7 @@ def loader_node(loader: DataLoader[Any]) -> GraphNode:
 
 
 def check_shared(node: GraphNode) -> None:
-    """Raise ValueError for a DataLoader whose sampler has left out the rows of other ranks already."""
+    """Raise ValueError for a DataLoader whose sampler leaves out the rows of other ranks."""
     for step in node.graph():
         order = step.order if isinstance(step, (LoaderRows, LoaderBatches)) else None
         for sampler in order.samplers if order is not None else ():
@@ -251,7 +256,10 @@ def _listed(index: RowIndex) -> list[int]:
 
 
 class _Keys:
-    """The sampler of a DataLoader that gives, in its next pass, ``keys``; None: the dataset is an iterable one."""
+    """The sampler of a DataLoader whose next pass has these keys.
+
+    None: the dataset is an iterable one.
+    """
 
     def __init__(self, keys: Iterator[object] | None) -> None:
         self.keys = keys
@@ -355,7 +363,7 @@ def _opened(fetching: DataLoader[Any]) -> Any:
 
 
 def _fetched(elements: Iterator[object]) -> Iterator[object]:
-    """Yield the elements, and say of a broken pipe that it is that of a worker process."""
+    """Yield the elements; a broken pipe is that of a worker process."""
     try:
         yield from map(structured, elements)
     except (ConnectionError, EOFError) as error:

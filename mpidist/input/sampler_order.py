@@ -1,4 +1,4 @@
-"""The order in which a sampler of PyTorch gives the rows of each pass, the same on all ranks."""
+"""The order in which a sampler of PyTorch gives rows, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def _source_of(value: Any) -> _Source | None:
 
 @contextlib.contextmanager
 def _borrowed_sources(seed: int) -> Iterator[None]:
-    """Begin the random numbers of the process with ``seed`` in the block, and go on as before after it."""
+    """Begin the random numbers of the process with ``seed`` in the block.
+
+    After it they go on as before.
+    """
     torch = sys.modules["torch"]
     sources = (
         _Source(torch.get_rng_state, torch.set_rng_state),
@@ -69,7 +72,7 @@ def _borrowed_sources(seed: int) -> Iterator[None]:
 
 
 class SamplerOrder:
-    """The order of each pass, the same for the same sampler and number of the pass.
+    """The order of each pass, the same for the same number of the pass.
 
     A generator that the user gave goes on from pass to pass, as it does in a DataLoader. Random numbers of the process,
     which samplers without a generator draw, begin with the seed of the step, on which ranks agree.
