@@ -69,9 +69,9 @@ def distribute_dataset(
             "experimental_distribute_dataset() divides one pipeline over all replicas and cannot take "
             "InputReplicationMode.PER_REPLICA; use distribute_datasets_from_function(dataset_fn, options)"
         )
-    node, dataset_options = graph_and_options(_as_dataset(dataset))
-    check_shared(node)
     with workers.shared_errors("looking at the dataset"):
+        node, dataset_options = graph_and_options(_as_dataset(dataset))
+        check_shared(node)
         batches, policy, reads = dealt_batches(node, dataset_options, workers)
     off = policy is AutoShardPolicy.OFF
     dealing = Dealing(partial(batches_of_worker, node, dataset_options), dataset_options.assignment)

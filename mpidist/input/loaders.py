@@ -44,7 +44,9 @@ def unbatched_source(value: object) -> str | None:
     None for anything else.
     """
     data, hugging_face = sys.modules.get("torch.utils.data"), sys.modules.get("datasets")
-    if hugging_face is not None and isinstance(value, (hugging_face.Dataset, hugging_face.IterableDataset)):
+    # Programs have modules of that name, too.
+    kinds = tuple(getattr(hugging_face, name, type(None)) for name in ("Dataset", "IterableDataset"))
+    if isinstance(value, kinds) and hasattr(value, "with_format"):
         return "torch.utils.data.DataLoader(dataset.with_format('torch'), batch_size=global_batch_size)"
     if data is not None and isinstance(value, data.Dataset):
         shuffle = "" if isinstance(value, data.IterableDataset) else ", shuffle=True"
@@ -83,7 +85,7 @@ def check_shared(node: GraphNode) -> None:
                     f"{node} has a {name} of {sampler.num_replicas} replicas, which leaves out the rows of other ranks "
                     "before the batches are divided over ranks; expected a sampler that is the same on all ranks: "
                     "DataLoader(dataset, batch_size=global_batch_size, shuffle=True); to keep the sampler: strategy."
-                    "distribute_datasets_from_function(lambda context: mpidist.Dataset.from_source(loader))"
+                    "distribute_datasets_from_function(lambda context: loader)"
                 )
 
 

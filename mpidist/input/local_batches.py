@@ -139,7 +139,7 @@ class DealtBatches(LocalBatches):
                     yield index[start:stop] if start < stop else index[:1]
 
         # Asked for in one call, as workers of a DataLoader read ahead of it.
-        parts = (cut(part, 0, 0) if empty.popleft() else part for part in table.each_batch(wanted()))
+        parts = (_without_rows(part) if empty.popleft() else part for part in table.each_batch(wanted()))
         return map(list, zip(*[parts] * self.workers.num_local_replicas, strict=True))
 
     def local_specs(self) -> list[object] | None:
@@ -155,6 +155,12 @@ class DealtBatches(LocalBatches):
             return [with_rows(spec, None)] * count
         rows = next((leaf.shape[0] for leaf in flatten_spec(spec) if leaf.shape), None)
         return [with_rows(spec, stop - start) for start, stop in self._local_rows(rows or 0)]
+
+
+def _without_rows(batch: object) -> object:
+    # A collate_fn may have made something else than batches, which is an error with the reason here.
+    row_count(batch)
+    return cut(batch, 0, 0)
 
 
 def check_batched(node: GraphNode) -> None:

@@ -307,6 +307,16 @@ def test_each_replica_has_its_rows_collated_by_themselves():
 
 
 @pytest.mark.one_rank
+def test_a_replica_cannot_be_without_rows_of_a_structure_that_has_none():
+    made = torch.utils.data.DataLoader(Samples(int), batch_size=5, collate_fn=lambda rows: {"count": len(rows)})
+    workers = InputWorkers(1, 0, (2,), None, True)
+    iterator = iter(distribute_dataset(made, workers, context.get_strategy()))
+    assert next(iterator)["count"].values == (3, 2)
+    with pytest.raises(ValueError, match="without axes"):
+        next(iterator)
+
+
+@pytest.mark.one_rank
 def test_dtypes_that_numpy_has_not():
     made = torch.utils.data.DataLoader(Samples(lambda index: torch.ones(2, dtype=torch.bfloat16)), batch_size=4)
     found = distribute_dataset(made, InputWorkers(1, 0, (2,), None, True), context.get_strategy())
