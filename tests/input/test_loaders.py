@@ -564,7 +564,7 @@ def test_training_steps_and_a_checkpoint_in_the_middle_of_a_pass(tmp_path, commu
             for batch in itertools.islice(iterator, steps)
         )
 
-    with mpidist.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]) as strategy:
+    with mpidist.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]) as strategy, strategy.scope():
         iterator = begin()
         first = total(iterator, 2)
         path = mpidist.Checkpoint(iterator=iterator).save(f"{folder}/middle")
