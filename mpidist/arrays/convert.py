@@ -113,7 +113,7 @@ def restorer(value: object) -> Restore | None:
     if isinstance(value, NUMBERS):
         return _to_scalar
     if is_torch(value):
-        return _to_torch
+        return to_torch
     if is_jax(value):
         return partial(_to_jax, value)
     if hasattr(value, "__array_namespace__") and hasattr(value, "__dlpack__"):
@@ -188,7 +188,7 @@ def fill_torch(tensor: torch.Tensor, array: Array) -> None:
     """Copy ``array`` into a tensor of PyTorch, as a change that autograd knows of."""
     torch = sys.modules["torch"]
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
-        tensor.copy_(_to_torch(array))
+        tensor.copy_(to_torch(array))
 
 
 def is_torch_module(value: object) -> TypeGuard[torch.nn.Module]:
@@ -318,10 +318,11 @@ def _from_torch_on_gpu(tensor: torch.Tensor, what: str) -> Array:
     return _from_gpu(tensor.detach(), what)
 
 
-def _to_torch(array: Array) -> torch.Tensor:
+def to_torch(array: Array) -> torch.Tensor:
+    """Return an array as a tensor of PyTorch, which shares its memory."""
     torch = sys.modules["torch"]
     if array.dtype.name == "bfloat16":
-        return _to_torch(array.view(np.int16)).view(torch.bfloat16)
+        return to_torch(array.view(np.int16)).view(torch.bfloat16)
     if is_device_array(array):
         return _exported(torch.from_dlpack, array)
     return torch.from_numpy(_writable(array))

@@ -64,10 +64,13 @@ class Batched(GraphNode):
 
     def spec(self) -> object:
         """Return the spec of the input with the batch axis in front."""
+        size = self.size if self.drop_remainder else None
+        if self.form is Form.BATCHES:
+            return self.row_table().batch_spec(size)
         spec = self.source.spec()
         if spec is not None and self.padding is not None:
             spec = self.padding.spec(spec)
-        return None if spec is None else batched(spec, self.size if self.drop_remainder else None)
+        return None if spec is None else batched(spec, size)
 
     def batch_size(self) -> int | None:
         """Return the requested size."""

@@ -102,7 +102,8 @@ class Dataset(Generic[E_co]):
                 object with ``__len__`` and ``__getitem__``, such as a PyTorch map-style dataset, a Hugging Face
                 dataset or a grain ``MapDataset`` (asked for ``source[i]``, or for all rows of a batch by
                 ``__getitems__`` where it has that, only for the rows that are needed); an object with ``__iter__``,
-                such as a PyTorch ``IterableDataset`` (gone through anew in each pass); or a Dataset, which is
+                such as a PyTorch ``IterableDataset`` (gone through anew in each pass); a PyTorch ``DataLoader`` (its
+                batches, in the order of its sampler, as its ``collate_fn`` makes them); or a Dataset, which is
                 returned.
             columns: The columns that are read of a source of pyarrow; None for all.
 

@@ -19,6 +19,7 @@ from mpidist.input.input_options import AutoShardPolicy, InputOptions, InputRepl
 from mpidist.input.input_workers import InputContext, InputWorkers, ValueContext, WorkerLayout
 from mpidist.input.interleaving import Interleaved
 from mpidist.input.iteration import E_co
+from mpidist.input.loaders import check_shared, is_loader, unbatched_source
 from mpidist.input.local_batches import ConsecutiveBatches, DealtBatches, LocalBatches, ReplicaPipelines
 from mpidist.input.policies import batches_of_worker, dealt_batches, own_elements, policy_in_force
 from mpidist.input.resuming import Dealing
@@ -32,12 +33,12 @@ _warned_of: set[str] = set()
 
 _HOW_TO_MAKE_ONE = (
     "expected an mpidist.Dataset: Dataset.from_tensor_slices(arrays).batch(global_batch_size), or "
-    "Dataset.from_source(object) for a PyTorch or other dataset"
+    "Dataset.from_source(object) for a PyTorch or other dataset; or a DataLoader of PyTorch"
 )
 
 
 def distribute_dataset(
-    dataset: Dataset, workers: InputWorkers, strategy: StrategyLike, options: InputOptions | None = None
+    dataset: object, workers: InputWorkers, strategy: StrategyLike, options: InputOptions | None = None
 ) -> DistributedDataset:
     """Divide a dataset over the replicas of all ranks (experimental_distribute_dataset).
 
@@ -47,7 +48,7 @@ def distribute_dataset(
     replicas without rows, and of streams that all ranks go through although no policy was given.
 
     Args:
-        dataset: Batched with the global batch size.
+        dataset: A Dataset, or a DataLoader of PyTorch; batched with the global batch size.
         workers: The workers that share it.
         strategy: The strategy whose replicas get it.
         options: An InputOptions or None.
@@ -63,14 +64,14 @@ def distribute_dataset(
     >>> list(distribute_dataset(dataset, workers, context.get_strategy()))
     [PerReplica:{0: array([0, 1]), 1: array([2])}]
     """
-    _require_dataset(dataset)
     if replication_mode(options) is InputReplicationMode.PER_REPLICA:
         raise NotImplementedError(
             "experimental_distribute_dataset() divides one pipeline over all replicas and cannot take "
             "InputReplicationMode.PER_REPLICA; use distribute_datasets_from_function(dataset_fn, options)"
         )
-    node, dataset_options = graph_and_options(dataset)
     with workers.shared_errors("looking at the dataset"):
+        node, dataset_options = graph_and_options(_as_dataset(dataset))
+        check_shared(node)
         batches, policy, reads = dealt_batches(node, dataset_options, workers)
     off = policy is AutoShardPolicy.OFF
     dealing = Dealing(partial(batches_of_worker, node, dataset_options), dataset_options.assignment)
@@ -223,7 +224,9 @@ def _warn_of_idle_replicas(batch_size: int | None, replicas: int) -> None:
 
 def _warn_of_whole_streams(node: GraphNode, num_workers: int) -> None:
     """Warn once where all ranks read a whole stream, which nobody has asked for."""
-    streams = any(isinstance(step, Interleaved) or not (step.inputs or step.form is Form.ROWS) for step in node.graph())
+    streams = any(
+        isinstance(step, Interleaved) or (not step.inputs and step.form is Form.ELEMENTS) for step in node.graph()
+    )
     text = str(node)
     # Files beside other sources have a warning of their own.
     if not streams or next(node.files(), None) is not None or text in _warned_of:
@@ -239,13 +242,26 @@ def _warn_of_whole_streams(node: GraphNode, num_workers: int) -> None:
     )
 
 
-def _require_dataset(dataset: object) -> None:
+def _as_dataset(dataset: object) -> Dataset:
     if isinstance(dataset, DistributedDataset):
         raise TypeError("experimental_distribute_dataset() got a dataset that is distributed already; iterate over it")
+    if is_loader(dataset):
+        return Dataset.from_source(dataset)
     if not isinstance(dataset, Dataset):
-        raise TypeError(
-            f"experimental_distribute_dataset() got {dataset!r} of type {type(dataset).__name__}; {_HOW_TO_MAKE_ONE}"
+        batches = unbatched_source(dataset)
+        expected = (
+            _HOW_TO_MAKE_ONE
+            if batches is None
+            else (
+                f"its elements are rows, not batches; expected {batches}, or for NumPy arrays "
+                "mpidist.Dataset.from_source(dataset).batch(global_batch_size); where each element is a global batch "
+                "already, DataLoader(dataset, batch_size=None)"
+            )
         )
+        raise TypeError(
+            f"experimental_distribute_dataset() got {dataset!r} of type {type(dataset).__name__}; {expected}"
+        )
+    return dataset
 
 
 def per_replica_refused(strategy: StrategyLike) -> NotImplementedError:
@@ -269,7 +285,9 @@ def replication_mode(options: InputOptions | None) -> InputReplicationMode:
 
 def _call(dataset_fn: Callable[[InputContext], Dataset], input_context: InputContext) -> GraphNode:
     with context.outside():
-        dataset = dataset_fn(input_context)
+        dataset: object = dataset_fn(input_context)
+    if is_loader(dataset):
+        dataset = Dataset.from_source(dataset)
     if not isinstance(dataset, Dataset):
         raise TypeError(
             f"dataset_fn returned {dataset!r} of type {type(dataset).__name__} for {input_context}; {_HOW_TO_MAKE_ONE}"

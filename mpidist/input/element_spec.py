@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpidist.arrays.convert import is_torch, to_array, to_torch
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.core import nest
 from mpidist.input.elements import Hidden, as_element, dataset_as_array, map_leaves, require_array, unbatched
@@ -26,6 +27,10 @@ class ArraySpec(NamedTuple):
 
     shape: tuple[int | None, ...]
     dtype: DType
+
+
+class TensorSpec(ArraySpec):
+    """An ArraySpec of a tensor of PyTorch, of which empty batches are tensors, too."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,9 @@ def _leaf_spec(leaf: object) -> ArraySpec | DatasetSpec:
     inside = getattr(leaf, "element_spec", None)
     if inside is not None:
         return DatasetSpec(inside)
+    if is_torch(leaf):
+        # NumPy by itself reads no bfloat16, and nothing that requires a gradient.
+        return TensorSpec(tuple(leaf.shape), to_array(leaf).dtype)
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or not isinstance(dtype, np.dtype):
         array = np.asarray(leaf)
@@ -104,7 +112,7 @@ def batched(spec: object, size: int | None) -> object:
 
 def with_rows(spec: object, rows: int | None) -> object:
     """Return ``spec`` with the first axis of each shape replaced by ``rows``; scalars stay."""
-    return map_spec(lambda leaf: ArraySpec((rows, *leaf.shape[1:]), leaf.dtype) if leaf.shape else leaf, spec)
+    return map_spec(lambda leaf: leaf._replace(shape=(rows, *leaf.shape[1:])) if leaf.shape else leaf, spec)
 
 
 def common_spec(specs: Sequence[object], step: str) -> object:
@@ -127,7 +135,7 @@ def common_spec(specs: Sequence[object], step: str) -> object:
 
     def merge(leaf: ArraySpec) -> ArraySpec:
         sizes = zip(*(other.shape for other in next(columns)), strict=True)
-        return ArraySpec(tuple(size[0] if len(set(size)) == 1 else None for size in sizes), leaf.dtype)
+        return leaf._replace(shape=tuple(size[0] if len(set(size)) == 1 else None for size in sizes))
 
     return map_spec(merge, specs[0])
 
@@ -173,10 +181,11 @@ def empty_batch(spec: object) -> object:
     (0, 3)
     """
 
-    def build(leaf: ArraySpec) -> Array:
+    def build(leaf: ArraySpec) -> object:
         if not leaf.shape:
             require_array(leaf.dtype)
             raise unbatched(f"single values of {leaf.dtype}, and some replica has none left")
-        return np.zeros((0, *(size or 0 for size in leaf.shape[1:])), leaf.dtype)
+        empty = np.zeros((0, *(size or 0 for size in leaf.shape[1:])), leaf.dtype)
+        return to_torch(empty) if isinstance(leaf, TensorSpec) else empty
 
     return map_spec(build, spec)

@@ -179,7 +179,7 @@ class GraphNode(ABC):
             return self.items(run)
         if self.form is Form.ROWS:
             return self.reading(run, lambda table: table.each(row_indices.rows(self.items(run))))
-        return self.reading(run, lambda table: map(table.read, self.items(run)))
+        return self.reading(run, lambda table: table.each_batch(self.items(run)))
 
     def reading(self, run: Pass, read: Callable[[RowTable], Iterator[T]]) -> Iterator[T]:
         """Return the iterator that ``read`` makes of the opened table, read ahead."""

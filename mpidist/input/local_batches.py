@@ -6,6 +6,7 @@ Global batches are cut by rule A, batches of a worker's own stream by rule B, or
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -106,7 +107,6 @@ class DealtBatches(LocalBatches):
         super().__init__(workers, (node,), node.cardinality)
         self.node = node
         self.assignment = assignment
-        self._empty: object = None
 
     def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield the parts of each global batch of a pass."""
@@ -114,7 +114,7 @@ class DealtBatches(LocalBatches):
             return ([element] for element in self.open_alone(run, start))
         node = skip_elements(self.node, start)
         if node.form is Form.BATCHES:
-            return node.reading(run, lambda table: (self._read_parts(table, index) for index in node.items(run)))
+            return node.reading(run, lambda table: self._read_parts(table, node.items(run)))
         return (
             [cut(batch, start, stop) for start, stop in self._local_rows(row_count(batch))]
             for batch in map(as_element, node.elements(run))
@@ -128,16 +128,19 @@ class DealtBatches(LocalBatches):
         workers = self.workers
         return _local_rows(batch_size, workers.replica_counts, workers.worker_id, self.assignment)
 
-    def _read_parts(self, table: RowTable, index: RowIndex) -> list[object]:
-        return [
-            table.read(index[start:stop]) if start < stop else self._empty_part(table, index)
-            for start, stop in self._local_rows(len(index))
-        ]
+    def _read_parts(self, table: RowTable, batches: Iterator[RowIndex]) -> Iterator[list[object]]:
+        empty: deque[bool] = deque()
 
-    def _empty_part(self, table: RowTable, index: RowIndex) -> object:
-        if self._empty is None:
-            self._empty = cut(table.read(index[:1]), 0, 0)
-        return self._empty
+        def wanted() -> Iterator[RowIndex]:
+            for index in batches:
+                for start, stop in self._local_rows(len(index)):
+                    empty.append(start == stop)
+                    # A part without rows is cut from a batch of one.
+                    yield index[start:stop] if start < stop else index[:1]
+
+        # Asked for in one call, as workers of a DataLoader read ahead of it.
+        parts = (_without_rows(part) if empty.popleft() else part for part in table.each_batch(wanted()))
+        return map(list, zip(*[parts] * self.workers.num_local_replicas, strict=True))
 
     def local_specs(self) -> list[object] | None:
         """Return the specs.
@@ -152,6 +155,12 @@ class DealtBatches(LocalBatches):
             return [with_rows(spec, None)] * count
         rows = next((leaf.shape[0] for leaf in flatten_spec(spec) if leaf.shape), None)
         return [with_rows(spec, stop - start) for start, stop in self._local_rows(rows or 0)]
+
+
+def _without_rows(batch: object) -> object:
+    # A collate_fn may have made something else than batches, which is an error with the reason here.
+    row_count(batch)
+    return cut(batch, 0, 0)
 
 
 def check_batched(node: GraphNode) -> None:

@@ -19,6 +19,7 @@ from mpidist.input.arrow_tables import arrow_rows, is_arrow
 from mpidist.input.element_spec import ArraySpec, conform, flatten_spec, spec_of
 from mpidist.input.elements import map_leaves, owned
 from mpidist.input.graph import UNKNOWN, Form, GraphNode, Pass, TableRows
+from mpidist.input.loaders import is_loader, loader_node
 from mpidist.input.tables import RowTable, SequenceTable, array_table, is_stored_array
 
 Pattern: TypeAlias = "str | os.PathLike[str]"
@@ -194,6 +195,8 @@ def node_of(source: Any, columns: Sequence[str] | None = None) -> GraphNode:
         return TableRows(rows) if isinstance(rows, RowTable) else StreamSource(rows, f"from_source({kind})", None)
     if columns is not None:
         raise TypeError(f"from_source() got columns={columns!r} and a {kind}; only sources of pyarrow have columns")
+    if is_loader(source):
+        return loader_node(source)
     if isinstance(source, Mapping):
         raise TypeError(
             f"from_source() got a {kind}; a dict of arrays is cut into elements by Dataset.from_tensor_slices(...)"

@@ -71,7 +71,7 @@ class Mapped(GraphNode):
 
 def _forget(sizes: set[int | None], leaf: ArraySpec) -> ArraySpec:
     if leaf.shape and leaf.shape[0] in sizes:
-        return ArraySpec((None, *leaf.shape[1:]), leaf.dtype)
+        return leaf._replace(shape=(None, *leaf.shape[1:]))
     return leaf
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.core import nest
 from mpidist.input import row_indices
-from mpidist.input.element_spec import ArraySpec, spec_of
+from mpidist.input.element_spec import ArraySpec, batched, spec_of
 from mpidist.input.elements import as_element, list_to_array, map_leaves, owned, stack, stopped
 from mpidist.input.row_indices import RowIndex, as_array
 from mpidist.input.threads import Readers
@@ -49,6 +49,10 @@ class RowTable(ABC):
         """Return the rows of ``index``, at least one, as one batch of new arrays."""
         return stack(self.rows(index))
 
+    def each_batch(self, indices: Iterable[RowIndex]) -> Iterator[object]:
+        """Yield the batch of each of ``indices``."""
+        return map(self.read, indices)
+
     def opened(self, readers: Readers | None) -> RowTable:
         """Return the same table for one pass, whose threads may call functions.
 
@@ -59,6 +63,11 @@ class RowTable(ABC):
     def spec(self) -> object:
         """Return the spec of a row, or None for a table without rows."""
         return spec_of(self.row(0)) if self.length else None
+
+    def batch_spec(self, size: int | None) -> object:
+        """Return the spec of a batch of ``size`` rows; None: of any number."""
+        spec = self.spec()
+        return None if spec is None else batched(spec, size)
 
     def cached(self) -> RowTable:
         """Return the same rows, of which each is read once."""

@@ -222,7 +222,8 @@ class Strategy:
         ``dataset.with_options(auto_shard_policy=...)``, see ``AutoShardPolicy``.
 
         Args:
-            dataset: A batched ``mpidist.Dataset``.
+            dataset: A batched ``mpidist.Dataset``; or a DataLoader of PyTorch, whose ``batch_size`` is that of a global
+                batch, and whose tensors stay tensors (docs/input.md).
             options: See ``InputOptions``.
         """
         self._require_cross_replica("experimental_distribute_dataset()", "call it before run()")

@@ -12,8 +12,9 @@ from mpidist.core.options import CallOptions
 from mpidist.core.protocols import Args, Kwargs
 from mpidist.cross_device_ops import Pairs
 from mpidist.cross_device_ops.local_values import device_of
-from mpidist.input import InputContext, InputOptions, InputReplicationMode, InputWorkers, ValueContext
+from mpidist.input import Dataset, InputContext, InputOptions, InputReplicationMode, InputWorkers, ValueContext
 from mpidist.input.distribute import per_replica_refused, replication_mode
+from mpidist.input.loaders import is_loader
 from mpidist.strategies.base import ReplicaContext, Strategy
 from mpidist.strategies.strategy_extended import Result, StrategyExtended
 from mpidist.values import Variable
@@ -78,8 +79,8 @@ class DefaultExtended(StrategyExtended):
         return result if group else (result,)
 
     def distribute_dataset(self, dataset: object, options: InputOptions | None) -> Any:
-        """See ``StrategyExtended``: the dataset itself."""
-        return dataset
+        """See ``StrategyExtended``: the dataset itself, of a DataLoader the one with its batches."""
+        return Dataset.from_source(dataset) if is_loader(dataset) else dataset
 
     def distribute_from_function(self, dataset_fn: Callable[..., object], options: InputOptions | None) -> Any:
         """See ``StrategyExtended``: the result of the function."""

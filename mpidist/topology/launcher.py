@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.process
 import os
 import shutil
 import sys
@@ -105,11 +106,16 @@ def import_mpi() -> ModuleType:
     process that was started without it.
 
     Raises:
-        LaunchError: There is no MPI library that mpi4py can load, MPI is not running, or a launcher's variable is
-            malformed.
+        LaunchError: There is no MPI library that mpi4py can load, MPI is not running, a launcher's variable is
+            malformed, or a process of ``multiprocessing`` imports the program.
         ValueError: ``MPIDIST_ABORT_ON_EXCEPTION`` is neither 0 nor 1.
     """
     if "mpi4py.MPI" not in sys.modules:
+        if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+            raise LaunchError(
+                "MPI was to start in a worker process, which only imports the program that started it, so that the job "
+                "would have this rank twice. Expected: what a program does, below if __name__ == '__main__':"
+            )
         # What `import mpidist` left to this place: MPI does not start in an environment that cannot be right.
         read_launcher()
         settings.ABORT_ON_EXCEPTION.read()

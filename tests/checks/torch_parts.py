@@ -26,6 +26,7 @@ _ROOMS = (
     "tests/acceptance/test_arrays_of_others.py",
     "tests/arrays/test_convert_devices.py",
     "tests/input/test_dataset_libraries.py",
+    "tests/input/test_loaders.py",
     "tests/input/test_ownership.py",
     "tests/checkpoint/test_arrays_of_others.py",
     "tests/values/test_models_as_variables.py",

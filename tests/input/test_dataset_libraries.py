@@ -6,6 +6,7 @@ import pytest
 from mpidist.core import context
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset
+from mpidist.input.input_workers import InputWorkers
 from tests.input.worker_threads import run_workers
 
 pytestmark = pytest.mark.one_rank
@@ -57,6 +58,20 @@ def test_hugging_face_iterable_dataset(monkeypatch, tmp_path):
         batches = list(streamed.batch(20))
         assert [len(batch["x"]) for batch in batches] == [20, 10]
         assert batches[1]["v"][-1].tolist() == [29.0, 29.5]
+
+
+def test_hugging_face_datasets_are_distributed_by_a_loader(monkeypatch, tmp_path):
+    source = hugging_face(monkeypatch, tmp_path)
+    workers = InputWorkers(1, 0, (2,), None, True)
+    for rows in (source, source.to_iterable_dataset()):
+        with pytest.raises(TypeError, match=r"DataLoader\(dataset.with_format\('torch'\), batch_size="):
+            distribute_dataset(rows, workers, context.get_strategy())
+        torch = pytest.importorskip("torch", reason="PyTorch is not installed; it is an optional source")
+        made = torch.utils.data.DataLoader(rows.with_format("torch"), batch_size=8)
+        steps = list(distribute_dataset(made, workers, context.get_strategy()))
+        assert [[len(part) for part in step["x"].values] for step in steps] == [[4, 4]] * 3 + [[3, 3]]
+        parts = [part for step in steps for part in step["v"].values]
+        assert torch.cat(parts).tolist() == [[x, x + 0.5] for x in range(ROWS)]
 
 
 @pytest.fixture
