@@ -18,7 +18,7 @@ import numpy as np
 
 from mpidist.arrays.device_ops import DeviceOps, ops_for
 from mpidist.collectives.communicator import Communicator
-from mpidist.collectives.node.node import SLICE_BYTES_BETWEEN_NODES
+from mpidist.collectives.node.node import SLICE_BYTES_BETWEEN_NODES, Node
 from mpidist.collectives.reduce import tuning_file
 from mpidist.collectives.reduce.choice import place_of
 from mpidist.collectives.reduce.registry import Row, candidates_at, wire_algorithms
@@ -141,7 +141,7 @@ def _run(
         return goal
     timings: list[Timing] = []
     if comm.size > 1:
-        place = place_of(comm._channel.node, ops.kind)
+        place = place_of(_node_of(comm), ops.kind)
         told = report if comm.rank == 0 else _ignore
         timings = _Measuring(comm, candidates_at(place), goal.seconds, ops, device, told).timings()
     outcome: Tuned | ValueError
@@ -175,13 +175,17 @@ def _goal(comm: Communicator, path: str | os.PathLike[str] | None, seconds: floa
         tables = tuning_file.read_if_there(target)
     except ValueError as error:
         return error
-    setup = tuning_file.setup_of(comm._channel.node)
+    setup = tuning_file.setup_of(_node_of(comm))
     return _Goal(tables.get(setup, SHIPPED), str(Path(target).absolute()), seconds)
+
+
+def _node_of(comm: Communicator) -> Node:
+    return comm._channel.node
 
 
 def _kept(comm: Communicator, goal: _Goal, kind: str, timings: Sequence[Timing]) -> Tuned | ValueError:
     """Decide on one rank, write the file, and return the outcome."""
-    node = comm._channel.node
+    node = _node_of(comm)
     setup, place = tuning_file.setup_of(node), place_of(node, kind)
     rails = min(len(ranks) for ranks in node.ranks)
     table = decide(goal.before, place, rails, timings)

@@ -14,7 +14,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -31,8 +31,10 @@ from mpidist.input.tables import RowTable
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+    Loader: TypeAlias = DataLoader[Any]
 
-def is_loader(value: object) -> TypeGuard[DataLoader[Any]]:
+
+def is_loader(value: object) -> TypeGuard[Loader]:
     """Return whether ``value`` is a DataLoader of PyTorch."""
     data = sys.modules.get("torch.utils.data")
     return data is not None and isinstance(value, data.DataLoader)
@@ -54,7 +56,7 @@ def unbatched_source(value: object) -> str | None:
     return None
 
 
-def loader_node(loader: DataLoader[Any]) -> GraphNode:
+def loader_node(loader: Loader) -> GraphNode:
     """Return the node of the batches of a DataLoader.
 
     Raises:
@@ -89,7 +91,7 @@ def check_shared(node: GraphNode) -> None:
                 )
 
 
-def _check(loader: DataLoader[Any]) -> None:
+def _check(loader: Loader) -> None:
     kind, plain = type(loader), sys.modules["torch.utils.data"].DataLoader
     if kind.__iter__ is not plain.__iter__:
         raise TypeError(
@@ -117,7 +119,7 @@ def _check(loader: DataLoader[Any]) -> None:
         )
 
 
-def _sampler_of(loader: DataLoader[Any]) -> Any:
+def _sampler_of(loader: Loader) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
@@ -129,7 +131,7 @@ def _has_length(value: Any) -> bool:
     return True
 
 
-def _start_method(loader: DataLoader[Any]) -> str:
+def _start_method(loader: Loader) -> str:
     context: Any = loader.multiprocessing_context
     return "forkserver" if context is None else str(context.get_start_method())
 
@@ -169,7 +171,7 @@ class LoaderBatches(GraphNode):
 class LoaderStream(GraphNode):
     """The batches of an iterable dataset, which every rank goes through as a DataLoader does."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: Loader) -> None:
         super().__init__(())
         size = "" if loader.batch_size is None else f", batch_size={loader.batch_size}"
         drop = ", drop_last=True" if loader.drop_last else ""
@@ -197,7 +199,7 @@ class LoaderTable(RowTable):
         has_batches: Whether each row is a batch by itself.
     """
 
-    def __init__(self, loader: DataLoader[Any], has_batches: bool = False) -> None:
+    def __init__(self, loader: Loader, has_batches: bool = False) -> None:
         count = len(loader.dataset)
         super().__init__(count, f"DataLoader of {count} {type(loader.dataset).__name__}")
         self.has_batches = has_batches
@@ -277,10 +279,10 @@ class _Fetcher:
         loader: The user's.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: Loader) -> None:
         self._loader = loader
         # With persistent_workers: the one that has them, and its sampler.
-        self._kept: tuple[DataLoader[Any], _Keys] | None = None
+        self._kept: tuple[Loader, _Keys] | None = None
         self._latest_pass: object = None
 
     def elements(self, keys: Iterator[object] | None, in_workers: bool) -> Iterator[object]:
@@ -318,7 +320,7 @@ class _Fetcher:
                     "keeps, serve one pass at a time; expected one pass after the other, or persistent_workers=False"
                 )
 
-    def _made(self, order: _Keys, in_workers: bool) -> DataLoader[Any]:
+    def _made(self, order: _Keys, in_workers: bool) -> Loader:
         given = self._loader
         fetched: dict[str, Any] = {"batch_sampler": order}
         if order.keys is None:
@@ -336,7 +338,7 @@ class _Fetcher:
                 "multiprocessing_context": given.multiprocessing_context or "forkserver",
                 "generator": given.generator if given.generator is None else given.generator.clone_state(),
             }
-        made: DataLoader[Any] = sys.modules["torch.utils.data"].DataLoader(
+        made: Loader = sys.modules["torch.utils.data"].DataLoader(
             given.dataset, collate_fn=given.collate_fn, pin_memory=given.pin_memory, **fetched, **workers
         )
         return made
@@ -346,7 +348,7 @@ class _Fetcher:
         return {**self.__dict__, "_kept": None, "_latest_pass": None}
 
 
-def _opened(fetching: DataLoader[Any]) -> Any:
+def _opened(fetching: Loader) -> Any:
     """Return the iterator of a DataLoader, whose worker processes begin with it."""
     try:
         with warnings.catch_warnings():

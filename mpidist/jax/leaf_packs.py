@@ -8,7 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
+
+# An array of JAX, also a traced one, or a flat one of several.
+Leaf: TypeAlias = Any
 
 
 class LeafPacks:
@@ -18,20 +21,20 @@ class LeafPacks:
         leaves: Arrays of JAX, also traced ones.
     """
 
-    def __init__(self, leaves: Sequence[Any]) -> None:
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
         self._shapes = [leaf.shape for leaf in leaves]
-        of_dtype: dict[Any, list[int]] = {}
+        of_dtype: dict[object, list[int]] = {}
         for index, leaf in enumerate(leaves):
             of_dtype.setdefault(leaf.dtype, []).append(index)
         self._groups = list(of_dtype.values())
 
-    def join(self, leaves: Sequence[Any], module: ModuleType) -> list[Any]:
+    def join(self, leaves: Sequence[Leaf], module: ModuleType) -> list[Leaf]:
         """Return the flat arrays; ``module`` is that of the leaves, ``numpy`` or ``jax.numpy``."""
         return [module.concatenate([module.ravel(leaves[index]) for index in group]) for group in self._groups]
 
-    def cut(self, packs: Sequence[Any]) -> list[Any]:
+    def cut(self, packs: Sequence[Leaf]) -> list[Leaf]:
         """Return the leaves of flat arrays."""
-        leaves: list[Any] = [None] * len(self._shapes)
+        leaves: list[Leaf] = [None] * len(self._shapes)
         for group, pack in zip(self._groups, packs, strict=True):
             start = 0
             for index in group:
