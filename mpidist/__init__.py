@@ -29,7 +29,6 @@ warn_about_unknown()
 # program pays for what it needs alone.
 if TYPE_CHECKING:
     from mpidist import cluster_resolver, coordinator, elastic, errors, experimental, metrics, optimizers, v1
-    from mpidist import jax as jax
     from mpidist import keras as keras
     from mpidist import torch as torch
     from mpidist.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
@@ -80,7 +79,7 @@ else:
         __name__,
         {
             # Rooms whose other names docs tell users to take from there.
-            "mpidist": "checkpoint cluster_resolver coordinator elastic errors estimator experimental jax keras "
+            "mpidist": "checkpoint cluster_resolver coordinator elastic errors estimator experimental keras "
             "metrics optimizers parameter_server torch v1",
             "mpidist.checkpoint": "Checkpoint CheckpointManager latest_checkpoint",
             "mpidist.cluster_resolver": "ClusterSpec",

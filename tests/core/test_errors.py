@@ -21,10 +21,12 @@ PACKAGE = Path(ROOT, "mpidist")
 def _modules() -> list[str]:
     """All modules but some.
 
-    Errors of the commands and of the build end as lines of their output; torch may be missing, and its room has none.
+    Errors of the commands and of the build end as lines of their output; the libraries of some rooms may be missing, and
+    these have none.
     """
     paths = (path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py"))
-    found = [path for path in paths if path.parts[0] not in ("cli", "native", "torch") and path.stem != "__main__"]
+    left_out = ("cli", "native", "torch", "jax", "keras")
+    found = [path for path in paths if path.parts[0] not in left_out and path.stem != "__main__"]
     return [".".join((PACKAGE.name, *path.parts)) for path in found]
 
 
