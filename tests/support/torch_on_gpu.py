@@ -26,6 +26,8 @@ from tests.support.fake_cupy.ndarray import ndarray
 from tests.support.fake_cupy.running import Capsule
 
 _local = threading.local()
+# Memory that was let go.
+_spoiled: list[Any] = []
 _Base: Any = torch.Tensor
 _BaseFuture: Any = torch.futures.Future
 # Its methods, as PyTorch's own look up the name in whose place the class below is.
@@ -230,7 +232,16 @@ def _room(like: Any, worker: Any) -> Any:
 
 def _spoil(memory: Any, worker: Any) -> None:
     if not worker.stopping:
+        _spoiled.append(memory)
         worker.enqueue(lambda: memory.fill(FREED))
+
+
+def check() -> None:
+    """Raise where something was written to memory that had been let go."""
+    for worker in list(machine().workers.values()):
+        worker.drain()
+    for memory in _spoiled:
+        assert (memory == FREED).all(), "was written to after it had been let go"
 
 
 def on_gpu(tensor: Any) -> Any:
@@ -309,6 +320,7 @@ class Future(_BaseFuture):  # type: ignore[misc]
 
 def install(monkeypatch: Any, device: int = 0) -> None:
     """Put it in the place of PyTorch's own, until the end of the test; tensors lie on one device."""
+    _spoiled.clear()
     monkeypatch.setattr(OnGpu, "device", torch.device("cuda", device))
     for made in (Stream, ExternalStream, stream, current_stream):
         monkeypatch.setattr(torch.cuda, made.__name__, made)

@@ -251,6 +251,12 @@ def test_a_result_goes_nowhere_that_its_stream_still_reads(dist: Any, methods: A
     """Only a message waits for nothing that lies on the GPU before it comes."""
     rank, size = dist.get_rank(), dist.get_world_size()
     sent = methods.send([late(rank, (5,))], (rank + 1) % size, 0)
+    with stream(Stream()):
+        check_a_message_into_a_tensor_that_is_read(methods, rank, size)
+    sent.wait()
+
+
+def check_a_message_into_a_tensor_that_is_read(methods: Any, rank: int, size: int) -> None:
     target = late(-1, (5,))
     with torch._C.DisableTorchFunctionSubclass():
         memory = target.as_subclass(torch.Tensor)
@@ -262,7 +268,6 @@ def test_a_result_goes_nowhere_that_its_stream_still_reads(dist: Any, methods: A
     assert opened.is_set()
     assert target.cpu().tolist() == [(rank - 1) % size + 1] * 5
     assert read == [0] * 5
-    sent.wait()
 
 
 def test_the_program_computes_on_while_a_collective_is_on_its_way(dist: Any, methods: Any, request: Any) -> None:
@@ -298,6 +303,34 @@ def test_futures(dist: Any, methods: Any) -> None:
             with stream(Stream()):
                 (result,) = work.get_future().wait()
                 assert (result.cpu() == total(size)).all()
+
+
+def test_futures_of_messages(dist: Any, methods: Any) -> None:
+    """The progress thread ends them, also those of a rank that is alone."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for number in range(5):
+        target = late(-1)
+        future = methods.recv([target], before, number).get_future()
+        doubled = future.then(lambda done: [done.value()[0] * 2])
+        sent = methods.send([late(rank)], after, number)
+        until(future.done)
+        with stream(Stream()):
+            (result,) = future.wait()
+            assert (result.cpu() == before + 1).all()
+        with stream(Stream()):
+            assert (doubled.wait()[0].cpu() == 2 * (before + 1)).all()
+        sent.wait()
+
+
+def test_nothing_is_written_to_memory_that_was_let_go(dist: Any, methods: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for number in range(12):
+        future = methods.recv([late(-1)], (rank - 1) % size, number).get_future()
+        methods.send([late(rank)], (rank + 1) % size, number).wait()
+        until(future.done)
+        del future
+    torch_on_gpu.check()
 
 
 def test_a_future_of_several_collectives(dist: Any, methods: Any) -> None:
