@@ -17,7 +17,7 @@ from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint import storage
 from mpidist.checkpoint.agreement import Agreement, Extent, Plan, digest, extended_of, plan_parts
 from mpidist.checkpoint.alignment import align, describe_container, give_shape
-from mpidist.checkpoint.collecting import Leaves, collect, is_on_read
+from mpidist.checkpoint.collecting import Leaves, Owned, collect, is_on_read
 from mpidist.checkpoint.formats import Manifest, Tensor, describe
 from mpidist.checkpoint.restoring import Read, check_fit_of_all, fill, read_newest, restore_iterators
 from mpidist.checkpoint.status import LoadStatus, Waiting
@@ -387,10 +387,12 @@ def _check_context(method: str) -> bool:
 
 
 def _strategy_of(leaves: Leaves, method: str) -> StrategyLike:
-    """Return the strategy of the variables, else that in scope, if it has checkpoints."""
+    """Return the strategy of the variables and models, else that in scope, if it has checkpoints."""
     strategies = {get_strategy()} if _check_context(method) else set()
     for variable in leaves.variables.values():
         strategies.add(variable.distribute_strategy)
+    # Those of other libraries that were made for the replicas of a strategy.
+    strategies.update(owner.distribute_strategy for owner in leaves.deferring.values() if isinstance(owner, Owned))
     if len(strategies) > 1:
         strategies = {strategy for strategy in strategies if not is_default(strategy)}
     if len(strategies) > 1:

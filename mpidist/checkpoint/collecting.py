@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from mpidist.core import nest
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.first_use import imported
 from mpidist.core.nest import NestKind
+from mpidist.core.protocols import StrategyLike
 from mpidist.values.composite import AnyVariable
 
 if TYPE_CHECKING:
@@ -57,6 +58,15 @@ class Deferring(Protocol):
 
     def _checkpoint_defer(self, values: dict[str, Array]) -> None:
         """Take the values of parts that are yet to be made."""
+
+
+@runtime_checkable
+class Owned(Protocol):
+    """An object without variables that is of a strategy all the same."""
+
+    @property
+    def distribute_strategy(self) -> StrategyLike:
+        """The strategy."""
 
 
 @dataclass(frozen=True)

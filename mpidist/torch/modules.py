@@ -166,6 +166,12 @@ class ReplicatedModule(_Module):  # type: ignore[misc, unused-ignore]
             return self.copies[0]
         return self.copies[context.local_replica_id]
 
+    @property
+    def distribute_strategy(self) -> Strategy:
+        """The strategy of the replicas."""
+        strategy: Strategy = self.strategy
+        return strategy
+
     def changed(self) -> tuple[Foreign, ...]:
         """Return the copies that a change is for: in a replica its own, outside all."""
         context = get_replica_context()

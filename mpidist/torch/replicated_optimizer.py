@@ -10,7 +10,7 @@ import torch
 
 from mpidist.arrays.dtypes import Array
 from mpidist.core.context import get_replica_context, has_strategy, in_cross_replica_context
-from mpidist.core.protocols import ReplicaContextLike
+from mpidist.core.protocols import ReplicaContextLike, StrategyLike
 from mpidist.torch.buckets import BUCKET_BYTES, SummedGradients
 from mpidist.torch.buffers import SharedBuffers
 from mpidist.torch.foreign import Foreign
@@ -209,6 +209,12 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         self._is_replaced = True
         for gradients in self._gradients:
             gradients.detach()
+
+    @property
+    def distribute_strategy(self) -> StrategyLike:
+        """The strategy of the model's replicas."""
+        strategy: StrategyLike = self._model.strategy
+        return strategy
 
     def _here(self) -> range:
         """Return the numbers of the local replicas that a call is for."""

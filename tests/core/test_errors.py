@@ -21,7 +21,7 @@ PACKAGE = Path(ROOT, "mpidist")
 def _modules() -> list[str]:
     """All modules but some.
 
-    Errors of the commands and of the build end as lines of their output. The libraries of some rooms may be missing, and
+    Errors of the commands and of the build end as lines of their output. Libraries of some rooms may be missing, and
     these have none.
     """
     paths = (path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py"))

@@ -133,9 +133,9 @@ def test_another_optimizer_is_named(folder: Path) -> None:
         other.checkpoint.restore(path)
 
 
-def test_other_shapes_are_named(folder: Path) -> None:
+def test_other_shapes_are_named(tmp_path: Path) -> None:
     model = mpidist.torch.adopt(nn.Linear(2, 2))
-    path = mpidist.Checkpoint(model=model).save(str(folder / "ckpt"))
+    path = mpidist.Checkpoint(model=model).save(str(tmp_path / "ckpt"))
     with pytest.raises(ValueError, match="does not fit the objects"):
         mpidist.Checkpoint(model=mpidist.torch.adopt(nn.Linear(3, 2))).restore(path)
 
