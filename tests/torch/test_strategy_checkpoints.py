@@ -36,7 +36,7 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 5], gamma=0.5)
         self.batches = iter(self.strategy.experimental_distribute_dataset(epochs("float64").repeat()))
         self.checkpoint = mpidist.Checkpoint(
-            model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, batches=self.batches
+            model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, batches=self.batches, step=0
         )
 
     def train(self, steps: int) -> Any:
@@ -163,7 +163,6 @@ from tests.torch.test_strategy_checkpoints import Training
 folder, replicas, end, killed_at = sys.argv[1], *map(int, sys.argv[2:])
 training = Training(replicas, torch.optim.Adam, lr=1e-2)
 checkpoint = training.checkpoint
-checkpoint.step = 0
 manager = mpidist.CheckpointManager(checkpoint, folder, step_counter=lambda: checkpoint.step, checkpoint_interval=3)
 manager.restore_or_initialize()
 while checkpoint.step < end:
