@@ -387,7 +387,7 @@ def _check_context(method: str) -> bool:
 
 
 def _strategy_of(leaves: Leaves, method: str) -> StrategyLike:
-    """Return the strategy of the variables and models, else that in scope, if it has checkpoints."""
+    """Return the strategy of variables and models, else that in scope, if it has checkpoints."""
     strategies = {get_strategy()} if _check_context(method) else set()
     for variable in leaves.variables.values():
         strategies.add(variable.distribute_strategy)
