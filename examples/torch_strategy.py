@@ -89,7 +89,7 @@ def main() -> None:
             return int((model(torch.as_tensor(images)).argmax(1) == torch.as_tensor(labels)).sum())
 
     checkpoint = mpidist.Checkpoint(model=model, optimizer=optimizer, scheduler=scheduler, batches=batches, step=0)
-    manager = None
+    manager, step = None, 0
     if arguments.resume:
         manager = mpidist.CheckpointManager(
             checkpoint, arguments.resume, max_to_keep=2, step_counter=lambda: step, checkpoint_interval=10

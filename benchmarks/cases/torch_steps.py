@@ -107,6 +107,8 @@ class StrategyStep(Step):
         self._optimizer.synchronize()
 
     def _backward(self) -> None:
+        # Sums are not added to; how long a step takes is tried without prepare, too.
+        self._optimizer.zero_grad()
         self.net(self._inputs).square().mean().backward()
 
     def alone(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,16 @@ nn = torch.nn
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("default")]
 
 
+_strategies: list[mpidist.Strategy] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_strategies() -> Iterator[None]:
+    yield
+    while _strategies:
+        _strategies.pop().close()
+
+
 class Training:
     """A small training that can be saved.
 
@@ -30,13 +41,14 @@ class Training:
     def __init__(self, replicas: int, kind: Any, **settings: Any) -> None:
         devices = [f"cpu:{number}" for number in range(replicas)]
         self.strategy = mpidist.MultiWorkerMirroredStrategy(devices=devices)
+        _strategies.append(self.strategy)
         with self.strategy.scope():
             self.model = mpidist.torch.adopt(lambda: network("float64"))
             self.optimizer = mpidist.torch.Optimizer(self.model, kind, **settings)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 5], gamma=0.5)
         self.batches = iter(self.strategy.experimental_distribute_dataset(epochs("float64").repeat()))
         self.checkpoint = mpidist.Checkpoint(
-            model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, batches=self.batches
+            model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, batches=self.batches, step=0
         )
 
     def train(self, steps: int) -> Any:
@@ -163,7 +175,6 @@ from tests.torch.test_strategy_checkpoints import Training
 folder, replicas, end, killed_at = sys.argv[1], *map(int, sys.argv[2:])
 training = Training(replicas, torch.optim.Adam, lr=1e-2)
 checkpoint = training.checkpoint
-checkpoint.step = 0
 manager = mpidist.CheckpointManager(checkpoint, folder, step_counter=lambda: checkpoint.step, checkpoint_interval=3)
 manager.restore_or_initialize()
 while checkpoint.step < end:
