@@ -36,7 +36,9 @@ KILLED = f"""
 import os, signal, sys
 sys.path.insert(0, {str(SCRIPT.parent)!r})
 os.environ.setdefault("KERAS_BACKEND", "torch")
-import keras, mpidist.keras, keras_fit
+import keras, mpidist, keras_fit
+
+mpidist.keras.adopt  # before the class that it looks for has another name
 made = keras.callbacks.BackupAndRestore
 
 
