@@ -8,12 +8,15 @@ import keras
 import numpy as np
 from keras import ops
 
+from mpidist.arrays.dtypes import Array
 from mpidist.keras.untyped import KerasObject, Tensors
 from mpidist.strategies import Strategy
 
 # Where a layer keeps the seed and the count of its random numbers.
 _SEED = "seed_generator_state"
 _MORE_THAN_STEPS = 1_000_003
+# Of a dtype that counts rows: float32 does to 16 millions.
+_COUNTING_BYTES = 4
 
 
 class RankSums:
@@ -32,6 +35,14 @@ class RankSums:
         """Whether there are other ranks."""
         return self._communicator is not None
 
+    def add_up(self, arrays: Sequence[Array], rows: int) -> int:
+        """Add the arrays of all ranks up, where they lie; return the rows of all (collective)."""
+        if self._communicator is None:
+            return rows
+        together = [*arrays, _counted(arrays, rows)]
+        self._communicator.all_reduce("SUM", together, out=together)
+        return int(together[-1])
+
     def mean_by_rows(self, flats: Sequence[object], rows: int) -> list[object]:
         """Return packed values, averaged over ranks by their rows (collective).
 
@@ -41,7 +52,8 @@ class RankSums:
         """
         if self._communicator is None:
             return list(flats)
-        *sums, count = self._communicator.all_reduce("SUM", [*map(ops.convert_to_numpy, flats), np.float64(rows)])
+        arrays = [*map(ops.convert_to_numpy, flats)]
+        *sums, count = self._communicator.all_reduce("SUM", [*arrays, _counted(arrays, rows)])
         return [np.divide(array, array.dtype.type(count), out=array) for array in sums]
 
     def total(self, variables: Iterable[KerasObject]) -> None:
@@ -89,6 +101,12 @@ class RankSums:
         if self._communicator is None:
             return value
         return keras.tree.map_structure(self._communicator.all_gather, value)
+
+
+def _counted(arrays: Sequence[Array], rows: int) -> Array:
+    """Return a number of rows in the dtype of arrays, and so in one message, where that has numbers enough."""
+    counts = arrays and arrays[0].dtype.itemsize >= _COUNTING_BYTES
+    return np.array(rows, arrays[0].dtype if counts else np.float64)
 
 
 def pack(tensors: Sequence[Tensors], rows: int) -> list[object]:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import keras
 import torch
-from keras import ops
 
-from mpidist.keras.rank_sums import pack, unpack
+from mpidist.arrays.convert import to_array
 from mpidist.keras.replica_model import Adoption, ReplicaModel
 from mpidist.keras.untyped import Tensors
 
@@ -45,20 +44,25 @@ class TorchOptimizer(keras.optimizers.Optimizer):
         super().apply(grads, trainable_variables)
 
 
-def _of_all_ranks(adoption: Adoption, grads: Sequence[Tensors], variables: Sequence[Tensors]) -> list[object]:
+def _of_all_ranks(adoption: Adoption, grads: Sequence[Tensors], variables: Sequence[Tensors]) -> list[Tensors]:
     """Return the gradients of the global batch (collective).
 
     A variable without one gets zeros, as on JAX.
     """
+    statistics = adoption.statistics
     with torch.no_grad():
-        mine = [ops.zeros_like(v.value) if g is None else g for g, v in zip(grads, variables, strict=True)]
-        like = [*mine, *(variable.value for variable in adoption.statistics)]
-        if not adoption.rows:
-            like = [ops.zeros_like(tensor) for tensor in like]
-        found = unpack(adoption.sums.mean_by_rows(pack(like, adoption.rows), adoption.rows), like)
-        for variable, value in zip(adoption.statistics, found[len(mine) :], strict=True):
+        # Gradients are this step's alone, and become those of the global batch where they lie.
+        found = [torch.zeros_like(v.value) if g is None else g for g, v in zip(grads, variables, strict=True)]
+        found += [variable.value.clone() for variable in statistics]
+        if adoption.rows:
+            torch._foreach_mul_(found, adoption.rows)
+        else:
+            torch._foreach_zero_(found)
+        rows = adoption.sums.add_up([*map(to_array, found)], adoption.rows)
+        torch._foreach_div_(found, rows)
+        for variable, value in zip(statistics, found[len(variables) :], strict=True):
             variable.assign(value)
-    return found[: len(mine)]
+    return found[: len(variables)]
 
 
 _outside_of_compilation = torch.compiler.disable(_of_all_ranks)
