@@ -180,7 +180,7 @@ from tests.torch.test_strategy_checkpoints import Training
 folder, replicas, end, killed_at = sys.argv[1], *map(int, sys.argv[2:])
 training = Training(replicas, torch.optim.Adam, lr=1e-2)
 checkpoint = training.checkpoint
-manager = mpidist.CheckpointManager(checkpoint, folder, step_counter=lambda: checkpoint.step, checkpoint_interval=3)
+manager = mpidist.CheckpointManager(checkpoint, folder, 3, step_counter=lambda: checkpoint.step, checkpoint_interval=3)
 manager.restore_or_initialize()
 while checkpoint.step < end:
     weights = training.train(1)
