@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 
 import mpidist
+from tests.checkpoint.shared_folder import of_all_ranks
 from tests.torch.strategy_training import epochs, losses_of, network, weights_of
 
 torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
 nn = torch.nn
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("default")]
-
-
-_strategies: list[mpidist.Strategy] = []
-
-
-@pytest.fixture(autouse=True)
-def _close_strategies() -> Iterator[None]:
-    yield
-    while _strategies:
-        _strategies.pop().close()
 
 
 class Training:
@@ -41,7 +33,6 @@ class Training:
     def __init__(self, replicas: int, kind: Any, **settings: Any) -> None:
         devices = [f"cpu:{number}" for number in range(replicas)]
         self.strategy = mpidist.MultiWorkerMirroredStrategy(devices=devices)
-        _strategies.append(self.strategy)
         with self.strategy.scope():
             self.model = mpidist.torch.adopt(lambda: network("float64"))
             self.optimizer = mpidist.torch.Optimizer(self.model, kind, **settings)
@@ -66,23 +57,37 @@ class Training:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    from mpi4py import MPI
+def folder(tmp_path: Path) -> Iterator[Path]:
+    with of_all_ranks(tmp_path) as found:
+        yield found
 
-    found: Path = MPI.COMM_WORLD.bcast(tmp_path, 0)
-    return found
+
+Make: TypeAlias = Callable[..., Training]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes trainings, whose strategies are closed at the end."""
+    with ExitStack() as opened:
+
+        def made(replicas: int, kind: Any, **settings: Any) -> Training:
+            training = Training(replicas, kind, **settings)
+            opened.enter_context(training.strategy)
+            return training
+
+        yield made
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "NAdam", "Adagrad", "Adafactor"])
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 2), (3, 1)])
-def test_training_goes_on(folder: Path, name: str, before: int, after: int) -> None:
+def test_training_goes_on(make: Make, folder: Path, name: str, before: int, after: int) -> None:
     kind, settings = getattr(torch.optim, name), {"momentum": 0.9} if name == "SGD" else {}
-    whole = Training(before, kind, lr=1e-2, **settings)
+    whole = make(before, kind, lr=1e-2, **settings)
     # In the middle of an epoch of seven batches.
     whole.train(4)
     path = whole.checkpoint.save(str(folder / "ckpt"))
     expected = whole.train(6)
-    resumed = Training(after, kind, lr=0.5, **settings)
+    resumed = make(after, kind, lr=0.5, **settings)
     resumed.checkpoint.restore(path).assert_consumed()
     found = resumed.train(6)
     if before == after:
@@ -91,8 +96,8 @@ def test_training_goes_on(folder: Path, name: str, before: int, after: int) -> N
     assert resumed.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"] == 1e-2 / 4
 
 
-def test_a_state_that_is_there_already_goes_back(folder: Path) -> None:
-    training = Training(2, torch.optim.Adam, lr=1e-2)
+def test_a_state_that_is_there_already_goes_back(make: Make, folder: Path) -> None:
+    training = make(2, torch.optim.Adam, lr=1e-2)
     path = training.checkpoint.save(str(folder / "start"))
     expected = training.train(3)
     assert training.optimizer.state
@@ -117,8 +122,8 @@ def read_safetensors(path: Path) -> dict[str, Any]:
     }
 
 
-def test_the_file_is_read_by_others(folder: Path) -> None:
-    training = Training(2, torch.optim.Adam, lr=1e-2)
+def test_the_file_is_read_by_others(make: Make, folder: Path) -> None:
+    training = make(2, torch.optim.Adam, lr=1e-2)
     training.train(2)
     path = training.checkpoint.save(str(folder / "ckpt"))
     if mpidist.rank() == 0:
@@ -136,11 +141,11 @@ def test_the_file_is_read_by_others(folder: Path) -> None:
     assert torch.equal(weights_of(plain), weights_of(training.model))
 
 
-def test_another_optimizer_is_named(folder: Path) -> None:
-    training = Training(1, torch.optim.Adam, lr=1e-2)
+def test_another_optimizer_is_named(make: Make, folder: Path) -> None:
+    training = make(1, torch.optim.Adam, lr=1e-2)
     training.train(1)
     path = training.checkpoint.save(str(folder / "ckpt"))
-    other = Training(1, torch.optim.SGD, lr=1e-2)
+    other = make(1, torch.optim.SGD, lr=1e-2)
     with pytest.raises(ValueError, match="has Adam with 1 groups of parameters; expected SGD"):
         other.checkpoint.restore(path)
 
@@ -175,7 +180,7 @@ from tests.torch.test_strategy_checkpoints import Training
 folder, replicas, end, killed_at = sys.argv[1], *map(int, sys.argv[2:])
 training = Training(replicas, torch.optim.Adam, lr=1e-2)
 checkpoint = training.checkpoint
-manager = mpidist.CheckpointManager(checkpoint, folder, step_counter=lambda: checkpoint.step, checkpoint_interval=3)
+manager = mpidist.CheckpointManager(checkpoint, folder, 3, step_counter=lambda: checkpoint.step, checkpoint_interval=3)
 manager.restore_or_initialize()
 while checkpoint.step < end:
     weights = training.train(1)
