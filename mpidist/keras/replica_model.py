@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import keras
+from keras.src.backend import get_keras_mask  # under jit JAX's arrays take no attribute
 
 from mpidist.keras.global_batches import GlobalBatches, global_batches, rows_of, split
 from mpidist.keras.rank_callbacks import callbacks_of_rank
@@ -195,8 +196,8 @@ class ReplicaModel(keras.Model):
     def compute_loss(self, *args: object, **kwargs: object) -> KerasObject:
         """Return the loss of this rank's rows; see Keras."""
         y_pred = args[2] if len(args) > 2 else kwargs.get("y_pred")
-        masked = [output for output in keras.tree.flatten(y_pred) if getattr(output, "_keras_mask", None) is not None]
-        if masked and self._mpidist.sums.are_needed:
+        has_mask = any(get_keras_mask(output) is not None for output in keras.tree.flatten(y_pred))
+        if has_mask and self._mpidist.sums.are_needed:
             raise ValueError(
                 "an output has a mask, by whose elements Keras divides the loss: the mean over ranks by their rows is "
                 "another one. Expected: sample_weight in place of Masking or mask_zero=True"
