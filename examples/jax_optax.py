@@ -87,19 +87,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/jax"), help="checkpoints (default: out/jax)")
     arguments = parser.parse_args()
 
-    strategy = mpidist.MultiWorkerMirroredStrategy(devices=[f"cpu:{i}" for i in range(arguments.replicas)])
-    train, test = load_data()
-    dataset = mpidist.Dataset.from_tensor_slices(train).shuffle(seed=1).batch(arguments.batch_size)
+    devices = [f"cpu:{i}" for i in range(arguments.replicas)]
+    # In its scope the ranks save and restore together.
+    with mpidist.MultiWorkerMirroredStrategy(devices=devices) as strategy, strategy.scope():
+        train(strategy, arguments)
+
+
+def train(strategy: mpidist.Strategy, arguments: argparse.Namespace) -> None:
+    train_data, test_data = load_data()
+    dataset = mpidist.Dataset.from_tensor_slices(train_data).shuffle(seed=1).batch(arguments.batch_size)
     batches = iter(strategy.experimental_distribute_dataset(dataset.repeat(arguments.epochs)))
     params = init(jax.random.key(0))
     # JAX's arrays never change: what a checkpoint restores takes their place in this dict.
     state: dict[str, Any] = {"params": params, "opt_state": optimizer.init(params), "step": 0}
-    with strategy.scope():
-        checkpoint = mpidist.Checkpoint(state=state, batches=batches)
-        manager = mpidist.CheckpointManager(checkpoint, arguments.out, max_to_keep=2)
-        if arguments.resume and manager.restore_or_initialize() and mpidist.rank() == 0:
-            print(f"going on after step {state['step']}")
-    steps_per_epoch = -(-len(train["label"]) // arguments.batch_size)
+    manager = mpidist.CheckpointManager(mpidist.Checkpoint(state=state, batches=batches), arguments.out, max_to_keep=2)
+    if arguments.resume and manager.restore_or_initialize() and mpidist.rank() == 0:
+        print(f"going on after step {state['step']}")
+    steps_per_epoch = -(-len(train_data["label"]) // arguments.batch_size)
     for batch in batches:
         value, gradient = first_of(strategy, strategy.run(step, (state["params"], batch)))
         state["params"], state["opt_state"] = update(state["params"], state["opt_state"], gradient)
@@ -107,7 +111,7 @@ def main() -> None:
         if state["step"] % arguments.steps_per_save == 0:
             manager.save()
         if state["step"] % steps_per_epoch == 0 and mpidist.rank() == 0:
-            right = 100 * float(share_right(state["params"], test))
+            right = 100 * float(share_right(state["params"], test_data))
             epoch = state["step"] // steps_per_epoch
             print(f"epoch {epoch}: loss {value:.4f}, {right:.1f} % of the test images are right")
     manager.save()

@@ -50,11 +50,16 @@ def test_a_rank_where_jax_has_started_is_named_everywhere() -> None:
 
 def test_without_mpidist_before() -> None:
     def starts_twice() -> str:
+        import socket
+
         import jax
 
         import mpidist.jax
 
-        jax.distributed.initialize("127.0.0.1:0", 1, 0)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        jax.distributed.initialize(f"127.0.0.1:{port}", 1, 0)
         try:
             mpidist.jax.initialize()
         except RuntimeError as error:
