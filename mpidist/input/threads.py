@@ -121,10 +121,10 @@ class ReadAhead(Iterator[T], Generic[T]):
     """
 
     def __init__(self, open_source: Callable[[], Iterator[T]], size: int) -> None:
-        self._thread = _ReadingThread(open_source, size)
+        self.thread = _ReadingThread(open_source, size)
 
     def __next__(self) -> T:
-        thread = self._thread
+        thread = self.thread
         if thread.closed:
             raise StopIteration
         if thread.ident is None:
@@ -147,14 +147,14 @@ class ReadAhead(Iterator[T], Generic[T]):
 
         An element, the end or an error is there then.
         """
-        return not self._thread.closed and not self._thread.ready.empty()
+        return not self.thread.closed and not self.thread.ready.empty()
 
     def close(self) -> None:
         """End the thread after its present element, and wait for that."""
-        self._thread.end()
+        self.thread.end()
 
     def __del__(self) -> None:
-        self._thread.request_end()
+        self.thread.request_end()
 
 
 class Readers:
@@ -174,7 +174,7 @@ class Readers:
         reader = ReadAhead(open_source, size)
         with self._lock:
             self._threads = [thread for thread in self._threads if not thread.is_over()]
-            self._threads.append(reader._thread)
+            self._threads.append(reader.thread)
             closed = self._closed
         if closed:
             reader.close()

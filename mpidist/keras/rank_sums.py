@@ -35,13 +35,22 @@ class RankSums:
         """Whether there are other ranks."""
         return self._communicator is not None
 
-    def add_up(self, arrays: Sequence[Array], rows: int) -> int:
-        """Add the arrays of all ranks up, where they lie; return the rows of all (collective)."""
+    def take_mean(self, arrays: Sequence[Array], rows: int) -> None:
+        """Average arrays over ranks by their rows, where they lie (collective).
+
+        Those of a rank without rows count as zeros.
+        """
         if self._communicator is None:
-            return rows
+            return
+        for array in arrays:
+            if rows:
+                np.multiply(array, array.dtype.type(rows), out=array)
+            else:
+                array.fill(0)
         together = [*arrays, _counted(arrays, rows)]
         self._communicator.all_reduce("SUM", together, out=together)
-        return int(together[-1])
+        for array in arrays:
+            np.divide(array, array.dtype.type(together[-1]), out=array)
 
     def mean_by_rows(self, flats: Sequence[object], rows: int) -> list[object]:
         """Return packed values, averaged over ranks by their rows (collective).
@@ -104,7 +113,10 @@ class RankSums:
 
 
 def _counted(arrays: Sequence[Array], rows: int) -> Array:
-    """Return a number of rows in the dtype of arrays, and so in one message, where that has numbers enough."""
+    """Return a number of rows as an array of the dtype of others, or float64.
+
+    All are then one message.
+    """
     counts = arrays and arrays[0].dtype.itemsize >= _COUNTING_BYTES
     return np.array(rows, arrays[0].dtype if counts else np.float64)
 

@@ -54,12 +54,7 @@ def _of_all_ranks(adoption: Adoption, grads: Sequence[Tensors], variables: Seque
         # Gradients are this step's alone, and become those of the global batch where they lie.
         found = [torch.zeros_like(v.value) if g is None else g for g, v in zip(grads, variables, strict=True)]
         found += [variable.value.clone() for variable in statistics]
-        if adoption.rows:
-            torch._foreach_mul_(found, adoption.rows)
-        else:
-            torch._foreach_zero_(found)
-        rows = adoption.sums.add_up([*map(to_array, found)], adoption.rows)
-        torch._foreach_div_(found, rows)
+        adoption.sums.take_mean([*map(to_array, found)], adoption.rows)
         for variable, value in zip(statistics, found[len(variables) :], strict=True):
             variable.assign(value)
     return found[: len(variables)]
