@@ -107,6 +107,7 @@ class DealtBatches(LocalBatches):
         super().__init__(workers, (node,), node.cardinality)
         self.node = node
         self.assignment = assignment
+        self._empty: object = None
 
     def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield the parts of each global batch of a pass."""
@@ -129,18 +130,42 @@ class DealtBatches(LocalBatches):
         return _local_rows(batch_size, workers.replica_counts, workers.worker_id, self.assignment)
 
     def _read_parts(self, table: RowTable, batches: Iterator[RowIndex]) -> Iterator[list[object]]:
-        empty: deque[bool] = deque()
+        """Yield the parts of each batch.
+
+        They are asked for in one call, as workers of a DataLoader read ahead of it.
+        """
+        plan: deque[bool] = deque()  # of the parts to come, whether there are rows
+        asked = self._empty is not None
 
         def wanted() -> Iterator[RowIndex]:
+            nonlocal asked
             for index in batches:
-                for start, stop in self._local_rows(len(index)):
-                    empty.append(start == stop)
-                    # A part without rows is cut from a batch of one.
-                    yield index[start:stop] if start < stop else index[:1]
+                parts = self._local_rows(len(index))
+                plan.extend([start < stop for start, stop in parts])
+                for start, stop in parts:
+                    if start < stop:
+                        yield index[start:stop]
+                    elif not asked:  # a part without rows is cut from a batch of one, the first time
+                        asked = True
+                        yield index[:1]
 
-        # Asked for in one call, as workers of a DataLoader read ahead of it.
-        parts = (_without_rows(part) if empty.popleft() else part for part in table.each_batch(wanted()))
+        parts = self._in_turn(plan, table.each_batch(wanted()))
         return map(list, zip(*[parts] * self.workers.num_local_replicas, strict=True))
+
+    def _in_turn(self, plan: deque[bool], read: Iterator[object]) -> Iterator[object]:
+        """Yield the parts of a plan, those with rows as they are ``read``."""
+        for batch in read:
+            while plan and not plan[0] and self._empty is not None:
+                plan.popleft()
+                yield self._empty
+            if not plan.popleft():
+                self._empty = batch = _without_rows(batch)
+            yield batch
+            while plan and not plan[0] and self._empty is not None:
+                plan.popleft()
+                yield self._empty
+        for _ in plan:
+            yield self._empty
 
     def local_specs(self) -> list[object] | None:
         """Return the specs.
