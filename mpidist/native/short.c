@@ -107,6 +107,8 @@ static int is_known(face *f, short_call *c)
         pieces = signature_of_list(f, c->value, 0, f->given, s);
     else if (signature_of_array(f, c->value, 0, &c->view, s) < 0)
         return 0;
+    else
+        f->given[0] = (nc_range){c->view.buf, (char *)c->view.buf + c->view.len, 0};
     const signature *k = pieces < 0 ? NULL : signature_look_up(f, s, 0);
     if (k == NULL)
         return 0;
@@ -225,10 +227,8 @@ static PyObject *carry_out(face *f, const short_call *c, size_t count, ssize_t a
 /* Whether inputs are large and in shared memory: then the result may be, too. */
 static int may_be_shared(face *f, const short_call *c)
 {
-    const nc_range one = {c->view.buf, (char *)c->view.buf + c->view.len, 0}, *given = &one;
+    const nc_range *given = f->given;
     size_t all = 0;
-    if (c->known.kind == LIST)
-        given = f->given;
     for (int i = 0; i < c->call.pieces; i++)
         all += (size_t)(given[i].end - given[i].begin);
     for (int i = 0; i < c->call.pieces && all >= NC_SHARED_BYTES; i++)

@@ -129,11 +129,12 @@ PyObject *signature_learn(PyObject *self, PyObject *const *a, ssize_t n)
     } else if (a[2] != NONE && signature_of_array(f, a[2], 0, &view, &s) < 0)
         return none();
     signature *k = signature_look_up(f, &s, 1);
-    if (s.words) {
-        s.shapes = malloc(sizeof *s.shapes * (size_t)s.words);
+    size_t bytes = sizeof *s.shapes * (size_t)s.words;
+    if (bytes) {
+        s.shapes = malloc(bytes);
         if (s.shapes == NULL)
             return none();
-        memcpy(s.shapes, f->shapes, sizeof *s.shapes * (size_t)s.words);
+        memcpy(s.shapes, f->shapes, bytes);
     }
     s.number = (int)(k - f->known);
     Py_IncRef(s.text);

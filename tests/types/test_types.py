@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 PROGRAM, MISTAKES = (Path(__file__).with_name(name) for name in ("program.py", "mistakes.py"))
 # Checked where their library is: without it nothing is known of the classes that they inherit from.
 # ReFrame has no types.
-_LIBRARIES = {"torch_": "torch", "lightning_": "lightning", "jax_": "optax", "reframe_": None}
+_LIBRARIES = {"torch_": "torch", "lightning_": "lightning", "jax_": "optax", "keras_": "keras", "reframe_": None}
 EXAMPLES = sorted(
     path
     for path in (ROOT / "examples").glob("*.py")
