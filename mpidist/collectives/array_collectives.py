@@ -129,10 +129,9 @@ class ArrayCollectives:
         """
         kind = flat_kind(note) if options is None and not more and divisor == self.size else None
         if kind is not None:
-            is_one, outs = len(arrays) == 1 and not kind, out and list(out)
-            result = self.short.all_reduce(
-                op, arrays[0] if is_one else arrays, outs[0] if is_one and outs else outs, kind
-            )
+            is_one = len(arrays) == 1 and not kind and (out is None or len(out) == 1)
+            given, outs = ([*arrays], out and [*out]) if not is_one else (arrays[0], out and out[0])
+            result = self.short.all_reduce(op, given, outs, kind)
             if result is not None:
                 return [result] if is_one else list(result)
         return self._now(self._reduction(op, arrays, divisor, options, out, note, more))
@@ -194,9 +193,12 @@ class ArrayCollectives:
         root: int = 0,
     ) -> Callable[[T], T]:
         """Return a function of a result that opens the short way to calls like it."""
+        before = signature_of(array if isinstance(array, list) else [array])
 
         def learn(result: T) -> T:
             core, description = self._engine.core, operation.description
+            if signature_of(array if isinstance(array, list) else [array]) != before:
+                return result  # the program has changed the shape meanwhile
             expected = [self._engine.short_name] if name == "all_reduce" else []
             if core is not None and self._channel.node.slots is not None and operation.algorithms == expected:
                 number = core.learn(name, array, description.id, op, divisor, root, description.text)

@@ -478,8 +478,8 @@ class Communicator(ArrayCollectives):
         _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
         if expected is not None:
             with self.shared_errors("checking what it expects"):
+                expected = [*map(int, expected)]
                 self._check_expected(expected, outs or ())
-            expected = [*map(int, expected)]
         cut = partial(self._cut, counts=counts)
         exchange = self._dealing("all_to_all", arrays, cut, options, structure, outs, expected=expected)
         if options is None and counts is None and expected is None and len(arrays) == 1 and not structure:
@@ -750,7 +750,7 @@ class Communicator(ArrayCollectives):
         """Return the borders of the rows for each rank."""
         if counts is None:
             return borders(rows, self.size)
-        cuts = list(accumulate(counts, initial=0))
+        cuts = list(accumulate(map(int, counts), initial=0))
         if len(cuts) != self.size + 1 or cuts[-1] != rows or min(counts) < 0:
             raise ValueError(
                 f"counts is {counts!r}; expected how many of {rows} rows each of {self.size} ranks gets, in their order"

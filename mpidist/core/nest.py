@@ -240,6 +240,10 @@ def describe(nest: object) -> str:
     children = kind.children(nest)
     if isinstance(nest, dict):
         return "{" + ", ".join(f"{key!r}: {describe(child)}" for key, child in children) + "}"
+    if kind not in _BUILT_IN:
+        # Of one type, and yet with other entries.
+        inside = ", ".join(f"{key}: {describe(child)}" for key, child in children)
+        return f"{type(nest).__name__}({inside})"
     inner = ", ".join(describe(child) for _, child in children)
     if isinstance(nest, list):
         return f"[{inner}]"

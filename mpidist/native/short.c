@@ -56,31 +56,32 @@ static PyObject *new_array(face *f, PyObject *like, ssize_t first, size_t bytes)
     return made;
 }
 
-/* A new list or tuple of new arrays like those of one. */
-static PyObject *new_list(face *f, PyObject *like)
+/* A new tuple of new arrays like those of one. */
+static PyObject *new_arrays(face *f, PyObject *like)
 {
-    ssize_t n = PySequence_Size(like);
-    PyObject *type = PyObject_Type(like), *made = type == &PyList_Type ? PyList_New(n) : PyTuple_New(n);
-    for (ssize_t i = 0; i < n && made != NULL; i++) {
-        PyObject *one = PySequence_GetItem(like, i), *array = NULL;
+    PyObject *made[NC_PIECES], *all = NULL;
+    ssize_t n = PySequence_Size(like), count = 0;
+    for (; count < n; count++) {
+        PyObject *one = PyTuple_GetItem(like, count);
         Py_buffer view;
-        if (one != NULL && memory_of(one, C_CONTIGUOUS, &view) == 0)
-            array = new_array(f, one, -1, (size_t)view.len);
-        if (one != NULL)
-            Py_DecRef(one);
-        if (array == NULL) {
-            Py_DecRef(made);
-            made = NULL;
-        } else if (type == &PyList_Type)
-            PyList_SetItem(made, i, array);
-        else
-            PyTuple_SetItem(made, i, array);
+        if (memory_of(one, C_CONTIGUOUS, &view) < 0)
+            break;
+        made[count] = new_array(f, one, -1, (size_t)view.len);
+        if (made[count] == NULL)
+            break;
     }
-    Py_DecRef(type);
-    return made;
+    /* Not before all are there: Python code that looks for objects would find it half full. */
+    if (count == n)
+        all = PyTuple_New(n);
+    for (ssize_t i = 0; i < count; i++)
+        if (all != NULL)
+            PyTuple_SetItem(all, i, made[i]);
+        else
+            Py_DecRef(made[i]);
+    return all;
 }
 
-/* The array or list of arrays that the program gave for the result, or a new one. */
+/* The array or tuple of arrays that the program gave for the result, or a new one. */
 static PyObject *result_for(face *f, const short_call *c)
 {
     if (c->out != NONE) {
@@ -88,7 +89,7 @@ static PyObject *result_for(face *f, const short_call *c)
         return c->out;
     }
     if (c->known.kind == LIST)
-        return new_list(f, c->value);
+        return new_arrays(f, c->value);
     size_t bytes = (size_t)c->view.itemsize;
     for (int i = 0; i < c->result.axes; i++)
         bytes *= (size_t)c->result.shape[i];
@@ -148,7 +149,7 @@ static PyObject *hand_on(face *f, const short_call *c, nc_state state, PyObject 
     return final;
 }
 
-/* Lay out the lists of a call, which are read again: Python code ran meanwhile. Returns whether they are still what is
+/* Lay out the arrays of a call, which are read again: Python code ran meanwhile. Returns whether they are still what is
    known, and results leave inputs alone that are to be read. */
 static int lay_out_list(face *f, const short_call *c, PyObject *result)
 {
@@ -237,20 +238,49 @@ static int may_be_shared(face *f, const short_call *c)
     return 0;
 }
 
-/* all_reduce(op, value, out or None, what ranks compare of the structure); the value an array, or a list or tuple of
-   arrays. To compare is 0 for an array, 1 for a list and 2 for a tuple where that counts; None for the value's own. */
+/* Carry out an all-reduce that `c` tells of. */
+static PyObject *reduce(face *f, short_call *c)
+{
+    if (!is_known(f, c) || may_be_shared(f, c))
+        return none();
+    size_t itemsize = nc_itemsize(c->call.dtype);
+    c->call.unit = 64 / itemsize ? 64 / itemsize : 1;
+    return carry_out(f, c, c->known.kind == LIST ? 0 : (size_t)c->view.len / itemsize, 0);
+}
+
+/* The same of a list or tuple. The call has tuples of its own, which keep the arrays whatever becomes of the lists. */
+static PyObject *reduce_list(face *f, short_call *c, int opens)
+{
+    PyObject *value = PySequence_Tuple(c->value), *out = c->out == NONE ? NONE : PySequence_Tuple(c->out), *found = NULL;
+    c->value = value, c->out = out;
+    if (value != NULL && out != NULL)
+        found = reduce(f, c);
+    if (value != NULL)
+        Py_DecRef(value);
+    if (out != NULL && out != NONE)
+        Py_DecRef(out);
+    if (found == NULL || found == NONE || opens == TUPLE)
+        return found;
+    PyObject *list = PySequence_List(found);
+    Py_DecRef(found);
+    return list;
+}
+
+/* all_reduce(op, value, out or None, what ranks compare of the structure); value and out an array, or both a list or
+   both a tuple of arrays. To compare is 0 for an array, 1 for a list and 2 for a tuple where that counts; None for the value's own. */
 static PyObject *all_reduce(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
-    int open = signature_opens(a[1]), kind = open ? (int)LIST : (int)NC_ALL_REDUCE;
-    short_call c = {.value = a[1], .out = a[2], .result = {.kind = kind, .op = signature_op(f, a[0])}};
-    c.result.root = a[3] == NONE ? open : (int)whole(a[3]);
-    if (!is_known(f, &c) || may_be_shared(f, &c))
+    int opens = signature_opens(a[1]);
+    short_call c = {.value = a[1], .out = a[2], .result = {.kind = NC_ALL_REDUCE, .op = signature_op(f, a[0])}};
+    c.result.root = a[3] == NONE ? opens : (int)whole(a[3]);
+    if (a[2] != NONE && signature_opens(a[2]) != opens)
         return none();
-    size_t itemsize = nc_itemsize(c.call.dtype);
-    c.call.unit = 64 / itemsize ? 64 / itemsize : 1;
-    return carry_out(f, &c, open ? 0 : (size_t)c.view.len / itemsize, 0);
+    if (!opens)
+        return reduce(f, &c);
+    c.result.kind = LIST;
+    return reduce_list(f, &c, opens);
 }
 
 /* reduce_scatter(op, value, out or None) */
@@ -273,7 +303,8 @@ static PyObject *all_gather(PyObject *self, PyObject *const *a, ssize_t n)
     (void)n;
     face *f = face_of(self);
     short_call c = {.value = a[0], .out = a[1], .result = {.kind = NC_ALL_GATHER}};
-    if (!is_known(f, &c) || c.result.axes == 0)
+    /* Rows without bytes are counted by the long way. */
+    if (!is_known(f, &c) || c.view.len == 0 || c.result.axes == 0)
         return none();
     c.call.note = c.result.shape[0];
     c.result.shape[0] *= f->ranks;

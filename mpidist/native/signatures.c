@@ -80,20 +80,16 @@ int signature_of_array(face *f, PyObject *array, int flags, Py_buffer *view, sig
     return 0;
 }
 
-int signature_of_list(face *f, PyObject *list, int flags, nc_range *memory, signature *s)
+int signature_of_list(face *f, PyObject *tuple, int flags, nc_range *memory, signature *s)
 {
-    ssize_t n = PySequence_Size(list);
+    ssize_t n = PySequence_Size(tuple);
     if (n < 1 || n > NC_PIECES)
         return -1;
     s->shapes = f->shapes;
     for (ssize_t i = 0; i < n; i++) {
         Py_buffer view;
         signature one = {0};
-        PyObject *array = PySequence_GetItem(list, i);
-        int is_wrong = array == NULL || signature_of_array(f, array, flags, &view, &one) < 0;
-        if (array != NULL)
-            Py_DecRef(array); /* the list keeps it */
-        if (is_wrong || view.len == 0 || (i > 0 && one.dtype != s->dtype) || s->words + one.axes >= WORDS)
+        if (signature_of_array(f, PyTuple_GetItem(tuple, i), flags, &view, &one) < 0 || view.len == 0 || (i > 0 && one.dtype != s->dtype) || s->words + one.axes >= WORDS)
             return -1;
         s->dtype = one.dtype;
         f->shapes[s->words++] = one.axes;
@@ -108,7 +104,7 @@ int signature_opens(PyObject *value)
 {
     PyObject *type = PyObject_Type(value);
     Py_DecRef(type); /* the value keeps it */
-    return type == &PyList_Type ? 1 : type == &PyTuple_Type ? 2 : 0;
+    return type == &PyList_Type ? 1 : type == &PyTuple_Type ? TUPLE : 0;
 }
 
 /* learn(kind, op, array or list of them, root, divisor, id, text) -> number of the signature, or None for one that
@@ -123,8 +119,13 @@ PyObject *signature_learn(PyObject *self, PyObject *const *a, ssize_t n)
     if (PyErr_Occurred())
         return NULL;
     if (signature_opens(a[2])) {
+        PyObject *tuple = PySequence_Tuple(a[2]);
+        if (tuple == NULL)
+            return NULL;
         s.kind = LIST;
-        if (signature_of_list(f, a[2], 0, f->given, &s) < 0)
+        int pieces = signature_of_list(f, tuple, 0, f->given, &s);
+        Py_DecRef(tuple);
+        if (pieces < 0)
             return none();
     } else if (a[2] != NONE && signature_of_array(f, a[2], 0, &view, &s) < 0)
         return none();

@@ -6,7 +6,7 @@ MirroredStrategy and MultiWorkerMirroredStrategy differ only in which ranks take
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -175,7 +175,7 @@ class LoneReplicaContext(ReplicaContext):
         if options is None and self._options is None and current_frame() is self.frame:
             result: Value | None = self._comm.short.all_reduce(reduce_op, value, out, None)
             if result is not None:
-                return result
+                return result if out is None else cast(Value, out)
         return super().all_reduce(reduce_op, value, options, out=out)
 
     def all_reduce_async(

@@ -148,6 +148,13 @@ def test_what_comes_is_what_was_expected(comm: Communicator, width: int) -> None
         np.testing.assert_array_equal(started[name], without[name])
 
 
+def test_counts_of_numpy(comm: Communicator) -> None:
+    counts = np.full(SIZE, 100, np.uint8)
+    out = np.empty((100 * SIZE, 2))
+    comm.all_to_all(np.ones((100 * SIZE, 2)), counts=counts, expected=counts, out=out)
+    np.testing.assert_array_equal(out, 1)
+
+
 @pytest.mark.min_ranks(2)
 def test_unexpected_rows_of_the_right_sum(comm: Communicator) -> None:
     """Each rank gives two rows to each; the last one expects three from rank 0 and one from rank 1."""

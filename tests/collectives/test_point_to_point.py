@@ -239,6 +239,33 @@ if comm.rank == 0:
 """
 
 
+LATE = """
+import time, numpy, mpidist
+from mpidist.collectives.move import point_to_point
+point_to_point._ASK_EVERY_SECONDS = 0.5
+comm = mpidist.Communicator()
+if comm.rank == 0:
+    work = comm.recv_async(numpy.empty(3), 1)
+    while True:
+        try:
+            work.wait(timeout=0.2)
+        except TimeoutError:
+            continue
+        except mpidist.errors.PeerError as error:
+            print(error)
+            raise SystemExit
+time.sleep(2)  # longer than it takes the other to report
+"""
+
+
+@pytest.mark.jobs
+@pytest.mark.one_rank
+def test_a_rank_that_ends_its_program_later_is_not_waited_for_either() -> None:
+    job = run_script(LATE, 2, env={"MPIDIST_WARN_AFTER": "0.1", "MPIDIST_TIMEOUT": "60"}, timeout=30)
+    assert job.returncode == 0, job.stderr
+    assert "can never be done: rank 1 has ended the program" in job.stdout
+
+
 @pytest.mark.jobs
 @pytest.mark.one_rank
 @pytest.mark.parametrize(("what", "text"), [("one", "recv from rank 1"), ("any", "recv from any"), ("send", "send to")])

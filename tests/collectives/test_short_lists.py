@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpidist
 from mpidist import Communicator, MismatchError
@@ -107,6 +110,48 @@ def test_results_over_other_inputs(comm: Communicator, arrange: Callable[[Arrays
     outs = arrange(values)
     comm.all_reduce("SUM", values, out=outs)
     check(outs, expected_of(comm, shapes))
+
+
+def test_other_kinds_of_places_go_the_long_way(comm: Communicator) -> None:
+    shapes = SHAPES["some"]
+    values = arrays_of(comm.rank, shapes)
+    for _ in range(UNTIL_KNOWN):
+        comm.all_reduce("SUM", values)
+    named = {name: np.zeros(shape, "f4") for name, shape in zip("abc", shapes, strict=True)}
+    outs = [*named.values()]
+    for out in (tuple(outs), named.values(), (array for array in outs)):
+        for array in outs:
+            array.fill(0)
+        check([*comm.all_reduce("SUM", values, out=out)], expected_of(comm, shapes))
+        check(outs, expected_of(comm, shapes))
+    for wrong in (named, outs[0], 3.0, np.zeros((3, 301), "f4")):
+        with pytest.raises((ValueError, TypeError)):
+            comm.all_reduce("SUM", values, out=wrong)
+    check(comm.all_reduce("SUM", values), expected_of(comm, shapes))
+
+
+def test_the_result_is_no_list_of_the_program(comm: Communicator) -> None:
+    values = arrays_of(comm.rank, SHAPES["few"])
+    for _ in range(UNTIL_KNOWN + 1):
+        result = comm.all_reduce("SUM", values, out=values)
+        assert result is not values
+        assert all(one is other for one, other in zip(result, values, strict=True))
+
+
+def test_a_list_that_another_thread_empties_meanwhile() -> None:
+    """The arrays of a call stay, whatever becomes of the list that held them."""
+    with Communicator(MPI.COMM_SELF) as comm:
+        shape, rounds = (1_000_000,), 30
+        comm.all_reduce("SUM", [np.ones(shape, "f4")] * 2)
+        outs = [np.zeros(shape, "f4") for _ in range(2)]
+        for _ in range(rounds):
+            values = [np.ones(shape, "f4") for _ in range(2)]
+            thread = threading.Thread(target=values.clear)
+            thread.start()
+            with contextlib.suppress(ValueError):  # where it was empty from the start
+                comm.all_reduce("SUM", values, out=[*outs])
+            thread.join()
+        assert not values
 
 
 @pytest.mark.min_ranks(2)

@@ -108,6 +108,6 @@ def test_a_class_that_was_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nest.map_structure(lambda x: 2 * x, (pair,))[0].parts == [{"b": 2, "a": 4}, [6]]
     assert nest.pack_like(pair, "xyz").parts == [{"b": "y", "a": "x"}, ["z"]]
     assert [path for path, _ in nest.flatten_with_path(pair)] == ["['left']['a']", "['left']['b']", "['right'][0]"]
-    assert nest.describe(pair) == "Pair({'a': *, 'b': *}, [*])"
+    assert nest.describe(pair) == "Pair(left: {'a': *, 'b': *}, right: [*])"
     with pytest.raises(ValueError, match="structures differ: Pair against list"):
         nest.assert_same_structure(pair, [1])

@@ -107,6 +107,9 @@ class Observer:
         """
         return False
 
+    def message_asks(self, operation: Operation[object], rank: int | None) -> None:
+        """Find out, now and then in a long wait for a message, whether it is ``hopeless``; arguments as above."""
+
     def closed(self) -> None:
         """Take note that the communicator is closed or given up; an exception here is logged."""
 
@@ -160,6 +163,7 @@ class Observers:
         self.message_began = self._overriding(Observer.message_began)
         self.message_ended = self._overriding(Observer.message_ended)
         self.message_tells = self._overriding(Observer.message_tells)
+        self.message_asks = self._overriding(Observer.message_asks)
         self.closed = self._overriding(Observer.closed)
         self.see_steps = bool(self.began or self.ended)
         self.see_calls = any(each not in self._see_short and _sees_calls(each) for each in self._all)

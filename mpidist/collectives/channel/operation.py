@@ -6,6 +6,7 @@ All ranks compare descriptions.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
@@ -117,6 +118,7 @@ class Operation(Generic[T_co]):
         algorithms: The algorithms that it took.
         error: The error that it ends with, if any, while observers are told of the end.
         hopeless: Why it can never end, if an observer has found that out; of a message.
+        ask_at: When to ask next whether it can end, on the monotonic clock; of a message.
         let_go: Called when the operation needs its device no more, once it has been carried out or cannot begin.
         before_return: Called in each thread that waits, each time, when the result is there.
     """
@@ -133,6 +135,7 @@ class Operation(Generic[T_co]):
         self.algorithms: list[str] = []
         self.error: BaseException | None = None
         self.hopeless = ""
+        self.ask_at = math.inf
         self.let_go: Callable[[], None] | None = None
         self.before_return: Callable[[], None] | None = None
         self._finish: tuple[Callable[..., object], ...] = ()

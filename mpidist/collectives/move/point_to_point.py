@@ -11,6 +11,7 @@ import logging
 import math
 import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ from mpidist.collectives.channel.work import Work
 from mpidist.collectives.mpi.mpi_types import as_bytes, one_message
 from mpidist.collectives.mpi.waiting import Steps, drive, until_done
 from mpidist.collectives.node.packing import in_order
+from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline
 from mpidist.core.errors import MessageTimeoutError, MismatchError, PeerError
@@ -40,6 +42,8 @@ _log = logging.getLogger("mpidist")
 # Number of the message to its receiver, bytes of the data, of the text; the text; the data if they are small.
 _HEAD = struct.Struct("<IQH")
 _TEXT_BYTES, _SMALL_BYTES = 500, 4096
+# In a long wait, whether the other side has ended its program.
+_ASK_EVERY_SECONDS = 5.0
 
 
 class PointToPoint:
@@ -81,19 +85,30 @@ class PointToPoint:
         of = "any rank" if source is None else f"rank {source}"
         text, description = _described(f"recv from {of}", tag, out.shape, out.dtype)
         here = user_call_site()
-        return self._started(self._receiving(out, source, tag, text, here), description, source, here, timeout)
+        came: list[int] = []
+        return self._started(
+            self._receiving(out, source, tag, text, here, came), description, source, here, timeout, came
+        )
 
     def _started(
-        self, steps: Steps[T], description: Description, other: int | None, here: str, timeout: float | None
+        self,
+        steps: Steps[T],
+        description: Description,
+        other: int | None,
+        here: str,
+        timeout: float | None,
+        came: Sequence[int] = (),
     ) -> Work[T]:
+        """Start a message; ``came`` has the rank that sends it as soon as its head is there."""
         channel = self._channel
         channel.executor.check_usable()
         operation = Operation(steps, description, timeout)
         operation.is_work, operation.call_site = True, here
+        operation.ask_at = time.monotonic() + settings.WARN_AFTER.read() + _ASK_EVERY_SECONDS
         self._tell(operation, channel.observers.message_began)
         if channel.observers.message_ended:
             steps = self._observed(operation, steps)
-        complete = partial(self._complete, other)
+        complete = partial(self._complete, other, came)
         work: Work[T] = Work(operation, steps, timeout or channel.timeout, self._advance, complete)
         with self._lock:
             self._under_way.append(work)
@@ -144,7 +159,7 @@ class PointToPoint:
         for request in requests:
             yield from until_done(request)
 
-    def _receiving(self, out: Array, source: int | None, tag: int, text: str, here: str) -> Steps[int]:
+    def _receiving(self, out: Array, source: int | None, tag: int, text: str, here: str, came: list[int]) -> Steps[int]:
         mpi, comm, status = import_mpi(), self._channel.comm, import_mpi().Status()
         head = np.empty(_HEAD.size + _TEXT_BYTES + _SMALL_BYTES, np.uint8)
         asked = mpi.ANY_SOURCE if source is None else source
@@ -152,6 +167,7 @@ class PointToPoint:
         while not coming.Test(status):
             yield
         rank = int(status.Get_source())
+        came.append(rank)
         number, nbytes, length = _HEAD.unpack(head[: _HEAD.size].tobytes())
         theirs, _, there = head[_HEAD.size :][:length].tobytes().decode(errors="replace").partition("\n")
         fits = theirs == text
@@ -213,7 +229,7 @@ class PointToPoint:
             self._channel.executor.lose_or_interrupt(error, work.operation.text)
             raise
 
-    def _complete(self, other: int | None, work: Work[object], timeout: float | None) -> None:
+    def _complete(self, other: int | None, came: Sequence[int], work: Work[object], timeout: float | None) -> None:
         """Move messages on until one is done, for at most ``timeout`` seconds."""
         if work.is_done:
             return
@@ -224,14 +240,17 @@ class PointToPoint:
         error = partial(self._expired if is_last else _not_yet, work)
         report = partial(self._report, other, work)
         with suppress(MessageTimeoutError):  # all messages end with it, this one too
-            drive(self._polling(work), lambda: Deadline(report, error, seconds, meanwhile=move_works))
+            drive(self._polling(other, came, work), lambda: Deadline(report, error, seconds, meanwhile=move_works))
 
-    def _polling(self, work: Work[object]) -> Steps[None]:
+    def _polling(self, other: int | None, came: Sequence[int], work: Work[object]) -> Steps[None]:
         while not work.is_done:
             self._channel.executor.check_usable()
             self._advance()
-            if work.operation.hopeless and not work.is_done:
-                self._lose(work.operation)
+            self._ask(other, work.operation)
+            if work.operation.hopeless:
+                self._advance()  # it may have come just before the answer
+                if not work.is_done and not came:
+                    self._lose(work.operation)
             yield
 
     def _report(self, other: int | None, work: Work[object], waited: float) -> str | None:
@@ -241,6 +260,12 @@ class PointToPoint:
             f"rank {self._channel.rank} of {self._channel.size} has waited {waited:.0f} s in {work.operation.text}, at "
             f"{work.operation.call_site}"
         )
+
+    def _ask(self, other: int | None, operation: Operation[object]) -> None:
+        if time.monotonic() > operation.ask_at:
+            operation.ask_at = time.monotonic() + _ASK_EVERY_SECONDS
+            for ask in self._channel.observers.message_asks:
+                ask(operation, other)
 
     def _lose(self, operation: Operation[object]) -> None:
         text = f"can never be done: {operation.hopeless}"

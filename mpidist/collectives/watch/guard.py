@@ -154,6 +154,16 @@ class Guard(Observer):
 
     def message_tells(self, operation: Operation[object], rank: int | None) -> bool:
         """Print where the other side of a message is, or all that may be it."""
+        self._ask_other_side(operation, rank, tell_user)
+        return True
+
+    def message_asks(self, operation: Operation[object], rank: int | None) -> None:
+        """Find out whether the other side of a message has ended its program."""
+        self._ask_other_side(operation, rank, lambda _: None)
+
+    def _ask_other_side(
+        self, operation: Operation[object], rank: int | None, print_report: Callable[[str], None]
+    ) -> None:
         question, others = _Question(next(self._messages), _MESSAGE), range(self._size) if rank is None else [rank]
         asked = self._connections.known & {*others} - {self._rank}
         head = f"rank {self._rank} of {self._size} waits for {operation.text}, at {operation.call_site}:"
@@ -162,8 +172,8 @@ class Guard(Observer):
             del self._inquiries[question]
             found, near = {each: inquiry.answers.get(each) for each in others}, asked | {self._rank}
             states = {each: _place_text(status) if each in near else _FAR for each, status in found.items()}
-            tell_user("\n".join([head, *_grouped(states)]))
-            left = [rank for rank, status in found.items() if status is not None and status.status.ended]
+            print_report("\n".join([head, *_grouped(states)]))
+            left = [each for each, status in found.items() if status is not None and status.status.ended]
             if left and {*left, self._rank} >= {*others}:
                 what = f"ranks {ranks_text(left)} have" if len(left) > 1 else f"rank {left[0]} has"
                 operation.hopeless = f"{what} ended the program"
@@ -172,7 +182,6 @@ class Guard(Observer):
             self._begin(question, asked, tell)
 
         side_thread.call(ask)
-        return True
 
     def closed(self) -> None:
         """Ask and answer no more."""
