@@ -251,7 +251,8 @@ static PyObject *reduce(face *f, short_call *c)
 /* The same of a list or tuple. The call has tuples of its own, which keep the arrays whatever becomes of the lists. */
 static PyObject *reduce_list(face *f, short_call *c, int opens)
 {
-    PyObject *value = PySequence_Tuple(c->value), *out = c->out == NONE ? NONE : PySequence_Tuple(c->out), *found = NULL;
+    PyObject *value = PySequence_Tuple(c->value), *found = NULL;
+    PyObject *out = c->out == NONE ? NONE : PySequence_Tuple(c->out);
     c->value = value, c->out = out;
     if (value != NULL && out != NULL)
         found = reduce(f, c);
@@ -267,7 +268,8 @@ static PyObject *reduce_list(face *f, short_call *c, int opens)
 }
 
 /* all_reduce(op, value, out or None, what ranks compare of the structure); value and out an array, or both a list or
-   both a tuple of arrays. To compare is 0 for an array, 1 for a list and 2 for a tuple where that counts; None for the value's own. */
+   both a tuple of arrays. To compare is 0 for an array, 1 for a list and 2 for a tuple where that counts; None for the
+   value's own. */
 static PyObject *all_reduce(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;

@@ -16,8 +16,8 @@ enum { TUPLE = 2 };
 int signature_opens(PyObject *value);
 /* Read an array of NumPy, of no subclass; 0, or -1 for another one. */
 int signature_of_array(face *f, PyObject *array, int flags, Py_buffer *view, signature *s);
-/* Read a tuple of arrays of one dtype, none empty: their memory, the last first as the long way lays them out, and their
-   shapes, which stay in the face. Returns how many there are, or -1. */
+/* Read a tuple of arrays of one dtype, none empty: their memory, the last first as the long way lays them out, and
+   their shapes, which stay in the face. Returns how many there are, or -1. */
 int signature_of_list(face *f, PyObject *tuple, int flags, nc_range *memory, signature *s);
 PyObject *signature_learn(PyObject *self, PyObject *const *a, ssize_t n);
 

@@ -89,7 +89,9 @@ int signature_of_list(face *f, PyObject *tuple, int flags, nc_range *memory, sig
     for (ssize_t i = 0; i < n; i++) {
         Py_buffer view;
         signature one = {0};
-        if (signature_of_array(f, PyTuple_GetItem(tuple, i), flags, &view, &one) < 0 || view.len == 0 || (i > 0 && one.dtype != s->dtype) || s->words + one.axes >= WORDS)
+        if (signature_of_array(f, PyTuple_GetItem(tuple, i), flags, &view, &one) < 0 || view.len == 0)
+            return -1;
+        if ((i > 0 && one.dtype != s->dtype) || s->words + one.axes >= WORDS)
             return -1;
         s->dtype = one.dtype;
         f->shapes[s->words++] = one.axes;

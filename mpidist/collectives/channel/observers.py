@@ -108,7 +108,10 @@ class Observer:
         return False
 
     def message_asks(self, operation: Operation[object], rank: int | None) -> None:
-        """Find out, now and then in a long wait for a message, whether it is ``hopeless``; arguments as above."""
+        """Find out whether a message is ``hopeless``, now and then in a long wait.
+
+        Arguments as of :meth:`message_tells`.
+        """
 
     def closed(self) -> None:
         """Take note that the communicator is closed or given up; an exception here is logged."""

@@ -99,7 +99,10 @@ class PointToPoint:
         timeout: float | None,
         came: Sequence[int] = (),
     ) -> Work[T]:
-        """Start a message; ``came`` has the rank that sends it as soon as its head is there."""
+        """Start a message.
+
+        ``came`` has the rank that sends it as soon as its head is there.
+        """
         channel = self._channel
         channel.executor.check_usable()
         operation = Operation(steps, description, timeout)
