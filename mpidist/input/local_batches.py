@@ -93,6 +93,10 @@ def in_steps(elements: Iterator[object], replicas: int, whole_only: bool = False
 _local_rows = lru_cache(dealing.local_rows)
 
 
+# Of what is read for a batch.
+_ROWS, _NOTHING, _SAMPLE = range(3)
+
+
 class DealtBatches(LocalBatches):
     """This worker's parts of global batches that are the same on all workers (rule A).
 
@@ -132,40 +136,45 @@ class DealtBatches(LocalBatches):
     def _read_parts(self, table: RowTable, batches: Iterator[RowIndex]) -> Iterator[list[object]]:
         """Yield the parts of each batch.
 
-        They are asked for in one call, as workers of a DataLoader read ahead of it.
+        They are asked for in one call, as workers of a DataLoader read ahead of it. A part without rows is cut from a
+        batch of one, the first time.
         """
-        plan: deque[bool] = deque()  # of the parts to come, whether there are rows
-        asked = self._empty is not None
+        plan: deque[int] = deque()  # _ROWS and _NOTHING are parts, _SAMPLE tells what a part without rows looks like
+        asked: deque[RowIndex] = deque()
+        has_sample = self._empty is not None
+
+        def advance(is_ahead: bool) -> bool:
+            nonlocal has_sample
+            index = next(batches, None)
+            if index is None:
+                return False
+            parts = self._local_rows(len(index))
+            rows = [index[start:stop] for start, stop in parts if start < stop]
+            # One that reads ahead gets something of each batch: there may be no end of batches without rows for it.
+            if (len(rows) < len(parts) and not has_sample) or (is_ahead and not rows):
+                has_sample = True
+                plan.append(_SAMPLE)
+                asked.append(index[:1])
+            plan.extend([_ROWS if start < stop else _NOTHING for start, stop in parts])
+            asked.extend(rows)
+            return True
 
         def wanted() -> Iterator[RowIndex]:
-            nonlocal asked
-            for index in batches:
-                parts = self._local_rows(len(index))
-                plan.extend([start < stop for start, stop in parts])
-                for start, stop in parts:
-                    if start < stop:
-                        yield index[start:stop]
-                    elif not asked:  # a part without rows is cut from a batch of one, the first time
-                        asked = True
-                        yield index[:1]
+            while asked or advance(True):
+                yield asked.popleft()
 
-        parts = self._in_turn(plan, table.each_batch(wanted()))
-        return map(list, zip(*[parts] * self.workers.num_local_replicas, strict=True))
+        def in_turn() -> Iterator[object]:
+            read = table.each_batch(wanted())
+            while plan or advance(False):
+                kind = plan.popleft()
+                if kind == _NOTHING:
+                    yield self._empty
+                elif kind == _ROWS:
+                    yield next(read)
+                else:
+                    self._empty = _without_rows(next(read))
 
-    def _in_turn(self, plan: deque[bool], read: Iterator[object]) -> Iterator[object]:
-        """Yield the parts of a plan, those with rows as they are ``read``."""
-        for batch in read:
-            while plan and not plan[0] and self._empty is not None:
-                plan.popleft()
-                yield self._empty
-            if not plan.popleft():
-                self._empty = batch = _without_rows(batch)
-            yield batch
-            while plan and not plan[0] and self._empty is not None:
-                plan.popleft()
-                yield self._empty
-        for _ in plan:
-            yield self._empty
+        return map(list, zip(*[in_turn()] * self.workers.num_local_replicas, strict=True))
 
     def local_specs(self) -> list[object] | None:
         """Return the specs.
