@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -254,7 +255,8 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give the optimizers of all replicas of this rank a state."""
         for inner in self.inner:
-            inner.load_state_dict(state_dict)
+            # torch keeps the tensors that it is given, and each replica needs state of its own.
+            inner.load_state_dict(copy.deepcopy(state_dict))
         # torch puts other groups in their place.
         self.param_groups, self.state = self.inner[0].param_groups, self.inner[0].state
 

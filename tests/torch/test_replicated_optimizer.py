@@ -360,3 +360,21 @@ def test_what_cannot_be_taken_is_named(strategy: Any) -> None:
             strategy.run(optimizer.step)
         with pytest.raises(RuntimeError, match="was made inside strategy.run"):
             strategy.run(lambda: mpidist.torch.Optimizer(model, torch.optim.SGD, lr=1.0))
+
+
+def test_a_loaded_state_is_each_replicas_own(strategy: Any) -> None:
+    model, optimizer = opened(strategy, linear, torch.optim.Adam, lr=0.1)
+
+    def step() -> Any:
+        optimizer.zero_grad()
+        model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        return model.weight.item()
+
+    strategy.run(step)
+    optimizer.load_state_dict(optimizer.state_dict())
+    held = [inner.state[copy.weight] for inner, copy in zip(optimizer.inner, model.copies, strict=True)]
+    assert len({id(state) for state in held}) == len(held)
+    assert len({state["exp_avg"].data_ptr() for state in held}) == len(held)
+    strategy.run(step)
+    assert [float(state["step"]) for state in held] == [2.0] * len(held)
