@@ -12,7 +12,7 @@ import torch
 from mpidist.arrays.dtypes import Array
 from mpidist.core.context import get_replica_context, has_strategy, in_cross_replica_context
 from mpidist.core.protocols import ReplicaContextLike, StrategyLike
-from mpidist.torch.buckets import BUCKET_BYTES, SummedGradients
+from mpidist.torch.buckets import BUCKET_BYTES, SummedGradients, count_optimizers
 from mpidist.torch.buffers import SharedBuffers
 from mpidist.torch.foreign import Foreign
 from mpidist.torch.modules import ReplicatedModule
@@ -30,9 +30,9 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
 
     Inside ``strategy.run`` ``step`` is collective: call it on every replica. Gradients are *summed* over all replicas,
     so divide losses by the global batch size (``mpidist.compute_average_loss``). Sums are formed in buckets while
-    ``backward`` still computes. A replica without rows takes part with zeros, whether it calls ``backward`` or not. A
-    parameter that no replica has used keeps ``grad`` None. After the step the buffers of all replicas are those of the
-    first.
+    ``backward`` still computes, or in ``step`` where the strategy has several optimizers. A replica without rows takes
+    part with zeros, whether it calls ``backward`` or not. A parameter that no replica has used keeps ``grad`` None.
+    After the step the buffers of all replicas are those of the first.
 
     It has the ``param_groups`` of the first replica, from which the others take their settings, so schedulers of
     ``torch.optim.lr_scheduler`` work with it: call their ``step`` outside of ``strategy.run``.
@@ -109,6 +109,7 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
             for inner in self.inner
         )
         self._buffers = tuple(SharedBuffers(module) for module in copies)
+        count_optimizers(strategy, 1)
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
@@ -207,6 +208,8 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
 
     def detach(self) -> None:
         """Sum no more gradients: another optimizer has taken the parameters."""
+        if self._gradients and not self._is_replaced:
+            count_optimizers(self._model.strategy, -1)
         self._is_replaced = True
         for gradients in self._gradients:
             gradients.detach()

@@ -378,3 +378,64 @@ def test_a_loaded_state_is_each_replicas_own(strategy: Any) -> None:
     assert len({state["exp_avg"].data_ptr() for state in held}) == len(held)
     strategy.run(step)
     assert [float(state["step"]) for state in held] == [2.0] * len(held)
+
+
+@pytest.mark.parametrize("has_rows", [True, False])
+def test_sums_of_two_optimizers_are_kept_apart(strategy: Any, has_rows: bool) -> None:
+    """Their layers are of one size, and backward comes to the second one first."""
+    first, first_optimizer = opened(strategy, linear)
+    second, second_optimizer = opened(strategy, linear, lr=0.0)
+
+    def step() -> Any:
+        first_optimizer.zero_grad()
+        second_optimizer.zero_grad()
+        if has_rows or replica() == 0:
+            rows = torch.ones(1, 1, dtype=torch.float64)
+            (second(2 * first(rows)) + 4 * second(rows)).sum().backward()
+        first_optimizer.synchronize()
+        second_optimizer.synchronize()
+        return [first.weight.grad.item(), second.weight.grad.item()]
+
+    count = strategy.num_replicas_in_sync if has_rows else 1
+    np.testing.assert_array_equal(same_on_all(strategy, step), [2.0 * count, 6.0 * count])
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("how", ["dropped", "replaced", "clipped"])
+def test_changes_before_the_sum_are_not_lost(optimizers: int, how: str) -> None:
+    with mpidist.MirroredStrategy(["cpu:0", "cpu:1"], communicator=_alone()) as strategy:
+        model, optimizer = opened(strategy, linear)
+        kept = [opened(strategy, linear) for _ in range(optimizers - 1)]
+
+        def step() -> Any:
+            model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+            if how == "clipped":
+                model.weight.grad.mul_(0.5)
+            elif how == "dropped" and replica():
+                model.weight.grad = None
+            elif how == "replaced":
+                model.weight.grad = torch.full((1, 1), 5.0, dtype=torch.float64)
+            optimizer.step()
+            return model.weight.grad.item()
+
+        if how == "clipped" or not kept:
+            with pytest.raises(RuntimeError, match=r"optimizer.synchronize\(\) first"):
+                strategy.run(step)
+        else:
+            assert same_on_all(strategy, step) == {"dropped": 1.0, "replaced": 10.0}[how]
+
+
+def test_gradients_of_another_loss_may_be_dropped_by_the_model(strategy: Any) -> None:
+    model, optimizer = opened(strategy, linear)
+    other, _ = opened(strategy, linear)
+
+    def step() -> Any:
+        optimizer.zero_grad()
+        model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+        model.zero_grad()
+        model(other(torch.full((1, 1), 3.0, dtype=torch.float64))).sum().backward()
+        optimizer.step()
+        return model.weight.grad.item()
+
+    if strategy.num_replicas_in_sync > 1:
+        assert same_on_all(strategy, step) == 3.0 * strategy.num_replicas_in_sync
