@@ -26,7 +26,7 @@ OptimizerOrFactory: TypeAlias = Callable[..., Foreign]
 
 
 class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
-    """An optimizer of ``torch.optim`` for an adopted module.
+    """An optimizer of ``torch.optim`` for an adopted module (collective to make).
 
     Inside ``strategy.run`` ``step`` is collective: call it on every replica. Gradients are *summed* over all replicas,
     so divide losses by the global batch size (``mpidist.compute_average_loss``). Sums are formed in buckets while
@@ -47,7 +47,8 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
     Raises:
         TypeError: A module that was not adopted, something that makes no optimizer, or LBFGS, whose steps call the
             model.
-        ValueError: Parameters of another module, or none.
+        ValueError: Parameters of another module, or none, or copies that differ in which parameters have gradients.
+        MismatchError: Other modules on other ranks.
         RuntimeError: Called inside ``strategy.run``.
 
     >>> import mpidist, torch
@@ -82,6 +83,9 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
             raise TypeError(
                 f"the model is a {type(model).__name__}; expected an adopted one: model = mpidist.torch.adopt(model)"
             )
+        if model.strategy.num_replicas_in_sync > 1:
+            # What was changed since adopt() may have reached one rank or one copy.
+            model.make_equal_on_ranks("Optimizer()")
         self.inner = tuple(_made(optimizer, module, settings) for module in model.copies)
         first = self.inner[0]
         super().__init__([{**group, "params": list(group["params"])} for group in first.param_groups], first.defaults)

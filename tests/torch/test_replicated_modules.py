@@ -67,6 +67,33 @@ def test_a_change_outside_is_one_of_all_copies(strategy: Any) -> None:
         model.extra = nn.Linear(2, 2)
 
 
+def test_functions_of_torch_change_all_copies_alike(strategy: Any) -> None:
+    with strategy.scope():
+        model = mpidist.torch.adopt(lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
+    draw = lambda module: nn.init.normal_(module.weight) if isinstance(module, nn.Linear) else None
+    before = model[0].weight.detach().clone()
+    assert model.apply(draw) is model
+    assert not torch.equal(before, model[0].weight)
+    assert torch.equal(model.copies[0][0].weight, model.copies[1][0].weight)
+    assert model.type(torch.float64) is model
+    assert {parameter.dtype for copy in model.copies for parameter in copy.parameters()} == {torch.float64}
+    assert model.to_empty(device="meta") is model
+    assert all(parameter.is_meta for copy in model.copies for parameter in copy.parameters())
+
+
+def test_an_optimizer_makes_the_copies_equal(strategy: Any) -> None:
+    with strategy.scope():
+        model = mpidist.torch.adopt(lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+        nn.init.ones_(model[0].weight)
+        model[1].running_mean.fill_(5.0)
+        mpidist.torch.Optimizer(model, torch.optim.SGD, lr=1.0)
+        assert all(bool((copy[0].weight == 1).all()) for copy in model.copies)
+        assert all(bool((copy[1].running_mean == 5).all()) for copy in model.copies)
+        model[1].requires_grad_(False)
+        with pytest.raises(ValueError, match=r"which parameters have gradients: 1.bias"):
+            mpidist.torch.Optimizer(model, torch.optim.SGD, lr=1.0)
+
+
 def test_a_change_in_a_replica_is_its_own(strategy: Any) -> None:
     with strategy.scope():
         model = mpidist.torch.adopt(nn.Linear(3, 2))

@@ -439,3 +439,13 @@ def test_gradients_of_another_loss_may_be_dropped_by_the_model(strategy: Any) ->
 
     if strategy.num_replicas_in_sync > 1:
         assert same_on_all(strategy, step) == 3.0 * strategy.num_replicas_in_sync
+
+
+def test_changes_since_adopt_are_those_of_the_first_rank(strategy: Any) -> None:
+    with strategy.scope():
+        model = mpidist.torch.adopt(linear)
+        with torch.no_grad():
+            model.weight.fill_(2.0 + mpidist.rank())
+        mpidist.torch.Optimizer(model, torch.optim.SGD, lr=1.0)
+    if strategy.num_replicas_in_sync > 1:
+        assert same_on_all(strategy, lambda: model.weight.item()) == 2.0
