@@ -34,12 +34,13 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
     part with zeros, whether it calls ``backward`` or not. A parameter that no replica has used keeps ``grad`` None.
     After the step the buffers of all replicas are those of the first.
 
-    It has the ``param_groups`` of the first replica, from which the others take their settings, so schedulers of
-    ``torch.optim.lr_scheduler`` work with it: call their ``step`` outside of ``strategy.run``.
+    ``param_groups`` and ``state`` are those of the replica that runs, outside of ``run`` of the first, from which the
+    others take their settings, so schedulers of ``torch.optim.lr_scheduler`` work with it: call their ``step`` outside
+    of ``strategy.run``.
 
     Args:
         model: The module that ``mpidist.torch.adopt`` has returned.
-        optimizer: A class of ``torch.optim``, called with the parameters that have gradients; or a function of a
+        optimizer: A class of ``torch.optim``, called with all parameters; or a function of a
             module that returns an optimizer, for parameters in groups.
         bucket_bytes: About how many bytes of gradients are summed at once.
         settings: Keyword arguments of the class, such as ``lr=1e-3``.
@@ -89,7 +90,8 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         self.inner = tuple(_made(optimizer, module, settings) for module in model.copies)
         first = self.inner[0]
         super().__init__([{**group, "params": list(group["params"])} for group in first.param_groups], first.defaults)
-        self._model, self.param_groups, self.state = model, first.param_groups, first.state
+        self._taken = self._nothing_taken()
+        self._model = model
         self._agreed: list[dict[str, object]] | None = None
         self._is_replaced = False
         self._gradients: tuple[SummedGradients, ...] = ()
@@ -141,11 +143,8 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         gradients = self._gradients[context.local_replica_id]
         if not gradients.are_summed:
             self.synchronize()
-        self._agree(context)
-        inner = self.inner[context.local_replica_id]
-        for group, of_first in zip(inner.param_groups, self.param_groups, strict=True):
-            if group is not of_first:
-                group.update({name: value for name, value in of_first.items() if name != "params"})
+        inner = self._followed(context.local_replica_id)
+        self._agree(context, inner)
         inner.step()
         gradients.are_summed = False
 
@@ -242,9 +241,9 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
             )
         return context
 
-    def _agree(self, context: ReplicaContextLike) -> None:
+    def _agree(self, context: ReplicaContextLike, inner: Foreign) -> None:
         """Compare changed settings with those of the other ranks."""
-        settings = [_settings_of(group) for group in self.param_groups]
+        settings = [_settings_of(group) for group in inner.param_groups]
         if settings != self._agreed:
             context.merge_call(lambda strategy: self._agree_on(strategy, settings))
 
@@ -252,7 +251,46 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         strategy.extended.agree_on(lambda: f"step() of {type(self.inner[0]).__name__} with {settings}")
         self._agreed = settings
 
-    # State ----------------------------------------------------------------------------------------------------------
+    # Groups and state, those of the replica that runs ---------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> Foreign:
+        """The groups of parameters of the replica that runs; outside of ``run`` those of the first."""
+        if "_model" not in self.__dict__:
+            return self._unused_groups
+        return self._followed(self._here()[0]).param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Foreign) -> None:
+        # Set by the base class, which has no use for its own here.
+        self._unused_groups = groups
+
+    @property
+    def state(self) -> Foreign:
+        """The state of the replica that runs; outside of ``run`` that of the first."""
+        return self.inner[self._here()[0]].state
+
+    @state.setter
+    def state(self, state: Foreign) -> None:
+        # As above.
+        del state
+
+    def _nothing_taken(self) -> list[list[dict[str, object]]]:
+        return [[{} for _ in inner.param_groups] for inner in self.inner]
+
+    def _followed(self, number: int) -> Foreign:
+        """Return a replica's optimizer with the settings of the first, but for those that the replica has set."""
+        inner = self.inner[number]
+        if number:
+            groups = zip(inner.param_groups, self.inner[0].param_groups, self._taken[number], strict=True)
+            for group, of_first, taken in groups:
+                for name, value in list(of_first.items()):
+                    if name != "params" and group.get(name) is taken.get(name, group.get(name)):
+                        group[name] = value
+                taken.update({name: value for name, value in group.items() if name != "params"})
+        return inner
+
+    # Checkpoints ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the first replica's optimizer."""
@@ -261,11 +299,10 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give the optimizers of all replicas of this rank a state."""
+        self._taken = self._nothing_taken()
         for inner in self.inner:
             # torch keeps the tensors that it is given, and each replica needs state of its own.
             inner.load_state_dict(copy.deepcopy(state_dict))
-        # torch puts other groups in their place.
-        self.param_groups, self.state = self.inner[0].param_groups, self.inner[0].state
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("mpidist.torch.Optimizer cannot be pickled or copied; save optimizer.state_dict()")
@@ -285,7 +322,7 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
 def _made(optimizer: OptimizerOrFactory, module: Foreign, settings: dict[str, Any]) -> Foreign:
     """Return the optimizer of one copy."""
     if isinstance(optimizer, type) and issubclass(optimizer, _Optimizer):
-        made: Foreign = optimizer([each for each in module.parameters() if each.requires_grad], **settings)
+        made: Foreign = optimizer(module.parameters(), **settings)
     elif callable(optimizer):
         made = optimizer(module, **settings)
     else:

@@ -449,3 +449,60 @@ def test_changes_since_adopt_are_those_of_the_first_rank(strategy: Any) -> None:
         mpidist.torch.Optimizer(model, torch.optim.SGD, lr=1.0)
     if strategy.num_replicas_in_sync > 1:
         assert same_on_all(strategy, lambda: model.weight.item()) == 2.0
+
+
+def test_groups_and_state_are_those_of_the_replica(strategy: Any) -> None:
+    model, optimizer = opened(strategy, linear, torch.optim.SGD, lr=1.0, momentum=0.5)
+
+    def step() -> Any:
+        optimizer.zero_grad()
+        model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+        optimizer.synchronize()
+        (group,) = optimizer.param_groups
+        assert group["params"][0] is model.weight
+        nn.utils.clip_grad_norm_(group["params"], 1.0, foreach=False)
+        optimizer.step()
+        assert optimizer.state[model.weight]["momentum_buffer"].item() == pytest.approx(1.0)
+        return [group["lr"], model.weight.item()]
+
+    optimizer.param_groups[0]["lr"] = 0.25
+    np.testing.assert_allclose(same_on_all(strategy, step), [0.25, 0.75], rtol=1e-5)
+    assert optimizer.param_groups[0]["params"][0] is model.copies[0].weight
+
+
+def test_settings_may_be_set_in_replicas(strategy: Any) -> None:
+    model, optimizer = opened(strategy, linear)
+
+    def step(rate: float) -> Any:
+        optimizer.zero_grad()
+        model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+        optimizer.synchronize()
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        return model.weight.item()
+
+    count = strategy.num_replicas_in_sync
+    assert same_on_all(strategy, lambda: step(0.5)) == 1 - 0.5 * count
+    optimizer.param_groups[0]["lr"] = 2.0
+    assert strategy.experimental_local_results(strategy.run(lambda: optimizer.param_groups[0]["lr"]))[-1] == 2.0
+    assert same_on_all(strategy, lambda: step(0.25)) == 1 - 0.75 * count
+
+
+def test_parameters_that_are_unfrozen_later_are_named(strategy: Any) -> None:
+    with strategy.scope():
+        model = mpidist.torch.adopt(lambda: nn.Sequential(linear(), linear().requires_grad_(False)))
+        optimizer = mpidist.torch.Optimizer(model, torch.optim.SGD, lr=1.0)
+
+    def step() -> Any:
+        optimizer.zero_grad()
+        model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        return model[1].weight.item()
+
+    assert same_on_all(strategy, step) == 1.0
+    model.requires_grad_()
+    if strategy.num_replicas_in_sync == 1:
+        assert same_on_all(strategy, step) == 1.0 - model[0].weight.item() - 1.0
+    else:
+        with pytest.raises(RuntimeError, match="took no gradients when the optimizer was made"):
+            strategy.run(step)
