@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import torch
 
@@ -137,6 +137,13 @@ def _tensors_of(module: Foreign) -> dict[str, Tensor]:
     """Return parameters and buffers by name, those that state_dict leaves out as well."""
     tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return tensors
+
+
+def _too_late(method: str, name: str) -> TypeError:
+    return TypeError(
+        f"{method}({name!r}, ...) was called on a module that mpidist.torch.adopt has returned, whose copies would not "
+        f"get it; call it on the module before: module.{method}({name!r}, ...); model = mpidist.torch.adopt(module)"
+    )
 
 
 class ReplicatedModule(_Module):  # type: ignore[misc, unused-ignore]
@@ -302,6 +309,40 @@ class ReplicatedModule(_Module):  # type: ignore[misc, unused-ignore]
     def bfloat16(self) -> ReplicatedModule:
         """Give the copies bfloat16."""
         return self.to(torch.bfloat16)
+
+    def compile(self, *args: object, **kwargs: object) -> None:
+        """Have torch.compile make the copy's calls faster; with several replicas on this rank it is an error."""
+        if len(self.copies) > 1:
+            raise several_compiled("compile() of a module that mpidist has adopted was called")
+        self.copies[0].compile(*args, **kwargs)
+
+    def register_buffer(self, name: str, *args: object, **kwargs: object) -> NoReturn:
+        """Raise TypeError: parts are those of the copies."""
+        raise _too_late("register_buffer", name)
+
+    def register_parameter(self, name: str, *args: object, **kwargs: object) -> NoReturn:
+        """Raise TypeError: parts are those of the copies."""
+        raise _too_late("register_parameter", name)
+
+    def register_module(self, name: str, *args: object, **kwargs: object) -> NoReturn:
+        """Raise TypeError: parts are those of the copies."""
+        raise _too_late("register_module", name)
+
+    def add_module(self, name: str, *args: object, **kwargs: object) -> NoReturn:
+        """Raise TypeError: parts are those of the copies."""
+        raise _too_late("add_module", name)
+
+    # Copies of it ---------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Foreign:
+        """Return a copy of this replica's module, which is not adopted."""
+        return copy.deepcopy(self.here, memo)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a module that mpidist.torch.adopt has returned cannot be pickled, as it has a strategy; save "
+            "model.state_dict(), as in torch.save(model.state_dict(), path), or use mpidist.Checkpoint(model=model)"
+        )
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -150,6 +153,38 @@ def test_compiled_code_of_several_replicas_is_refused(strategy: Any) -> None:
     step = torch.compile(lambda x: model(x) * 2, backend="eager")
     with pytest.raises(NotImplementedError, match="one replica per rank"):
         strategy.run(step, args=(torch.ones(1, 1),))
+
+
+def test_it_is_compiled_in_place_with_one_replica(strategy: Any) -> None:
+    with strategy.scope():
+        model = mpidist.torch.adopt(nn.Linear(2, 1))
+    with pytest.raises(NotImplementedError, match="one replica per rank"):
+        model.compile(backend="eager")
+    alone = mpidist.torch.adopt(nn.Linear(2, 1))
+    expected = alone(torch.ones(1, 2))
+    alone.compile(backend="eager")
+    assert torch.equal(alone(torch.ones(1, 2)), expected)
+
+
+def test_a_deep_copy_is_one_of_this_replicas_module(strategy: Any) -> None:
+    with strategy.scope():
+        model = mpidist.torch.adopt(nn.Linear(2, 1))
+    mpidist.torch.Optimizer(model, torch.optim.SGD, lr=1.0)
+    made = copy.deepcopy(model)
+    assert type(made) is nn.Linear
+    assert made.weight is not model.weight
+    assert torch.equal(made.weight, model.weight)
+
+
+def test_what_reaches_no_copy_is_refused(strategy: Any) -> None:
+    with strategy.scope():
+        model = mpidist.torch.adopt(nn.Linear(2, 1))
+    for save in (pickle.dumps, copy.copy, lambda it: torch.save(it, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"save model.state_dict\(\)"):
+            save(model)
+    for method in ("register_buffer", "register_parameter", "register_module", "add_module"):
+        with pytest.raises(TypeError, match=rf"module.{method}\('extra', ...\); model = mpidist.torch.adopt"):
+            getattr(model, method)("extra", None)
 
 
 def test_gpus_are_refused() -> None:
