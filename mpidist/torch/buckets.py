@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -63,7 +64,8 @@ class Bucket:
         ]
         self.missing = len(self.slots)
         self.is_started = False
-        self._version = 0
+        # Of its memory, when it was last known to hold gradients as backward has left them.
+        self._version: int | None = None
         self._work: Foreign = None
 
     def start(self, context: ReplicaContextLike, waits: bool) -> None:
@@ -78,13 +80,22 @@ class Bucket:
         else:
             self._marks.fill_(1)
         self.is_started = True
-        self._version = _changes_of(self.flat)
+        self.note()
         context_: Foreign = context
         self._work = context_.all_reduce_async(ReduceOp.SUM, self._array, out=self._array)
         if waits and self._array.nbytes >= LARGE_BYTES:
             # It goes on in the background if another rank is late.
             with contextlib.suppress(TimeoutError):
                 self._end(LONGEST_START_SECONDS)
+
+    def note(self) -> None:
+        """Remember its memory as it is now, so that changes show."""
+        self._version = _changes_of(self.flat)
+
+    def check(self) -> None:
+        """Raise RuntimeError if gradients have changed since they were taken up."""
+        if self._version is not None and _changes_of(self.flat) != self._version:
+            raise _changed()
 
     def _end(self, seconds: float | None = None) -> None:
         if self._work is not None:
@@ -94,12 +105,9 @@ class Bucket:
     def finish(self) -> None:
         """Wait for the sums, and make them the gradients of the parameters."""
         self._end()
-        if _changes_of(self.flat) != self._version:
-            raise RuntimeError(
-                "gradients were changed between backward() and the end of their sum over the replicas, which would be "
-                "lost; call optimizer.synchronize() first, as in: loss.backward(); optimizer.synchronize(); "
-                "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0); optimizer.step()"
-            )
+        self.check()
+        if any(slot.is_added and slot.parameter.grad is not slot.view for slot in self.slots):
+            raise _changed()
         for slot, replicas in zip(self.slots, self._marks.tolist(), strict=True):
             gradient = slot.view if replicas else None
             if slot.parameter.grad is not gradient:
@@ -108,9 +116,17 @@ class Bucket:
     def reset(self) -> None:
         """Be ready for the gradients of the next step."""
         self._end()
-        self.is_started, self.missing = False, len(self.slots)
+        self.is_started, self.missing, self._version = False, len(self.slots), None
         for slot in self.slots:
             slot.is_added = False
+
+
+def _changed() -> RuntimeError:
+    return RuntimeError(
+        "gradients were changed between backward() and the end of their sum over the replicas, which would be lost; "
+        "call optimizer.synchronize() first, as in: loss.backward(); optimizer.synchronize(); "
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0); optimizer.step()"
+    )
 
 
 def _changes_of(tensor: Tensor) -> int:
@@ -151,11 +167,28 @@ def packed(parameters: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:
     return [*buckets, *(Bucket(waiting) for waiting in of_dtype.values() if waiting)]
 
 
+# How many optimizers sum gradients under each strategy. Not those that are alive: garbage is collected at another time
+# on each rank, and all have to count alike.
+_optimizers: WeakKeyDictionary[StrategyLike, int] = WeakKeyDictionary()
+
+
+def count_optimizers(strategy: StrategyLike, change: int) -> None:
+    """Note that a strategy has more optimizers, or fewer.
+
+    Args:
+        strategy: Of the optimizers.
+        change: 1 for one that was made, -1 for one that sums no more.
+    """
+    _optimizers[strategy] = _optimizers.get(strategy, 0) + change
+
+
 class SummedGradients:
     """The gradients of one replica and their sums.
 
     Hooks of the parameters add each gradient as backward has computed it. Buckets are started in one order on all
-    replicas, whatever the order in which they fill.
+    replicas, whatever the order in which they fill. Where the strategy has several optimizers backward starts none: it
+    comes to their parameters in an order that the rows of a replica decide, and calls of ``step`` are in that of the
+    program.
 
     Args:
         strategy: The strategy of the replica.
@@ -190,7 +223,7 @@ class SummedGradients:
         if context is None or context.strategy is not self._strategy:
             # Gradients of this rank alone, which nobody sums.
             return
-        bucket = slot.bucket
+        bucket, overlaps = slot.bucket, self._overlaps()
         if bucket.is_started:
             raise RuntimeError(
                 "backward() came to a gradient whose sum over the replicas is on its way already; to add up several "
@@ -200,8 +233,16 @@ class SummedGradients:
         if not slot.is_added:
             self._put(slot)
             bucket.missing -= 1
-            if not bucket.missing:
+            if not bucket.missing and overlaps:
                 self._start(context, all_of_them=False)
+        elif not overlaps and parameter.grad is not slot.view:
+            # The model has dropped that of another optimizer's loss.
+            self._put(slot)
+        if not bucket.is_started:
+            bucket.note()
+
+    def _overlaps(self) -> bool:
+        return _optimizers.get(self._strategy, 0) < 2
 
     def _put(self, slot: Slot) -> None:
         """Bring the gradient of a parameter into its place, and let it be there."""
@@ -229,8 +270,14 @@ class SummedGradients:
 
     def start_all(self, context: ReplicaContextLike) -> None:
         """Start the buckets that backward did not fill, with zeros for missing gradients."""
+        overlaps = self._overlaps()
         for bucket in self._buckets[self._started :]:
+            bucket.check()
             for slot in bucket.slots:
+                if slot.is_added and slot.parameter.grad is not slot.view and not overlaps:
+                    # Dropped or replaced before anything was sent.
+                    slot.is_added = False
+                    bucket.missing += 1
                 if not slot.is_added and slot.parameter.grad is not None:
                     self._put(slot)
                     bucket.missing -= 1

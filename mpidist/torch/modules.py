@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import torch
 
@@ -60,18 +60,23 @@ def adopt(module: ModuleOrFactory) -> ReplicatedModule:
         copies = [first]
         if len(extended.local_replica_ids) > 1:
             _check_not_compiled(first)
-    tensors = _tensors_of(first)
-    note = f"adopt() of {type(first).__name__}: " + ", ".join(
-        f"{name} {tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()
-    )
-    sent = extended.broadcast([array_of(tensor) for tensor in tensors.values()], 0, note) if tensors else []
-    with torch.no_grad():
-        for tensor, array in zip(tensors.values(), sent, strict=True):
-            fill(tensor, array)
+    _take_first_ranks(strategy, first, "adopt()")
     with extended.shared_errors("adopt()"):
         # After the values have come: what is derived from them is copied as it is.
         copies += [copy.deepcopy(first) for _ in extended.local_replica_ids[1:]]
     return ReplicatedModule(strategy, copies)
+
+
+def _take_first_ranks(strategy: Strategy, module: Foreign, name: str) -> None:
+    """Give a module the parameters and buffers of the first rank (collective)."""
+    tensors = _tensors_of(module)
+    note = f"{name} of {type(module).__name__}: " + ", ".join(
+        f"{name} {tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()
+    )
+    sent = strategy.extended.broadcast([array_of(tensor) for tensor in tensors.values()], 0, note) if tensors else []
+    with torch.no_grad():
+        for tensor, array in zip(tensors.values(), sent, strict=True):
+            fill(tensor, array)
 
 
 def _made(factory: ModuleOrFactory) -> Foreign:
@@ -134,12 +139,20 @@ def _tensors_of(module: Foreign) -> dict[str, Tensor]:
     return tensors
 
 
+def _too_late(method: str, name: str) -> TypeError:
+    return TypeError(
+        f"{method}({name!r}, ...) was called on a module that mpidist.torch.adopt has returned, whose copies would not "
+        f"get it; call it on the module before: module.{method}({name!r}, ...); model = mpidist.torch.adopt(module)"
+    )
+
+
 class ReplicatedModule(_Module):  # type: ignore[misc, unused-ignore]
     """A module with a copy for each replica of this rank; made by :func:`adopt`.
 
     Inside ``strategy.run`` it stands for the replica's own copy, outside for the first one: calls, attributes,
     parameters, ``state_dict``. A change outside of ``run`` is one of all copies: ``train``, ``eval``,
-    ``requires_grad_``, ``load_state_dict``, ``to``, ``zero_grad`` and attributes that are set.
+    ``requires_grad_``, ``load_state_dict``, ``to``, ``apply``, ``zero_grad`` and attributes that are set. Changes of
+    its parts, as ``torch.nn.init`` of ``model.weight`` or ``model.body.eval()``, are made before :func:`adopt`.
 
     Args:
         strategy: The strategy of the replicas.
@@ -255,9 +268,19 @@ class ReplicatedModule(_Module):  # type: ignore[misc, unused-ignore]
             module.zero_grad(set_to_none)
 
     def apply(self, fn: Callable[[Foreign], None]) -> ReplicatedModule:
-        """Call a function with each module of each copy."""
-        for module in self.changed():
+        """Call a function with each module of each copy; outside of replicas the copies are equal afterwards."""
+        copies = self.changed()
+        for module in copies:
             module.apply(fn)
+        if len(copies) > 1:
+            # A function that draws numbers draws others for each copy.
+            self.make_equal()
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ReplicatedModule:
+        # By which torch's own methods change dtypes and memory: type, to_empty, share_memory.
+        for module in self.changed():
+            module._apply(fn, recurse)
         return self
 
     def load_state_dict(self, *args: object, **kwargs: object) -> Foreign:
@@ -287,6 +310,40 @@ class ReplicatedModule(_Module):  # type: ignore[misc, unused-ignore]
         """Give the copies bfloat16."""
         return self.to(torch.bfloat16)
 
+    def compile(self, *args: object, **kwargs: object) -> None:
+        """Have torch.compile make the copy's calls faster; with several replicas on this rank it is an error."""
+        if len(self.copies) > 1:
+            raise several_compiled("compile() of a module that mpidist has adopted was called")
+        self.copies[0].compile(*args, **kwargs)
+
+    def register_buffer(self, name: str, *args: object, **kwargs: object) -> NoReturn:
+        """Raise TypeError: parts are those of the copies."""
+        raise _too_late("register_buffer", name)
+
+    def register_parameter(self, name: str, *args: object, **kwargs: object) -> NoReturn:
+        """Raise TypeError: parts are those of the copies."""
+        raise _too_late("register_parameter", name)
+
+    def register_module(self, name: str, *args: object, **kwargs: object) -> NoReturn:
+        """Raise TypeError: parts are those of the copies."""
+        raise _too_late("register_module", name)
+
+    def add_module(self, name: str, *args: object, **kwargs: object) -> NoReturn:
+        """Raise TypeError: parts are those of the copies."""
+        raise _too_late("add_module", name)
+
+    # Copies of it ---------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Foreign:
+        """Return a copy of this replica's module, which is not adopted."""
+        return copy.deepcopy(self.here, memo)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a module that mpidist.torch.adopt has returned cannot be pickled, as it has a strategy; save "
+            "model.state_dict(), as in torch.save(model.state_dict(), path), or use mpidist.Checkpoint(model=model)"
+        )
+
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
     def _checkpoint_children(self) -> dict[str, object]:
@@ -295,6 +352,30 @@ class ReplicatedModule(_Module):  # type: ignore[misc, unused-ignore]
     def _checkpoint_defer(self, values: dict[str, Array]) -> None:
         # The first copy has its values by now; nothing is taken, as a module makes no parts later.
         del values
+        self.make_equal()
+
+    def make_equal_on_ranks(self, name: str) -> None:
+        """Give the copies of all ranks the parameters and buffers of the first rank's first copy (collective).
+
+        Args:
+            name: Of the call, for errors.
+
+        Raises:
+            ValueError: Copies of this rank differ in which parameters have gradients.
+            MismatchError: Modules of other shapes on other ranks.
+        """
+        first = {name: parameter.requires_grad for name, parameter in self.copies[0].named_parameters()}
+        with self.strategy.extended.shared_errors(name):
+            for module in self.copies[1:]:
+                found = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+                if found != first:
+                    differing = sorted(key for key, _ in found.items() ^ first.items())
+                    raise ValueError(
+                        f"copies of the module differ in which parameters have gradients: {differing[0]}; call "
+                        "model.requires_grad_() outside of strategy.run(), or of a part of the module before "
+                        "mpidist.torch.adopt(module)"
+                    )
+        _take_first_ranks(self.strategy, self.copies[0], name)
         self.make_equal()
 
     def make_equal(self) -> None:

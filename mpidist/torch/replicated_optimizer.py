@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -11,7 +12,7 @@ import torch
 from mpidist.arrays.dtypes import Array
 from mpidist.core.context import get_replica_context, has_strategy, in_cross_replica_context
 from mpidist.core.protocols import ReplicaContextLike, StrategyLike
-from mpidist.torch.buckets import BUCKET_BYTES, SummedGradients
+from mpidist.torch.buckets import BUCKET_BYTES, SummedGradients, count_optimizers
 from mpidist.torch.buffers import SharedBuffers
 from mpidist.torch.foreign import Foreign
 from mpidist.torch.modules import ReplicatedModule
@@ -25,20 +26,21 @@ OptimizerOrFactory: TypeAlias = Callable[..., Foreign]
 
 
 class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
-    """An optimizer of ``torch.optim`` for an adopted module.
+    """An optimizer of ``torch.optim`` for an adopted module (collective to make).
 
     Inside ``strategy.run`` ``step`` is collective: call it on every replica. Gradients are *summed* over all replicas,
     so divide losses by the global batch size (``mpidist.compute_average_loss``). Sums are formed in buckets while
-    ``backward`` still computes. A replica without rows takes part with zeros, whether it calls ``backward`` or not. A
-    parameter that no replica has used keeps ``grad`` None. After the step the buffers of all replicas are those of the
-    first.
+    ``backward`` still computes, or in ``step`` where the strategy has several optimizers. A replica without rows takes
+    part with zeros, whether it calls ``backward`` or not. A parameter that no replica has used keeps ``grad`` None.
+    After the step the buffers of all replicas are those of the first.
 
-    It has the ``param_groups`` of the first replica, from which the others take their settings, so schedulers of
-    ``torch.optim.lr_scheduler`` work with it: call their ``step`` outside of ``strategy.run``.
+    ``param_groups`` and ``state`` are those of the replica that runs, outside of ``run`` of the first, from which the
+    others take their settings, so schedulers of ``torch.optim.lr_scheduler`` work with it: call their ``step`` outside
+    of ``strategy.run``.
 
     Args:
         model: The module that ``mpidist.torch.adopt`` has returned.
-        optimizer: A class of ``torch.optim``, called with the parameters that have gradients; or a function of a
+        optimizer: A class of ``torch.optim``, called with all parameters; or a function of a
             module that returns an optimizer, for parameters in groups.
         bucket_bytes: About how many bytes of gradients are summed at once.
         settings: Keyword arguments of the class, such as ``lr=1e-3``.
@@ -46,7 +48,8 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
     Raises:
         TypeError: A module that was not adopted, something that makes no optimizer, or LBFGS, whose steps call the
             model.
-        ValueError: Parameters of another module, or none.
+        ValueError: Parameters of another module, or none, or copies that differ in which parameters have gradients.
+        MismatchError: Other modules on other ranks.
         RuntimeError: Called inside ``strategy.run``.
 
     >>> import mpidist, torch
@@ -81,10 +84,14 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
             raise TypeError(
                 f"the model is a {type(model).__name__}; expected an adopted one: model = mpidist.torch.adopt(model)"
             )
+        if model.strategy.num_replicas_in_sync > 1:
+            # What was changed since adopt() may have reached one rank or one copy.
+            model.make_equal_on_ranks("Optimizer()")
         self.inner = tuple(_made(optimizer, module, settings) for module in model.copies)
         first = self.inner[0]
         super().__init__([{**group, "params": list(group["params"])} for group in first.param_groups], first.defaults)
-        self._model, self.param_groups, self.state = model, first.param_groups, first.state
+        self._taken = self._nothing_taken()
+        self._model = model
         self._agreed: list[dict[str, object]] | None = None
         self._is_replaced = False
         self._gradients: tuple[SummedGradients, ...] = ()
@@ -108,6 +115,7 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
             for inner in self.inner
         )
         self._buffers = tuple(SharedBuffers(module) for module in copies)
+        count_optimizers(strategy, 1)
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
@@ -135,11 +143,8 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         gradients = self._gradients[context.local_replica_id]
         if not gradients.are_summed:
             self.synchronize()
-        self._agree(context)
-        inner = self.inner[context.local_replica_id]
-        for group, of_first in zip(inner.param_groups, self.param_groups, strict=True):
-            if group is not of_first:
-                group.update({name: value for name, value in of_first.items() if name != "params"})
+        inner = self._followed(context.local_replica_id)
+        self._agree(context, inner)
         inner.step()
         gradients.are_summed = False
 
@@ -206,6 +211,8 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
 
     def detach(self) -> None:
         """Sum no more gradients: another optimizer has taken the parameters."""
+        if self._gradients and not self._is_replaced:
+            count_optimizers(self._model.strategy, -1)
         self._is_replaced = True
         for gradients in self._gradients:
             gradients.detach()
@@ -234,9 +241,9 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
             )
         return context
 
-    def _agree(self, context: ReplicaContextLike) -> None:
+    def _agree(self, context: ReplicaContextLike, inner: Foreign) -> None:
         """Compare changed settings with those of the other ranks."""
-        settings = [_settings_of(group) for group in self.param_groups]
+        settings = [_settings_of(group) for group in inner.param_groups]
         if settings != self._agreed:
             context.merge_call(lambda strategy: self._agree_on(strategy, settings))
 
@@ -244,7 +251,46 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         strategy.extended.agree_on(lambda: f"step() of {type(self.inner[0]).__name__} with {settings}")
         self._agreed = settings
 
-    # State ----------------------------------------------------------------------------------------------------------
+    # Groups and state, those of the replica that runs ---------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> Foreign:
+        """The groups of parameters of the replica that runs; outside of ``run`` those of the first."""
+        if "_model" not in self.__dict__:
+            return self._unused_groups
+        return self._followed(self._here()[0]).param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Foreign) -> None:
+        # Set by the base class, which has no use for its own here.
+        self._unused_groups = groups
+
+    @property
+    def state(self) -> Foreign:
+        """The state of the replica that runs; outside of ``run`` that of the first."""
+        return self.inner[self._here()[0]].state
+
+    @state.setter
+    def state(self, state: Foreign) -> None:
+        # As above.
+        del state
+
+    def _nothing_taken(self) -> list[list[dict[str, object]]]:
+        return [[{} for _ in inner.param_groups] for inner in self.inner]
+
+    def _followed(self, number: int) -> Foreign:
+        """Return a replica's optimizer with the settings of the first, but for those that the replica has set."""
+        inner = self.inner[number]
+        if number:
+            groups = zip(inner.param_groups, self.inner[0].param_groups, self._taken[number], strict=True)
+            for group, of_first, taken in groups:
+                for name, value in list(of_first.items()):
+                    if name != "params" and group.get(name) is taken.get(name, group.get(name)):
+                        group[name] = value
+                taken.update({name: value for name, value in group.items() if name != "params"})
+        return inner
+
+    # Checkpoints ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the first replica's optimizer."""
@@ -253,10 +299,10 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give the optimizers of all replicas of this rank a state."""
+        self._taken = self._nothing_taken()
         for inner in self.inner:
-            inner.load_state_dict(state_dict)
-        # torch puts other groups in their place.
-        self.param_groups, self.state = self.inner[0].param_groups, self.inner[0].state
+            # torch keeps the tensors that it is given, and each replica needs state of its own.
+            inner.load_state_dict(copy.deepcopy(state_dict))
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("mpidist.torch.Optimizer cannot be pickled or copied; save optimizer.state_dict()")
@@ -276,7 +322,7 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
 def _made(optimizer: OptimizerOrFactory, module: Foreign, settings: dict[str, Any]) -> Foreign:
     """Return the optimizer of one copy."""
     if isinstance(optimizer, type) and issubclass(optimizer, _Optimizer):
-        made: Foreign = optimizer([each for each in module.parameters() if each.requires_grad], **settings)
+        made: Foreign = optimizer(module.parameters(), **settings)
     elif callable(optimizer):
         made = optimizer(module, **settings)
     else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +70,33 @@ def test_a_change_outside_is_one_of_all_copies(strategy: Any) -> None:
         model.extra = nn.Linear(2, 2)
 
 
+def test_functions_of_torch_change_all_copies_alike(strategy: Any) -> None:
+    with strategy.scope():
+        model = mpidist.torch.adopt(lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
+    draw = lambda module: nn.init.normal_(module.weight) if isinstance(module, nn.Linear) else None
+    before = model[0].weight.detach().clone()
+    assert model.apply(draw) is model
+    assert not torch.equal(before, model[0].weight)
+    assert torch.equal(model.copies[0][0].weight, model.copies[1][0].weight)
+    assert model.type(torch.float64) is model
+    assert {parameter.dtype for copy in model.copies for parameter in copy.parameters()} == {torch.float64}
+    assert model.to_empty(device="meta") is model
+    assert all(parameter.is_meta for copy in model.copies for parameter in copy.parameters())
+
+
+def test_an_optimizer_makes_the_copies_equal(strategy: Any) -> None:
+    with strategy.scope():
+        model = mpidist.torch.adopt(lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+        nn.init.ones_(model[0].weight)
+        model[1].running_mean.fill_(5.0)
+        mpidist.torch.Optimizer(model, torch.optim.SGD, lr=1.0)
+        assert all(bool((copy[0].weight == 1).all()) for copy in model.copies)
+        assert all(bool((copy[1].running_mean == 5).all()) for copy in model.copies)
+        model[1].requires_grad_(False)
+        with pytest.raises(ValueError, match=r"which parameters have gradients: 1.bias"):
+            mpidist.torch.Optimizer(model, torch.optim.SGD, lr=1.0)
+
+
 def test_a_change_in_a_replica_is_its_own(strategy: Any) -> None:
     with strategy.scope():
         model = mpidist.torch.adopt(nn.Linear(3, 2))
@@ -123,6 +153,38 @@ def test_compiled_code_of_several_replicas_is_refused(strategy: Any) -> None:
     step = torch.compile(lambda x: model(x) * 2, backend="eager")
     with pytest.raises(NotImplementedError, match="one replica per rank"):
         strategy.run(step, args=(torch.ones(1, 1),))
+
+
+def test_it_is_compiled_in_place_with_one_replica(strategy: Any) -> None:
+    with strategy.scope():
+        model = mpidist.torch.adopt(nn.Linear(2, 1))
+    with pytest.raises(NotImplementedError, match="one replica per rank"):
+        model.compile(backend="eager")
+    alone = mpidist.torch.adopt(nn.Linear(2, 1))
+    expected = alone(torch.ones(1, 2))
+    alone.compile(backend="eager")
+    assert torch.equal(alone(torch.ones(1, 2)), expected)
+
+
+def test_a_deep_copy_is_one_of_this_replicas_module(strategy: Any) -> None:
+    with strategy.scope():
+        model = mpidist.torch.adopt(nn.Linear(2, 1))
+    mpidist.torch.Optimizer(model, torch.optim.SGD, lr=1.0)
+    made = copy.deepcopy(model)
+    assert type(made) is nn.Linear
+    assert made.weight is not model.weight
+    assert torch.equal(made.weight, model.weight)
+
+
+def test_what_reaches_no_copy_is_refused(strategy: Any) -> None:
+    with strategy.scope():
+        model = mpidist.torch.adopt(nn.Linear(2, 1))
+    for save in (pickle.dumps, copy.copy, lambda it: torch.save(it, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"save model.state_dict\(\)"):
+            save(model)
+    for method in ("register_buffer", "register_parameter", "register_module", "add_module"):
+        with pytest.raises(TypeError, match=rf"module.{method}\('extra', ...\); model = mpidist.torch.adopt"):
+            getattr(model, method)("extra", None)
 
 
 def test_gpus_are_refused() -> None:

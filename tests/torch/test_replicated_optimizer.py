@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import mpidist
+from tests.torch.replicas import alone, linear, opened, replica, same_on_all
 
 torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
 nn = torch.nn
@@ -21,32 +22,6 @@ def strategy(request: pytest.FixtureRequest) -> Iterator[Any]:
     devices = [f"cpu:{number}" for number in range(request.param)]
     with mpidist.MultiWorkerMirroredStrategy(devices=devices) as made:
         yield made
-
-
-def opened(strategy: Any, make: Callable[[], Any], kind: Any = torch.optim.SGD, **settings: Any) -> tuple[Any, Any]:
-    with strategy.scope():
-        model = mpidist.torch.adopt(make)
-        return model, mpidist.torch.Optimizer(model, kind, bucket_bytes=64, **(settings or {"lr": 1.0}))
-
-
-def linear() -> Any:
-    net = nn.Linear(1, 1, bias=False).double()
-    nn.init.ones_(net.weight)
-    return net
-
-
-def replica() -> int:
-    context = mpidist.get_replica_context()
-    assert context is not None
-    return int(context.replica_id_in_sync_group)
-
-
-def same_on_all(strategy: Any, step: Callable[[], Any]) -> Any:
-    """Run a step, whose results have to be equal on all replicas, and return one."""
-    results = strategy.run(lambda: np.asarray(step()))
-    low, high = (strategy.reduce(op, results, axis=None) for op in ("MIN", "MAX"))
-    np.testing.assert_array_equal(low, high)
-    return low
 
 
 def test_gradients_are_summed(strategy: Any) -> None:
@@ -148,7 +123,7 @@ def test_sums_are_clipped(strategy: Any) -> None:
 
 @pytest.mark.own_strategy
 def test_gradients_that_are_changed_too_early_are_named() -> None:
-    with mpidist.MirroredStrategy(["cpu:0", "cpu:1"], communicator=_alone()) as strategy:
+    with mpidist.MirroredStrategy(["cpu:0", "cpu:1"], communicator=alone()) as strategy:
         model, optimizer = opened(strategy, linear)
 
         def clipped() -> None:
@@ -161,7 +136,7 @@ def test_gradients_that_are_changed_too_early_are_named() -> None:
 
 
 def test_batches_without_no_sync_are_named() -> None:
-    with mpidist.MirroredStrategy(["cpu:0", "cpu:1"], communicator=_alone()) as strategy:
+    with mpidist.MirroredStrategy(["cpu:0", "cpu:1"], communicator=alone()) as strategy:
         model, optimizer = opened(strategy, linear)
 
         def backward() -> None:
@@ -177,12 +152,6 @@ def test_batches_without_no_sync_are_named() -> None:
         strategy.run(lambda: (backward(), optimizer.step()))
         with pytest.raises(RuntimeError, match=r"call optimizer.zero_grad\(\) before"):
             strategy.run(backward)
-
-
-def _alone() -> Any:
-    from mpi4py import MPI
-
-    return MPI.COMM_SELF
 
 
 def test_bfloat16_autocast(strategy: Any) -> None:
