@@ -35,22 +35,32 @@ class RankSums:
         """Whether there are other ranks."""
         return self._communicator is not None
 
-    def take_mean(self, arrays: Sequence[Array], rows: int) -> None:
+    def take_mean(self, arrays: Sequence[Array], rows: int, marks: Sequence[bool] = ()) -> list[bool]:
         """Average arrays over ranks by their rows, where they lie (collective).
 
         Those of a rank without rows count as zeros.
+
+        Args:
+            arrays: No two of them share memory.
+            rows: How many rows of the global batch this rank has.
+            marks: Flags that go along.
+
+        Returns:
+            Which of the marks are set on any rank.
         """
         if self._communicator is None:
-            return
+            return list(marks)
         for array in arrays:
             if rows:
                 np.multiply(array, array.dtype.type(rows), out=array)
             else:
                 array.fill(0)
-        together = [*arrays, _counted(arrays, rows)]
+        together = [*arrays, _counted(arrays, [rows, *marks])]
         self._communicator.all_reduce("SUM", together, out=together)
+        count, *found = together[-1]
         for array in arrays:
-            np.divide(array, array.dtype.type(together[-1]), out=array)
+            np.divide(array, array.dtype.type(count), out=array)
+        return [ranks > 0 for ranks in found]
 
     def mean_by_rows(self, flats: Sequence[object], rows: int) -> list[object]:
         """Return packed values, averaged over ranks by their rows (collective).
@@ -62,8 +72,8 @@ class RankSums:
         if self._communicator is None:
             return list(flats)
         arrays = [*map(ops.convert_to_numpy, flats)]
-        *sums, count = self._communicator.all_reduce("SUM", [*arrays, _counted(arrays, rows)])
-        return [np.divide(array, array.dtype.type(count), out=array) for array in sums]
+        *sums, count = self._communicator.all_reduce("SUM", [*arrays, _counted(arrays, [rows])])
+        return [np.divide(array, array.dtype.type(count[0]), out=array) for array in sums]
 
     def total(self, variables: Iterable[KerasObject]) -> None:
         """Give each variable of a metric the value that it has over all ranks (collective)."""
@@ -112,13 +122,13 @@ class RankSums:
         return keras.tree.map_structure(self._communicator.all_gather, value)
 
 
-def _counted(arrays: Sequence[Array], rows: int) -> Array:
-    """Return a number of rows as an array of the dtype of others, or float64.
+def _counted(arrays: Sequence[Array], numbers: Sequence[int]) -> Array:
+    """Return numbers of rows and ranks as an array of the dtype of others, or float64.
 
     All are then one message.
     """
     counts = arrays and arrays[0].dtype.itemsize >= _COUNTING_BYTES
-    return np.array(rows, arrays[0].dtype if counts else np.float64)
+    return np.array(numbers, arrays[0].dtype if counts else np.float64)
 
 
 def pack(tensors: Sequence[Tensors], rows: int) -> list[object]:

@@ -47,17 +47,18 @@ class TorchOptimizer(keras.optimizers.Optimizer):
 def _of_all_ranks(adoption: Adoption, grads: Sequence[Tensors], variables: Sequence[Tensors]) -> list[Tensors]:
     """Return the gradients of the global batch (collective).
 
-    A variable without one gets zeros, as on JAX.
+    A variable that has none on any rank has None, as in one process: the optimizer leaves it alone.
     """
     statistics = adoption.statistics
     with torch.no_grad():
         # Gradients are this step's alone, and become those of the global batch where they lie.
         found = [torch.zeros_like(v.value) if g is None else g for g, v in zip(grads, variables, strict=True)]
         found += [variable.value.clone() for variable in statistics]
-        adoption.sums.take_mean([*map(to_array, found)], adoption.rows)
+        marks = [g is not None for g in grads]
+        marks = adoption.sums.take_mean([*map(to_array, found)], adoption.rows, marks)
         for variable, value in zip(statistics, found[len(variables) :], strict=True):
             variable.assign(value)
-    return found[: len(variables)]
+    return [gradient if mark else None for gradient, mark in zip(found, marks, strict=False)]
 
 
 _outside_of_compilation = torch.compiler.disable(_of_all_ranks)
