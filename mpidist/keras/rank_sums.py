@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from mpidist.arrays.dtypes import Array
+from mpidist.arrays.dtypes import Array, is_half
 from mpidist.keras.untyped import KerasObject, Tensors
 from mpidist.strategies import Strategy
 
@@ -50,16 +50,19 @@ class RankSums:
         """
         if self._communicator is None:
             return list(marks)
-        for array in arrays:
+        wide = [array.astype(np.float32) if is_half(array.dtype) else array for array in arrays]
+        for array in wide:
             if rows:
                 np.multiply(array, array.dtype.type(rows), out=array)
             else:
                 array.fill(0)
-        together = [*arrays, _counted(arrays, [rows, *marks])]
+        together = [*wide, _counted(wide, [rows, *marks])]
         self._communicator.all_reduce("SUM", together, out=together)
         count, *found = together[-1]
-        for array in arrays:
-            np.divide(array, array.dtype.type(count), out=array)
+        for array, total in zip(arrays, wide, strict=True):
+            np.divide(total, total.dtype.type(count), out=total)
+            if total is not array:
+                array[...] = total.astype(array.dtype)
         return [ranks > 0 for ranks in found]
 
     def mean_by_rows(self, flats: Sequence[object], rows: int) -> list[object]:
@@ -132,21 +135,28 @@ def _counted(arrays: Sequence[Array], numbers: Sequence[int]) -> Array:
 
 
 def pack(tensors: Sequence[Tensors], rows: int) -> list[object]:
-    """Return tensors, times the number of rows, as one flat tensor for each dtype."""
+    """Return tensors, times the number of rows, as one flat tensor for each dtype.
+
+    Those of 16 bits become float32, which has room for such products.
+    """
     return [
-        ops.concatenate([ops.reshape(ops.multiply(tensors[i], float(rows)), (-1,)) for i in places])
+        ops.concatenate([ops.reshape(ops.multiply(_wide(tensors[i]), float(rows)), (-1,)) for i in places])
         for places in _places_by_dtype(tensors)
     ]
 
 
+def _wide(tensor: Tensors) -> Tensors:
+    return ops.cast(tensor, "float32") if _dtype_of(tensor) in ("float16", "bfloat16") else tensor
+
+
 def unpack(flats: Iterable[object], like: Sequence[Tensors]) -> list[object]:
-    """Return the tensors of :func:`pack`, in the shapes of ``like``."""
+    """Return the tensors of :func:`pack`, in the shapes and dtypes of ``like``."""
     tensors: list[object] = [None] * len(like)
     for flat, places in zip(flats, _places_by_dtype(like), strict=True):
         flat, start = ops.convert_to_tensor(flat), 0
         for i in places:
             end = start + int(np.prod(like[i].shape))
-            tensors[i] = ops.reshape(flat[start:end], tuple(like[i].shape))
+            tensors[i] = ops.cast(ops.reshape(flat[start:end], tuple(like[i].shape)), _dtype_of(like[i]))
             start = end
     return tensors
 
@@ -154,8 +164,13 @@ def unpack(flats: Iterable[object], like: Sequence[Tensors]) -> list[object]:
 def _places_by_dtype(tensors: Sequence[Tensors]) -> list[list[int]]:
     places: dict[str, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        places.setdefault(keras.backend.standardize_dtype(tensor.dtype), []).append(i)
+        places.setdefault(_dtype_of(tensor), []).append(i)
     return list(places.values())
+
+
+def _dtype_of(tensor: Tensors) -> str:
+    name: str = keras.backend.standardize_dtype(tensor.dtype)
+    return name
 
 
 def _assign(variables: Iterable[KerasObject], values: Iterable[object]) -> None:

@@ -53,12 +53,25 @@ def _of_all_ranks(adoption: Adoption, grads: Sequence[Tensors], variables: Seque
     with torch.no_grad():
         # Gradients are this step's alone, and become those of the global batch where they lie.
         found = [torch.zeros_like(v.value) if g is None else g for g, v in zip(grads, variables, strict=True)]
+        found = _apart(found)
         found += [variable.value.clone() for variable in statistics]
         marks = [g is not None for g in grads]
         marks = adoption.sums.take_mean([*map(to_array, found)], adoption.rows, marks)
         for variable, value in zip(statistics, found[len(variables) :], strict=True):
             variable.assign(value)
     return [gradient if mark else None for gradient, mark in zip(found, marks, strict=False)]
+
+
+def _apart(tensors: Sequence[Tensors]) -> list[Tensors]:
+    """Return tensors, copies of those whose elements would be multiplied twice."""
+    seen: set[int] = set()
+    apart = []
+    for tensor in tensors:
+        # One tensor may be the gradient of several variables, and an expanded one has an element in many places.
+        is_shared = tensor.data_ptr() in seen or 0 in tensor.stride()
+        seen.add(tensor.data_ptr())
+        apart.append(tensor.clone(memory_format=torch.contiguous_format) if is_shared else tensor)
+    return apart
 
 
 _outside_of_compilation = torch.compiler.disable(_of_all_ranks)

@@ -49,3 +49,22 @@ def test_a_variable_without_a_gradient_stays_as_it_is(strategy: Any, keras: Modu
         results.append(model.get_weights())
     for mine, theirs in zip(*results, strict=True):
         close(mine, theirs, 1e-4)
+
+
+def test_gradients_that_share_memory(strategy: Any, keras: ModuleType) -> None:
+    import torch
+
+    if strategy.extended.communicator is None:
+        pytest.skip("nothing is summed on one rank")
+    model = adopted(strategy, keras.Sequential([keras.Input((1,)), keras.layers.Dense(3), keras.layers.Dense(3)]))
+    model.compile(keras.optimizers.SGD(1.0), "mse")
+    model.fit(np.zeros((8, 1)), np.zeros((8, 3)), verbose=0)
+    biases = [model.layers[0].bias, model.layers[1].bias]
+    for bias in biases:
+        bias.assign(np.zeros(3))
+    kernel = model.layers[1].kernel.numpy().copy()
+    gradient = torch.arange(3.0)
+    model.optimizer.apply([torch.ones(1, 3), gradient, torch.tensor(2.0).expand(3, 3), gradient], model.weights)
+    for bias in biases:
+        close(bias.numpy(), -np.arange(3.0), 1e-6)
+    close(model.layers[1].kernel.numpy(), kernel - 2, 1e-5)
