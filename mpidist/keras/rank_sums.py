@@ -91,10 +91,15 @@ class RankSums:
                 _assign(kinds[op], values)
         self.make_equal(kinds["first"])
 
-    def mean_of_logs(self, logs: dict[str, object]) -> dict[str, float]:
-        """Return the mean over ranks of the logs of a step (collective)."""
+    def mean_of_logs(self, logs: dict[str, object], rows: int) -> dict[str, float]:
+        """Return the logs of a step, averaged over ranks by their rows (collective)."""
         values = {name: np.float64(ops.convert_to_numpy(value)) for name, value in logs.items()}
-        return values if self._communicator is None else self._communicator.all_reduce("MEAN", values)
+        if self._communicator is None:
+            return values
+        # Those of a rank without rows may be anything, also NaN.
+        weighted = {name: value * rows if rows else np.float64(0) for name, value in values.items()}
+        sums, count = self._communicator.all_reduce("SUM", [weighted, np.float64(rows)])
+        return {name: value / count for name, value in sums.items()}
 
     def make_equal(self, variables: Sequence[KerasObject]) -> None:
         """Give each variable the value of the first rank (collective).

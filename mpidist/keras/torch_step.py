@@ -19,7 +19,7 @@ class TorchModel(ReplicaModel):
         """See Keras: a rank without rows takes part in the sums."""
         if self.begin_step(data):
             return super().train_step(data)
-        self.require_own_step()
+        self.require_own_step("train_step")
         weights = self.trainable_weights[:]
         with torch.no_grad():
             self.optimizer.apply([None] * len(weights), weights)
@@ -27,7 +27,10 @@ class TorchModel(ReplicaModel):
 
     def test_step(self, data: Tensors) -> Tensors:
         """See Keras: nothing to do without rows."""
-        return super().test_step(data) if self.begin_step(data) else self.get_metrics_result()
+        if self.begin_step(data):
+            return super().test_step(data)
+        self.require_own_step("test_step")
+        return self.get_metrics_result()
 
 
 class TorchOptimizer(keras.optimizers.Optimizer):
