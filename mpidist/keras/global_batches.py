@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import multiprocessing
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 
@@ -208,7 +209,8 @@ def global_batches(
 
     Raises:
         TypeError: ``x`` is something else than these take.
-        ValueError: Arrays with unequal numbers of rows; ``y``, ``sample_weight`` or ``batch_size`` beside a dataset.
+        ValueError: Arrays with unequal numbers of rows; ``y``, ``sample_weight`` or ``batch_size`` beside a dataset; a
+            DataLoader that forks.
     """
     given = {"y": y, "sample_weight": sample_weight, "batch_size": batch_size}
     if isinstance(x, (Dataset, DistributedDataset, keras.utils.PyDataset)) or _is_data_loader(x):
@@ -231,6 +233,8 @@ def global_batches(
 def _batches_of(strategy: Strategy, x: Tensors, seed: int | None, fills: bool) -> GlobalBatches:
     if isinstance(x, keras.utils.PyDataset):
         return PyDatasetBatches(strategy, x, seed, fills)
+    if _is_data_loader(x):
+        _require_no_fork(x)
     if _is_data_loader(x) or (fills and isinstance(x, Dataset)):
         return StreamBatches(strategy, x, fills=fills)
     if fills:
@@ -270,6 +274,21 @@ def _as_floatx(value: Tensors) -> Tensors:
 
 def _is_data_loader(value: object) -> bool:
     return any(kind.__module__ == "torch.utils.data.dataloader" for kind in type(value).__mro__)
+
+
+def _require_no_fork(loader: KerasObject) -> None:
+    """Raise ValueError if a DataLoader forks this process for its workers."""
+    context = loader.multiprocessing_context
+    if context is not None:
+        method = context.get_start_method()
+    else:
+        # The first of all is the one that is taken where none is set.
+        method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if loader.num_workers and method == "fork":
+        raise ValueError(
+            f"the DataLoader has num_workers={loader.num_workers}, which it forks, and a process in which MPI runs "
+            "must not be forked; expected num_workers=0, or multiprocessing_context='forkserver' or 'spawn'"
+        )
 
 
 def _checksum(batch: Tensors) -> int:

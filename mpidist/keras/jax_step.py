@@ -37,7 +37,7 @@ class JaxModel(ReplicaModel):
         super().make_test_function(force)
         compiled = self.test_function
 
-        def counting(state: Tensors, batches: Iterator[Tensors]) -> tuple[Tensors, Tensors]:
+        def counting(state: Tensors, batches: Iterator[Tensors]) -> Tensors:
             # A compiled step does not run test_step() again, which takes them down.
             return compiled(state, map(self._counted, batches))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -134,3 +135,26 @@ def test_ranks_with_other_data_have_an_error(keras: ModuleType, data: Any, diffe
         arguments = given("PyDataset", strategy, keras, x, y)[0] if differ == "values" else (x[:rows], y[:rows])
         with pytest.raises(mpidist.errors.MismatchError, match={"values": "checksum"}.get(differ, "fit()")):
             model.fit(*arguments, epochs=1 + rank * (differ == "epochs"), verbose=0)
+
+
+@ON_RANKS
+def test_a_data_loader_that_forks_is_refused(strategy: Any, keras: ModuleType) -> None:
+    from mpidist.keras.global_batches import global_batches
+
+    torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+    model = adopted(strategy, keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
+    model.compile("sgd", "mse")
+    table = torch.utils.data.TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+
+    def loader(method: str | None) -> Any:
+        return torch.utils.data.DataLoader(table, 4, num_workers=2, multiprocessing_context=method)
+
+    loaders = [loader("fork"), *([loader(None)] if multiprocessing.get_all_start_methods()[0] == "fork" else [])]
+    for forking in loaders:
+        for call in (model.fit, model.evaluate, model.predict):
+            with pytest.raises(ValueError, match="num_workers=2, which it forks, .* expected num_workers=0"):
+                call(forking, verbose=0)
+        with pytest.raises(ValueError, match="must not be forked"):
+            model.fit(np.ones((8, 3)), np.ones((8, 1)), validation_data=forking, verbose=0)
+    for method in ("spawn", "forkserver"):
+        assert global_batches(strategy, loader(method)).num_batches == 2
