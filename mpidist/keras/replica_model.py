@@ -113,6 +113,7 @@ class ReplicaModel(keras.Model):
             # As Keras' own generators draw theirs: keras.utils.set_random_seed() decides it.
             seed = self._mpidist.sums.of_first(random.randint(1, 10**9)) if shuffle and shuffle != "batch" else None
             batches = global_batches(strategy, x, y, sample_weight, batch_size, steps_per_epoch, seed=seed)
+            batches.begins_again = steps_per_epoch is not None
             tested = None
             if validation_data is not None:
                 values = validation_data if isinstance(validation_data, (list, tuple)) else (validation_data,)
