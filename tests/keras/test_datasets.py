@@ -182,6 +182,7 @@ def test_streams_of_unknown_length(strategy: Any, keras: ModuleType, data: Any, 
         results.append(model.get_weights())
     for mine, theirs in zip(*results, strict=True):
         close(mine, theirs, 1e-5)
+    model.evaluate(stream, steps=4, verbose=0)
     with pytest.raises(ValueError, match="ended after 4 batches"):
         model.evaluate(stream, steps=5, verbose=0)
 
