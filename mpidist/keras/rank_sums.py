@@ -131,7 +131,7 @@ class RankSums:
 
 
 def _counted(arrays: Sequence[Array], numbers: Sequence[int]) -> Array:
-    """Return numbers of rows and ranks as an array of the dtype of others, or float64.
+    """Return counts as an array of the dtype of others, or float64.
 
     All are then one message.
     """
