@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import multiprocessing
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 
@@ -42,6 +43,8 @@ class GlobalBatches(keras.utils.PyDataset):
         self.fills = fills
         self.epoch = 0
         self.sizes: list[int] = []
+        # Whether a stream that ends begins again: in fit() alone, as an evaluation would count rows twice.
+        self.begins_again = False
         self._order: Tensors = None
 
     @property
@@ -183,8 +186,11 @@ class StreamBatches(GlobalBatches):
         if index == 0 or self._iterator is None:
             self._iterator = iter(self._source)
         batch = next(self._iterator, None)
+        if batch is None and self.begins_again and index > 0:
+            self._iterator = iter(self._source)
+            batch = next(self._iterator, None)
         if batch is None:
-            raise ValueError(f"{self._source!r} ended after {index} batches; expected at least steps_per_epoch of them")
+            raise ValueError(f"{self._source!r} ended after {index} batches; expected at least one for each step")
         batch = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
         return keras.tree.map_structure(_as_floatx, self._part(index, batch))
 
@@ -208,14 +214,21 @@ def global_batches(
 
     Raises:
         TypeError: ``x`` is something else than these take.
-        ValueError: Arrays with unequal numbers of rows; ``y``, ``sample_weight`` or ``batch_size`` beside a dataset.
+        ValueError: Arrays with unequal numbers of rows; ``y``, ``sample_weight`` or ``batch_size`` beside a dataset; a
+            DataLoader that forks; a dataset of unknown length without ``steps``.
     """
     given = {"y": y, "sample_weight": sample_weight, "batch_size": batch_size}
     if isinstance(x, (Dataset, DistributedDataset, keras.utils.PyDataset)) or _is_data_loader(x):
         named = [name for name, value in given.items() if value is not None]
         if named:
             raise ValueError(f"{', '.join(named)} beside a {type(x).__name__}, which gives batches of its own")
-        return _batches_of(strategy, x, seed, fills)
+        batches = _batches_of(strategy, x, seed, fills)
+        if isinstance(batches, StreamBatches) and batches.num_batches is None and not steps:
+            raise ValueError(
+                f"nobody knows of how many batches {x!r} is; expected steps_per_epoch=... in fit(), which needs no "
+                ".repeat(), validation_steps=... for validation_data, and steps=... in evaluate() and predict()"
+            )
+        return batches
     arrays = tuple(keras.tree.map_structure(_as_floatx, value) for value in (x, y, sample_weight) if value is not None)
     if y is None and sample_weight is not None:
         raise ValueError("sample_weight was given without y")
@@ -231,6 +244,8 @@ def global_batches(
 def _batches_of(strategy: Strategy, x: Tensors, seed: int | None, fills: bool) -> GlobalBatches:
     if isinstance(x, keras.utils.PyDataset):
         return PyDatasetBatches(strategy, x, seed, fills)
+    if _is_data_loader(x):
+        _require_no_fork(x)
     if _is_data_loader(x) or (fills and isinstance(x, Dataset)):
         return StreamBatches(strategy, x, fills=fills)
     if fills:
@@ -270,6 +285,21 @@ def _as_floatx(value: Tensors) -> Tensors:
 
 def _is_data_loader(value: object) -> bool:
     return any(kind.__module__ == "torch.utils.data.dataloader" for kind in type(value).__mro__)
+
+
+def _require_no_fork(loader: KerasObject) -> None:
+    """Raise ValueError if a DataLoader forks this process for its workers."""
+    context = loader.multiprocessing_context
+    if context is not None:
+        method = context.get_start_method()
+    else:
+        # The first of all is the one that is taken where none is set.
+        method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if loader.num_workers and method == "fork":
+        raise ValueError(
+            f"the DataLoader has num_workers={loader.num_workers}, which it forks, and a process in which MPI runs "
+            "must not be forked; expected num_workers=0, or multiprocessing_context='forkserver' or 'spawn'"
+        )
 
 
 def _checksum(batch: Tensors) -> int:

@@ -30,17 +30,37 @@ class JaxModel(ReplicaModel):
         elif force or self.train_function is None:
             self.train_function: KerasObject = self._make_function(self._step_in_parts())
 
+    def make_test_function(self, force: bool = False) -> None:
+        """See Keras."""
+        if not force and self.test_function is not None:
+            return
+        super().make_test_function(force)
+        compiled = self.test_function
+
+        def counting(state: Tensors, batches: Iterator[Tensors]) -> Tensors:
+            # A compiled step does not run test_step() again, which takes them down.
+            return compiled(state, map(self._counted, batches))
+
+        self.test_function: KerasObject = counting
+
+    def _counted(self, data: Tensors) -> Tensors:
+        self._mpidist.rows = rows_of(data)
+        return data
+
     def train_step(self, state: Tensors, data: Tensors) -> Tensors:
         """See Keras: a rank without rows has no gradients of its own."""
         if self.begin_step(data):
             return super().train_step(state, data)
-        self.require_own_step()
+        self.require_own_step("train_step")
         self.optimizer.stateless_apply(state[2], [ops.zeros_like(value) for value in state[0]], state[0])
         return self._present_logs(state[3]), state
 
     def test_step(self, state: Tensors, data: Tensors) -> Tensors:
         """See Keras: nothing to do without rows."""
-        return super().test_step(state, data) if self.begin_step(data) else (self._present_logs(state[2]), state)
+        if self.begin_step(data):
+            return super().test_step(state, data)
+        self.require_own_step("test_step")
+        return self._present_logs(state[2]), state
 
     def _present_logs(self, metrics: Sequence[Tensors]) -> Tensors:
         with keras.StatelessScope(state_mapping=list(zip(self.metrics_variables, metrics, strict=True))):
@@ -54,7 +74,7 @@ class JaxModel(ReplicaModel):
         sums = self._mpidist.sums
 
         def step(state: _State, data: Tensors) -> tuple[Tensors, _State]:
-            logs, non_trainable, metrics, flats = first(state, data)
+            logs, non_trainable, metrics, flats = first(state, self._counted(data))
             means = sums.mean_by_rows(flats, rows_of(data))
             trainable, optimizer, non_trainable = second((state[0], state[2], non_trainable), means)
             return logs, (trainable, non_trainable, optimizer, metrics)

@@ -113,6 +113,7 @@ class ReplicaModel(keras.Model):
             # As Keras' own generators draw theirs: keras.utils.set_random_seed() decides it.
             seed = self._mpidist.sums.of_first(random.randint(1, 10**9)) if shuffle and shuffle != "batch" else None
             batches = global_batches(strategy, x, y, sample_weight, batch_size, steps_per_epoch, seed=seed)
+            batches.begins_again = steps_per_epoch is not None
             tested = None
             if validation_data is not None:
                 values = validation_data if isinstance(validation_data, (list, tuple)) else (validation_data,)
@@ -209,11 +210,15 @@ class ReplicaModel(keras.Model):
         self._mpidist.rows = rows_of(data)
         return self._mpidist.rows > 0 or not self._mpidist.sums.are_needed
 
-    def require_own_step(self) -> None:
-        """Raise ValueError where the user has written ``train_step``, which cannot do without rows."""
-        if self.__class__.train_step is not keras.Model.train_step:
+    def require_own_step(self, name: str) -> None:
+        """Raise ValueError where the user has written a step, which cannot do without rows.
+
+        Args:
+            name: ``train_step`` or ``test_step``.
+        """
+        if getattr(self.__class__, name) is not getattr(keras.Model, name):
             raise ValueError(
-                "the last global batch has fewer rows than there are replicas, and a train_step() of one's own has to "
+                f"the last global batch has fewer rows than there are replicas, and a {name}() of one's own has to "
                 "have some on each; expected another batch_size, or data without those rows"
             )
 
@@ -222,7 +227,7 @@ class ReplicaModel(keras.Model):
         self._mpidist.sums.total(self.metrics_variables)
         found = super()._get_metrics_result_or_logs(logs)
         is_of_step = found is logs and isinstance(logs, dict)
-        return self._mpidist.sums.mean_of_logs(logs) if is_of_step else found
+        return self._mpidist.sums.mean_of_logs(logs, self._mpidist.rows) if is_of_step else found
 
     def _agree(self, method: str, *batches: GlobalBatches | None, **numbers: int) -> None:
         texts = [given.text for given in batches if given is not None]

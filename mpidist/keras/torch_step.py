@@ -19,7 +19,7 @@ class TorchModel(ReplicaModel):
         """See Keras: a rank without rows takes part in the sums."""
         if self.begin_step(data):
             return super().train_step(data)
-        self.require_own_step()
+        self.require_own_step("train_step")
         weights = self.trainable_weights[:]
         with torch.no_grad():
             self.optimizer.apply([None] * len(weights), weights)
@@ -27,7 +27,10 @@ class TorchModel(ReplicaModel):
 
     def test_step(self, data: Tensors) -> Tensors:
         """See Keras: nothing to do without rows."""
-        return super().test_step(data) if self.begin_step(data) else self.get_metrics_result()
+        if self.begin_step(data):
+            return super().test_step(data)
+        self.require_own_step("test_step")
+        return self.get_metrics_result()
 
 
 class TorchOptimizer(keras.optimizers.Optimizer):
@@ -47,17 +50,31 @@ class TorchOptimizer(keras.optimizers.Optimizer):
 def _of_all_ranks(adoption: Adoption, grads: Sequence[Tensors], variables: Sequence[Tensors]) -> list[Tensors]:
     """Return the gradients of the global batch (collective).
 
-    A variable without one gets zeros, as on JAX.
+    A variable that has none on any rank has None, as in one process: the optimizer leaves it alone.
     """
     statistics = adoption.statistics
     with torch.no_grad():
         # Gradients are this step's alone, and become those of the global batch where they lie.
         found = [torch.zeros_like(v.value) if g is None else g for g, v in zip(grads, variables, strict=True)]
+        found = _apart(found)
         found += [variable.value.clone() for variable in statistics]
-        adoption.sums.take_mean([*map(to_array, found)], adoption.rows)
+        marks = [g is not None for g in grads]
+        marks = adoption.sums.take_mean([*map(to_array, found)], adoption.rows, marks)
         for variable, value in zip(statistics, found[len(variables) :], strict=True):
             variable.assign(value)
-    return found[: len(variables)]
+    return [gradient if mark else None for gradient, mark in zip(found, marks, strict=False)]
+
+
+def _apart(tensors: Sequence[Tensors]) -> list[Tensors]:
+    """Return tensors, copies of those whose elements would be multiplied twice."""
+    seen: set[int] = set()
+    apart = []
+    for tensor in tensors:
+        # One tensor may be the gradient of several variables, and an expanded one has an element in many places.
+        is_shared = tensor.data_ptr() in seen or 0 in tensor.stride()
+        seen.add(tensor.data_ptr())
+        apart.append(tensor.clone(memory_format=torch.contiguous_format) if is_shared else tensor)
+    return apart
 
 
 _outside_of_compilation = torch.compiler.disable(_of_all_ranks)

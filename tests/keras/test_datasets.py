@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -134,3 +135,76 @@ def test_ranks_with_other_data_have_an_error(keras: ModuleType, data: Any, diffe
         arguments = given("PyDataset", strategy, keras, x, y)[0] if differ == "values" else (x[:rows], y[:rows])
         with pytest.raises(mpidist.errors.MismatchError, match={"values": "checksum"}.get(differ, "fit()")):
             model.fit(*arguments, epochs=1 + rank * (differ == "epochs"), verbose=0)
+
+
+@ON_RANKS
+def test_a_data_loader_that_forks_is_refused(strategy: Any, keras: ModuleType) -> None:
+    from mpidist.keras.global_batches import global_batches
+
+    torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+    model = adopted(strategy, keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
+    model.compile("sgd", "mse")
+    table = torch.utils.data.TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+
+    def loader(method: str | None) -> Any:
+        return torch.utils.data.DataLoader(table, 4, num_workers=2, multiprocessing_context=method)
+
+    loaders = [loader("fork"), *([loader(None)] if multiprocessing.get_all_start_methods()[0] == "fork" else [])]
+    for forking in loaders:
+        for call in (model.fit, model.evaluate, model.predict):
+            with pytest.raises(ValueError, match="num_workers=2, which it forks, .* expected num_workers=0"):
+                call(forking, verbose=0)
+        with pytest.raises(ValueError, match="must not be forked"):
+            model.fit(np.ones((8, 3)), np.ones((8, 1)), validation_data=forking, verbose=0)
+    for method in ("spawn", "forkserver"):
+        assert global_batches(strategy, loader(method)).num_batches == 2
+
+
+@ON_RANKS
+@pytest.mark.parametrize("kind", ["DataLoader", "Dataset", "distributed Dataset"])
+def test_streams_of_unknown_length(strategy: Any, keras: ModuleType, data: Any, kind: str) -> None:
+    """With steps_per_epoch they go on over epochs and passes; without, an error says what to type."""
+    x, y = (array[:100].astype("float32") for array in data[:2])
+    results = []
+    for whose in (mpidist.OneDeviceStrategy("cpu:0"), strategy):
+        keras.utils.set_random_seed(3)
+        model = adopted(whose, keras.Sequential([keras.Input((10,)), keras.layers.Dense(1)]))
+        model.compile("sgd", "mse")
+        if whose is strategy:
+            stream = unknown(kind, strategy, x, y)
+            for call in (model.fit, model.evaluate, *([] if kind == "distributed Dataset" else [model.predict])):
+                with pytest.raises(ValueError, match=r"expected steps_per_epoch=\.\.\. in fit"):
+                    call(stream, verbose=0)
+            model.fit(stream, epochs=4, steps_per_epoch=3, validation_data=stream, validation_steps=2, verbose=0)
+        else:
+            # Twelve batches: three passes of four.
+            model.fit(x, y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0)
+        results.append(model.get_weights())
+    for mine, theirs in zip(*results, strict=True):
+        close(mine, theirs, 1e-5)
+    model.evaluate(stream, steps=4, verbose=0)
+    with pytest.raises(ValueError, match="ended after 4 batches"):
+        model.evaluate(stream, steps=5, verbose=0)
+
+
+def unknown(kind: str, strategy: Any, x: Any, y: Any) -> Any:
+    """Return batches of which nobody knows how many there are."""
+    if kind == "DataLoader":
+        torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+
+        class Rows(torch.utils.data.IterableDataset):
+            def __iter__(self) -> Any:
+                return iter(zip(x, y, strict=True))
+
+        return torch.utils.data.DataLoader(Rows(), BATCH)
+    dataset = mpidist.Dataset.from_tensor_slices((x, y)).filter(lambda *_: True).batch(BATCH)
+    return strategy.experimental_distribute_dataset(dataset) if "distributed" in kind else dataset
+
+
+@ON_RANKS
+def test_a_stream_without_batches_is_an_error(strategy: Any, keras: ModuleType) -> None:
+    model = adopted(strategy, keras.Sequential([keras.Input((10,)), keras.layers.Dense(1)]))
+    model.compile("sgd", "mse")
+    empty = mpidist.Dataset.from_tensor_slices((np.ones((4, 10)), np.ones((4, 1)))).filter(lambda *_: False).batch(2)
+    with pytest.raises(ValueError, match="ended after 0 batches"):
+        model.fit(empty, steps_per_epoch=2, verbose=0)
