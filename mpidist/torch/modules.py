@@ -268,7 +268,10 @@ class ReplicatedModule(_Module):  # type: ignore[misc, unused-ignore]
             module.zero_grad(set_to_none)
 
     def apply(self, fn: Callable[[Foreign], None]) -> ReplicatedModule:
-        """Call a function with each module of each copy; outside of replicas the copies are equal afterwards."""
+        """Call a function with each module of each copy.
+
+        Outside of replicas the copies are equal afterwards.
+        """
         copies = self.changed()
         for module in copies:
             module.apply(fn)
@@ -311,7 +314,10 @@ class ReplicatedModule(_Module):  # type: ignore[misc, unused-ignore]
         return self.to(torch.bfloat16)
 
     def compile(self, *args: object, **kwargs: object) -> None:
-        """Have torch.compile make the copy's calls faster; with several replicas on this rank it is an error."""
+        """Have torch.compile make the copy's calls faster.
+
+        With several replicas on this rank it is an error.
+        """
         if len(self.copies) > 1:
             raise several_compiled("compile() of a module that mpidist has adopted was called")
         self.copies[0].compile(*args, **kwargs)
@@ -355,7 +361,7 @@ class ReplicatedModule(_Module):  # type: ignore[misc, unused-ignore]
         self.make_equal()
 
     def make_equal_on_ranks(self, name: str) -> None:
-        """Give the copies of all ranks the parameters and buffers of the first rank's first copy (collective).
+        """Give all copies the parameters and buffers of the first rank's first copy (collective).
 
         Args:
             name: Of the call, for errors.

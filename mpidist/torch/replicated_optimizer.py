@@ -255,7 +255,10 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
 
     @property
     def param_groups(self) -> Foreign:
-        """The groups of parameters of the replica that runs; outside of ``run`` those of the first."""
+        """The groups of parameters of the replica that runs.
+
+        Outside of ``run`` those of the first.
+        """
         if "_model" not in self.__dict__:
             return self._unused_groups
         return self._followed(self._here()[0]).param_groups
@@ -279,7 +282,10 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         return [[{} for _ in inner.param_groups] for inner in self.inner]
 
     def _followed(self, number: int) -> Foreign:
-        """Return a replica's optimizer with the settings of the first, but for those that the replica has set."""
+        """Return a replica's optimizer with the settings of the first.
+
+        But for those that the replica has set itself.
+        """
         inner = self.inner[number]
         if number:
             groups = zip(inner.param_groups, self.inner[0].param_groups, self._taken[number], strict=True)
