@@ -26,7 +26,12 @@ from tests.support.ranks.jobs import run_script
 
 torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
 
-pytestmark = [pytest.mark.torch, pytest.mark.counts]
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.counts,
+    # Of torch, where a process may use fewer cores than the tests have workers.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
 
 ROWS = 23
 Pair = namedtuple("Pair", "x y")
