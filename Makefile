@@ -4,7 +4,7 @@
 #   make test    set up .venv and run the checks: lint, pytest on one rank and in sessions of 2, 3 and 4; 9 minutes
 #   make quick   what to run at every commit: lint, and the tests that start no jobs; two minutes
 #   make test-all    the long ones too: chaos, soaks, virtual hosts with Slurm (root), CuPy's NCCL binding, MPICH, types, aarch64
-#   make test-share  of the long ones those that CI runs for this commit
+#   make test-share  of the long ones, and of those with PyTorch, those that CI runs for this commit
 #   make mutants put faults into the library, one by one, and see that the tests see them; seven minutes
 #   make lint    ruff, mypy and the import rule
 #   make bench   set up .venv and measure on 2 and on 4 ranks, about 2 minutes; results in benchmarks/results/

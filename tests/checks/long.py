@@ -1,14 +1,17 @@
 """The long parts, of which CI runs a share.
 
-Chaos, soaks, virtual hosts, CuPy's binding, MPICH, types, aarch64.
+Chaos, soaks, virtual hosts, CuPy's binding, MPICH, types, aarch64, and those with torch.
 """
 
 from __future__ import annotations
 
+import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 
 from tests.chaos.faults import FAULTS
+from tests.checks import torch_parts
 from tests.checks.parts import GROUPS, Part, one_rank
 from tests.support.ranks.jobs import ROOT
 
@@ -52,9 +55,9 @@ def always() -> list[Part]:
 
 
 def share() -> list[Part]:
-    """Return the share of the commit that is checked out."""
+    """Return the share of the commit that is checked out, and that of the parts with torch."""
     names = share_of(commit())
-    return [part for part in everything() if part.name in names]
+    return [*(part for part in everything() if part.name in names), _torch_share()]
 
 
 def commit() -> str:
@@ -72,6 +75,14 @@ def share_of(commit: str, shares: Sequence[list[str]] = SHARES) -> list[str]:
     ['chaos 1']
     """
     return shares[int(commit, 16) % len(shares)]
+
+
+def _torch_share() -> Part:
+    """Return the commit's share of ``make test-torch``, which has parts of its own."""
+    names = share_of(commit(), torch_parts.SHARES)
+    make = ["make", "test-torch", f"TORCH={torch_parts.CI_PACKAGES}", f"CHECK_ARGS=--only {shlex.join(names)}"]
+    command = [sys.executable, "-m", "tests.checks.torch_wheel", torch_parts.CI_WHEEL, *make]
+    return Part("torch", command, takes_all_cores=True, is_pytest=False, seconds=_SECONDS)
 
 
 _AARCH64 = "tests/native/test_aarch64.py"

@@ -97,9 +97,10 @@ def test_a_share_is_decided_by_the_hash_and_each_long_part_is_in_one() -> None:
     assert [long.share_of(commit) for commit in commits] == long.SHARES
 
 
-def test_the_shares_with_torch_have_all_its_parts() -> None:
+def test_a_share_of_the_parts_with_torch_is_in_that_of_every_commit() -> None:
     names = [part.name for part in torch_parts.everything()]
     assert sorted(name for share in torch_parts.SHARES for name in share) == sorted(names)
+    assert {part.name for part in long.share()} > {"torch"}
 
 
 @pytest.mark.jobs
