@@ -10,10 +10,13 @@ memory and all else are PyTorch's own. Only that its processes are not forked fr
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import numpy as np
@@ -134,6 +137,16 @@ def _has_length(value: Any) -> bool:
 def _start_method(loader: Loader) -> str:
     context: Any = loader.multiprocessing_context
     return "forkserver" if context is None else str(context.get_start_method())
+
+
+@cache
+def _fork_server() -> BaseContext:
+    """Return the way to start worker processes where the user gave none."""
+    context = multiprocessing.get_context("forkserver")
+    # Workers have it as they begin, where each would import it for a second or two. Without the program's own file,
+    # which may start MPI.
+    context.set_forkserver_preload(["torch.utils.data"])
+    return context
 
 
 class LoaderRows(GraphNode):
@@ -335,7 +348,7 @@ class _Fetcher:
                 "persistent_workers": given.persistent_workers,
                 "timeout": given.timeout,
                 "worker_init_fn": given.worker_init_fn,
-                "multiprocessing_context": given.multiprocessing_context or "forkserver",
+                "multiprocessing_context": given.multiprocessing_context or _fork_server(),
                 "generator": given.generator if given.generator is None else given.generator.clone_state(),
             }
         made: Loader = sys.modules["torch.utils.data"].DataLoader(

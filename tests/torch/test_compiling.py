@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
+from mpi4py import MPI
 
 from tests.torch.test_training import network, train, trained_alone
 
@@ -25,11 +25,18 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inducto
 COMPILERS = ["aot_eager", pytest.param("inductor", marks=needs_compiler)]
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder of all ranks where inductor keeps what it compiled: a kernel is compiled by one of them."""
+    folder: str = MPI.COMM_WORLD.bcast(str(tmp_path_factory.mktemp("inductor")))
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One that has compiled nothing yet, and starts no threads, which would live as long as the process."""
+def compiler(monkeypatch: pytest.MonkeyPatch, compiled: str) -> None:
+    """One that starts no threads, which would live as long as the process."""
     monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: 1)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", compiled)
     torch._dynamo.reset()
 
 
