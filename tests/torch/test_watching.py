@@ -35,7 +35,7 @@ dist.broadcast(torch.ones(7), 1)  # broadcast from rank 1 of float32(7,)
 dist.reduce(torch.ones(7), 1)  # reduce to rank 1 SUM of float32(7,)
 dist.all_gather([torch.ones(7), torch.ones(7)], torch.ones(7))  # all_gather along axis 0 of float32(*, 7)
 dist.reduce_scatter_tensor(torch.ones(7), torch.ones(14))  # reduce_scatter SUM of float32(2, 7)
-dist.all_to_all_single(torch.ones(2, 3), torch.ones(2, 3))  # all_to_all of float32(*, 3)
+dist.all_to_all_single(torch.ones(2, 3), torch.ones(2, 3))  # all_to_all of float32(*, 3) with expected rows
 parts = [torch.ones(7), torch.ones(7)] if dist.get_rank() == 0 else None
 dist.gather(torch.ones(7), parts)  # gather to rank 0 of float32(*, 7)
 dist.scatter(torch.ones(7), parts)  # scatter from rank 0 of float32(*, 7)
