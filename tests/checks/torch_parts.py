@@ -11,13 +11,15 @@ CI_WHEEL = "torch==2.13.0"
 CI_PACKAGES = f"{CI_WHEEL} expecttest"
 # Which share a commit gets is decided by its hash. None takes more than three minutes, with the installation.
 SHARES = [
-    ["torch, leaks", "torch, programs", "torch, 1 rank"],
+    ["torch, leaks", "torch, programs"],
+    ["torch, jobs", "torch, 1 rank"],
     ["torch, 2 nodes x 2 ranks", "torch, 2 ranks"],
     ["exam of mpi 1", "exam of mpi 2", *(f"exam of mpidist {number}" for number in range(1, 5))],
 ]
 # Those that take longest as jobs of their own.
 _PROGRAMS = ["tests/torch/test_frameworks.py", "tests/torch/test_compiling.py"]
 _LEAKS = "tests/torch/test_leaks.py"
+_JOBS = ["tests/torch/test_jobs.py", "tests/torch/test_leaving.py", "tests/torch/test_horovod_page.py"]
 # Tests of other rooms that skip what they have for torch and JAX where these are missing.
 _ROOMS = (
     "tests/training/test_losses_with_gradients.py",
@@ -40,7 +42,10 @@ def everything() -> list[Part]:
         # 10,000 steps of ranks that would take turns on one core are minutes.
         one_rank("torch, leaks", [_LEAKS], takes_all_cores=True),
         one_rank("torch, programs", _PROGRAMS),
-        one_rank("torch, 1 rank", [*_ROOMS, "tests/torch"], *(f"--ignore={path}" for path in [*_PROGRAMS, _LEAKS])),
+        one_rank("torch, jobs", _JOBS),
+        one_rank(
+            "torch, 1 rank", [*_ROOMS, "tests/torch"], *(f"--ignore={path}" for path in [*_PROGRAMS, _LEAKS, *_JOBS])
+        ),
         session("torch, 2 nodes x 2 ranks", 4, paths=["tests/torch"], MPIDIST_RANKS_PER_NODE="2"),
         session("torch, 2 ranks", 2, paths=[*_ROOMS, "tests/torch"]),
         *(_exam("mpidist", number, 4) for number in range(1, 5)),
