@@ -68,7 +68,7 @@ HYDRA_INFO = LauncherInfo("MPICH mpiexec", 2, 4, 0, 2, "PMI_SIZE")
 
 
 # What mpidist sets for Open MPI.
-SHOWN = ("OMPI_MCA_osc", "OMPI_MCA_btl", "OMPI_MCA_mpi_yield_when_idle")
+SHOWN = ("OMPI_MCA_osc", "OMPI_MCA_btl", "OMPI_MCA_btl_tcp_flags", "OMPI_MCA_mpi_yield_when_idle")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,10 @@ def _show_environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_environment_without_launcher(no_launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _show_environment(monkeypatch) == {"OMPI_MCA_osc": "^ucx"}
+    assert _show_environment(monkeypatch) == {
+        "OMPI_MCA_osc": "^ucx",
+        "OMPI_MCA_btl_tcp_flags": "send,inplace",
+    }
 
 
 @pytest.mark.parametrize(("local_size", "found"), [("4", "^ofi"), ("2", None)])
@@ -242,7 +245,7 @@ def test_yield_only_with_more_ranks_than_cores(no_launcher, monkeypatch, local_s
 
 def test_what_the_user_has_set_stays(no_launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     _set_launcher(monkeypatch, {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "10000"})
-    expected = {"OMPI_MCA_osc": "rdma", "OMPI_MCA_btl": "self,sm", "OMPI_MCA_mpi_yield_when_idle": "0"}
+    expected = dict.fromkeys(SHOWN, "0")
     _set_launcher(monkeypatch, expected)
     assert _show_environment(monkeypatch) == expected
 

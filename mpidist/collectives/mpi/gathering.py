@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from mpidist.core.enums import ReduceOp
 from mpidist.core.message_tags import PARTS
 from mpidist.topology import import_mpi
 
-# Up to which a reduce-scatter is more about messages than about bytes.
+# Up to which it is more about messages than about bytes.
 _FEW_BYTES = 64 << 10
 
 
@@ -36,31 +36,35 @@ def gather_lengths(comm: Comm, lengths: list[int]) -> Steps[list[list[int]]]:
     return everyone.tolist()
 
 
-def all_gather_flat(comm: Comm, mine: Array, result: Array, counts: list[int]) -> Steps[None]:
-    """Put the flat arrays of all ranks, one after the other, into ``result`` (MPI_Iallgatherv).
+def all_gather_flat(
+    comm: Comm, mine: Array, result: Array, counts: list[int], ring: Sequence[int] | None = None
+) -> Steps[None]:
+    """Put the flat arrays of all ranks, one after the other, into ``result``.
+
+    MPI_Iallgatherv where there are few bytes. Many go around a ring, which crosses from each node to the next once.
 
     Args:
         comm: The communicator.
         mine: Flat contiguous array of this rank.
         result: Flat array of sum(counts) elements.
         counts: Elements of every rank.
+        ring: The ranks in an order that keeps those of a node together; that of the ranks by default.
     """
-    size = mine.dtype.itemsize
     source, target = as_bytes(mine), as_bytes(result)
-    byte_counts = [count * size for count in counts]
-    per_rank = max(1, mpi_types.MAX_COUNT // len(counts))
-    if max(byte_counts, default=0) <= per_rank:
-        yield from _gather_round(comm, source, target, byte_counts)
+    lengths = [count * mine.dtype.itemsize for count in counts]
+    if target.size <= min(_FEW_BYTES, mpi_types.MAX_COUNT):
+        byte = import_mpi().BYTE
+        yield from until_done(comm.Iallgatherv([source, source.size, byte], [target, lengths, byte]))
         return
-    borders = np.concatenate([[0], np.cumsum(byte_counts)]).tolist()
-    for start in range(0, max(byte_counts), per_rank):
-        round_counts = [min(max(count - start, 0), per_rank) for count in byte_counts]
-        piece = np.empty(sum(round_counts), np.uint8)
-        yield from _gather_round(comm, source[start : start + per_rank], piece, round_counts)
-        offset = 0
-        for border, count in zip(borders, round_counts, strict=False):
-            target[border + start : border + start + count] = piece[offset : offset + count]
-            offset += count
+    borders = [0, *accumulate(lengths)]
+    parts = [target[start:stop] for start, stop in pairwise(borders)]
+    own, order = comm.Get_rank(), ring or range(len(parts))
+    parts[own][:] = source
+    place = order.index(own)
+    after, before = order[(place + 1) % len(order)], order[place - 1]
+    for step in range(len(order) - 1):
+        given, taken = parts[order[place - step]], parts[order[place - step - 1]]
+        yield from _exchange(comm, {before: taken}, {after: given})
 
 
 def all_gather_bytes(comm: Comm, data: bytes) -> Steps[list[bytes]]:
@@ -71,9 +75,14 @@ def all_gather_bytes(comm: Comm, data: bytes) -> Steps[list[bytes]]:
     return [part.tobytes() for part in np.split(whole, np.cumsum(lengths[:-1]))]
 
 
-def _gather_round(comm: Comm, source: Array, target: Array, counts: list[int]) -> Steps[None]:
-    byte = import_mpi().BYTE
-    yield from until_done(comm.Iallgatherv([source, source.size, byte], [target, list(counts), byte]))
+def _exchange(comm: Comm, taken: Mapping[int, Array], given: Mapping[int, Array]) -> Steps[None]:
+    """Send bytes to ranks while bytes come from ranks (MPI_Irecv, MPI_Isend)."""
+    byte, requests = import_mpi().BYTE, []
+    for start, parts in ((comm.Irecv, taken), (comm.Isend, given)):
+        for rank, part in parts.items():
+            requests += [start([part[a:b], b - a, byte], rank, PARTS) for a, b in chunks(part.size)]
+    for request in requests:
+        yield from until_done(request)
 
 
 def broadcast_flat(comm: Comm, data: Array, root: int) -> Steps[None]:
@@ -119,18 +128,13 @@ def exchange_parts(
         result: Flat array of bytes, for what the ranks give, one after the other.
         lengths: Of what each rank gives.
     """
-    own, byte = comm.Get_rank(), import_mpi().BYTE
-    requests, begin = [], 0
-    for rank, length in enumerate(lengths):
-        part, target = send[borders[rank] : borders[rank + 1]], result[begin : begin + length]
-        begin += length
-        if rank == own:
-            target[:] = part
-            continue
-        requests += [comm.Irecv([target[a:b], b - a, byte], rank, PARTS) for a, b in chunks(length)]
-        requests += [comm.Isend([part[a:b], b - a, byte], rank, PARTS) for a, b in chunks(part.size)]
-    for request in requests:
-        yield from until_done(request)
+    own, size = comm.Get_rank(), comm.Get_size()
+    given = [send[start:stop] for start, stop in pairwise(borders)]
+    taken = [result[start:stop] for start, stop in pairwise([0, *accumulate(lengths)])]
+    taken[own][:] = given[own]
+    # Each begins with another rank: none is sent to by all at once.
+    others = [(own + distance) % size for distance in range(1, size)]
+    yield from _exchange(comm, {rank: taken[rank] for rank in reversed(others)}, {rank: given[rank] for rank in others})
 
 
 def reduce_scatter_rows(comm: Comm, send: Array, result: Array, borders: Sequence[int], op: ReduceOp) -> Steps[None]:
