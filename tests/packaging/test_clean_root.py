@@ -1,0 +1,87 @@
+"""Recipes carried out: the steps of images and a module in a clean Debian, the script of conda's recipe."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.packaging import recipes
+from tests.packaging.bare import Environment, program_of_readme
+from tests.packaging.clean_root import CleanRoot
+from tests.packaging.release import MACHINE, RELEASE, SDIST, wheel_of_this_machine
+
+pytestmark = [pytest.mark.one_rank, pytest.mark.jobs, pytest.mark.long, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> CleanRoot:
+    """A clean root in which the steps of both images were run."""
+    wheel_of_this_machine()
+    root = CleanRoot(tmp_path_factory.mktemp("image") / "root")
+    # What `COPY *.whl /wheels/` does.
+    shutil.copytree(RELEASE, root.folder / "wheels", ignore=lambda _, names: [n for n in names if n[-4:] != ".whl"])
+    root.shell("\n".join(recipes.steps_of_docker()))
+    (path,) = re.findall(r"^ENV PATH=(.*):\$PATH$", recipes.DOCKERFILE.read_text(), re.MULTILINE)
+    assert recipes.section("environment") == [f"export PATH={path}:$PATH"]
+    root.environment["PATH"] = f"{path}:{root.environment['PATH']}"
+    program_of_readme(root.folder / "root")
+    return root
+
+
+def test_images(image: CleanRoot) -> None:
+    assert not (image.folder / "wheels").exists()
+    assert "epoch 4: loss 0.0" in image.shell("cd && python3 -m mpidist launch -n 2 train.py")
+    assert "nothing wrong found" in image.shell("\n".join(recipes.section("test")))
+
+
+# Debian lets only one of the two be there.
+@pytest.mark.parametrize("modules", ["lmod", "environment-modules"])
+def test_the_module(modules: str, image: CleanRoot, tmp_path: Path) -> None:
+    root = image.copy(tmp_path / "root")
+    root.environment["PATH"] = root.environment["PATH"].partition(":")[2]
+    root.shell(f"apt-get update && apt-get install --yes --no-install-recommends {modules}")
+    # An MPI of the site's, and mpidist as its version of that name.
+    folder = root.folder / "modulefiles"
+    (folder / "mpidist").mkdir(parents=True)
+    (folder / "openmpi").write_text("#%Module1.0\n")
+    text = recipes.MODULEFILE.read_text()
+    (folder / "mpidist/7.8").write_text(re.sub("^set prefix .*$", "set prefix /opt/mpidist", text, flags=re.MULTILINE))
+    (init,) = (path for path in ("usr/share/lmod/lmod/init/bash", "usr/share/modules/init/bash") if (root.folder / path).exists())
+    said = root.shell(f"""bash -c '
+        cd; . /{init}; module use /modulefiles
+        module load mpidist || echo refused
+        module load openmpi mpidist && python3 -m mpidist launch -n 2 train.py
+        python3 -c "import sys; print(sys.prefix)"; echo PYTHONPATH $PYTHONPATH
+        module help mpidist; module unload mpidist; command -v mpidist || echo unloaded $PYTHONPATH
+    '""")
+    assert "epoch 4: loss 0.0" in said
+    assert re.search(r"^/opt/mpidist\nPYTHONPATH /opt/mpidist/lib/python3\.\d+/site-packages$", said, re.MULTILINE)
+    assert "python, with mpidist" in said
+    assert said.endswith("unloaded\n")
+    assert re.search("prereq|openmpi", said.partition("epoch")[0])
+
+
+def test_the_recipe_of_conda(tmp_path: Path) -> None:
+    rattler_build = pytest.importorskip("rattler_build", reason="type: make dist")
+    wheel_of_this_machine()
+    recipe = rattler_build.Stage0Recipe.from_yaml((RELEASE / "recipes/conda/recipe.yaml").read_text())
+    # As in conda-forge's own configuration.
+    variant = rattler_build.VariantConfig(
+        {"python": ["3.11.* *_cpython"], "c_compiler": ["gcc"], "c_stdlib": ["sysroot"], "c_stdlib_version": ["2.17"]}
+    )
+    (rendered,) = recipe.render(variant)
+    made = rendered.recipe.to_dict()
+    assert SDIST == (RELEASE / "recipes/conda" / made["source"][0]["path"]).resolve()
+    script = made["build"]["script"].replace("${{ PYTHON }} ", "")
+    bare = Environment("3.11", tmp_path)
+    bare.pip("install", "--quiet", *(name.replace(" ", "") for name in made["requirements"]["host"] if "python" not in name))
+    bare.pip("install", "--quiet", *(name.replace(" ", "") for name in made["requirements"]["run"] if "python" not in name))
+    with tarfile.open(SDIST) as opened:
+        opened.extractall(bare.outside, filter="data")
+    (bare.outside,) = bare.outside.iterdir()
+    bare.python(*script.split())
