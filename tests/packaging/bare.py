@@ -21,7 +21,10 @@ _PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
 @cache
 def interpreter(version: str) -> Path:
     """Return a Python of a version, from PATH or from pyenv; skip the test where there is none."""
-    found = [*filter(None, [shutil.which(f"python{version}")]), *sorted(_PYENV.glob(f"{version}.*/bin/python{version}"))]
+    found = [
+        *filter(None, [shutil.which(f"python{version}")]),
+        *sorted(_PYENV.glob(f"{version}.*/bin/python{version}")),
+    ]
     for path in map(Path, found):
         # A shim of pyenv may stand for a version that is not chosen; Debian's Python may come without venv.
         if subprocess.run([path, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0:

@@ -51,7 +51,11 @@ def test_the_module(modules: str, image: CleanRoot, tmp_path: Path) -> None:
     (folder / "openmpi").write_text("#%Module1.0\n")
     text = recipes.MODULEFILE.read_text()
     (folder / "mpidist/7.8").write_text(re.sub("^set prefix .*$", "set prefix /opt/mpidist", text, flags=re.MULTILINE))
-    (init,) = (path for path in ("usr/share/lmod/lmod/init/bash", "usr/share/modules/init/bash") if (root.folder / path).exists())
+    (init,) = (
+        path
+        for path in ("usr/share/lmod/lmod/init/bash", "usr/share/modules/init/bash")
+        if (root.folder / path).exists()
+    )
     said = root.shell(f"""bash -c '
         cd; . /{init}; module use /modulefiles
         module load mpidist || echo refused
@@ -79,8 +83,12 @@ def test_the_recipe_of_conda(tmp_path: Path) -> None:
     assert SDIST == (RELEASE / "recipes/conda" / made["source"][0]["path"]).resolve()
     script = made["build"]["script"].replace("${{ PYTHON }} ", "")
     bare = Environment("3.11", tmp_path)
-    bare.pip("install", "--quiet", *(name.replace(" ", "") for name in made["requirements"]["host"] if "python" not in name))
-    bare.pip("install", "--quiet", *(name.replace(" ", "") for name in made["requirements"]["run"] if "python" not in name))
+    bare.pip(
+        "install", "--quiet", *(name.replace(" ", "") for name in made["requirements"]["host"] if "python" not in name)
+    )
+    bare.pip(
+        "install", "--quiet", *(name.replace(" ", "") for name in made["requirements"]["run"] if "python" not in name)
+    )
     with tarfile.open(SDIST) as opened:
         opened.extractall(bare.outside, filter="data")
     (bare.outside,) = bare.outside.iterdir()

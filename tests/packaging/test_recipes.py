@@ -88,7 +88,9 @@ def test_the_module(tmp_path: Path) -> None:
         pytest.skip("needs tclsh; type: apt-get install tcl")
     prefix, module = tmp_path / "7.8", tmp_path / "mpidist"
     (prefix / "lib/python3.11/site-packages").mkdir(parents=True)
-    text, lines = re.subn(r"^set prefix .*$", f"set prefix {tmp_path}/$version", recipes.MODULEFILE.read_text(), flags=re.M)
+    text, lines = re.subn(
+        r"^set prefix .*$", f"set prefix {tmp_path}/$version", recipes.MODULEFILE.read_text(), flags=re.M
+    )
     assert lines == 1
     module.write_text(text)
     (tmp_path / "run.tcl").write_text(_TCL)
