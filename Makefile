@@ -30,7 +30,7 @@
 # Variables: PYTHON (the interpreter to start from), VENV, RANKS, OUT, TRAIN_ARGS, CHECK_ARGS (of python -m tests.checks,
 # such as --only "2 ranks"), TEST_ARGS, BENCH_OUT, BENCH_ARGS, BENCH_FOLDER, STEP_SECONDS, CUDA (12 or 13, of the GPU's
 # driver), CUPY_VENV, MPICH_VENV, TORCH_VENV, TORCH (what pip installs there), JAX_VENV, JAX, KERAS_VENV, KERAS, TYPES_VENV,
-# DIST_VENV, and MPIRUN: on a cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI instead of the one from PyPI.
+# DIST_VENV, DIST_TESTS (files of tests/packaging), and MPIRUN: on a cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI instead of the one from PyPI.
 
 SHELL := /bin/sh
 PYTHON ?= python3
@@ -54,6 +54,7 @@ JAX_VENV ?= .venv-jax
 KERAS_VENV ?= .venv-keras
 TYPES_VENV ?= .venv-types
 DIST_VENV ?= .venv-dist
+DIST_TESTS ?= tests/packaging
 # What pip installs there, such as TORCH="torch==2.13.0+cpu jax"; beside Keras, such as KERAS="torch==2.13.0+cpu jax".
 TORCH ?= torch jax expecttest lightning accelerate transformers
 JAX ?= jax optax flax equinox
@@ -220,7 +221,7 @@ $(TYPES_VENV)/.done: pyproject.toml setup.cfg
 # In an environment of its own, for the tools that build and read archives.
 dist: $(DIST_VENV)/.done
 	$(LIMIT) $(DIST_VENV)/bin/python packaging/build_release.py
-	$(LIMIT) $(DIST_VENV)/bin/python -m pytest -q --long tests/packaging $(TEST_ARGS) < /dev/null
+	$(LIMIT) $(DIST_VENV)/bin/python -m pytest -q --long $(DIST_TESTS) $(TEST_ARGS) < /dev/null
 
 $(DIST_VENV)/.done: pyproject.toml setup.cfg
 	$(call CHECK,$(DIST_VENV))

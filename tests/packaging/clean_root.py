@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -24,18 +25,22 @@ _NETWORK = ("http_proxy", "https_proxy", "no_proxy", "PIP_INDEX_URL")
 
 
 class CleanRoot:
-    """A Debian that debootstrap makes.
+    """A Debian that debootstrap makes; the test is skipped where it cannot.
 
     Args:
         folder: Where to make it; of the machine it gets how to reach packages alone.
+        suite: Which Debian.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, suite: str = SUITE) -> None:
         missing = [name for name in ("debootstrap", "unshare", "chroot") if shutil.which(name) is None]
         if missing or os.geteuid() != 0:
             pytest.skip(f"needs root and debootstrap (missing: {', '.join(missing) or 'root'})")
         # With what the recipes install, so that only what pip fetches is fetched for each of them.
-        run(["debootstrap", "--variant=minbase", "--include=ca-certificates,python3-venv", SUITE, folder])
+        command = ["debootstrap", "--variant=minbase", "--include=ca-certificates,python3-venv", suite, folder]
+        made = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if made.returncode != 0:
+            pytest.skip(f"debootstrap {suite}: status {made.returncode}, {made.stdout[-500:]}")
         self.folder = folder
         shutil.copy("/etc/resolv.conf", folder / "etc")
         self.environment = {"PATH": _PATH, "HOME": "/root"}

