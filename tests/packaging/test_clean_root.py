@@ -83,9 +83,10 @@ def test_the_module(package: str, init: str, image: CleanRoot, tmp_path: Path) -
     # Lmod says what to type, and Environment Modules does it.
     assert re.search(r"(must be loaded|Loading requirement).*openmpi", refused, re.DOTALL), refused
     assert "epoch 4: loss 0.0" in loaded
-    folder_of_packages = r"/opt/mpidist/lib/python3\.\d+/site-packages"
-    seen = rf"/opt/mpidist\nPYTHONPATH {folder_of_packages}\nPYTHONPATH\n"
-    assert re.search(rf"^{seen}\Z", loaded, re.MULTILINE), loaded
+    seen = r"^/opt/mpidist\nPYTHONPATH /opt/mpidist/lib/python3\.\d+/site-packages$"
+    assert re.search(seen, loaded, re.MULTILINE), loaded
+    assert "/bin/mpidist\n" not in loaded
+    assert loaded.endswith("\nPYTHONPATH\n")
 
 
 def test_the_recipe_of_conda(tmp_path: Path) -> None:
