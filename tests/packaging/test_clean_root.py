@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tarfile
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from mpidist.core.version import __version__
 from tests.packaging import recipes
 from tests.packaging.bare import Environment, program_of_readme
 from tests.packaging.clean_root import CleanRoot
-from tests.packaging.release import RELEASE, SDIST, wheel_of_this_machine
+from tests.packaging.release import RELEASE, SDIST, run, wheel_of_this_machine
 
 pytestmark = [pytest.mark.one_rank, pytest.mark.jobs, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -87,6 +89,18 @@ def test_the_module(package: str, init: str, image: CleanRoot, tmp_path: Path) -
     assert re.search(seen, loaded, re.MULTILINE), loaded
     assert "/bin/mpidist\n" not in loaded
     assert loaded.endswith("\nPYTHONPATH\n")
+
+
+def test_spack_takes_the_recipe(tmp_path: Path) -> None:
+    spack = shutil.which("spack")
+    if spack is None:
+        pytest.skip("there is no spack in PATH")
+    wheel_of_this_machine()
+    folder = RELEASE / "recipes/spack/spack_repo/mpidist"
+    (tmp_path / "repos.yaml").write_text(f"repos:\n  mpidist: {folder}\n")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    said = run([spack, "-C", tmp_path, "spec", "py-mpidist"], tmp_path, environment)
+    assert re.search(rf"py-mpidist@{re.escape(__version__)} .*\n(.*\n)*.*py-mpi4py@[4-9]", said), said
 
 
 def test_the_recipe_of_conda(tmp_path: Path) -> None:
