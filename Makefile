@@ -18,6 +18,7 @@
 #   make test-jax        tests with JAX, Flax, Equinox and optax, in .venv-jax
 #   make test-keras      tests of Keras models under strategies, on its torch and its jax backend, in .venv-keras
 #   make bench-torch     measure torch.distributed beside gloo on 2 and on 4 ranks, about 5 minutes; benchmarks/results/torch-*
+#   make dist            build a release into dist/ (sdist, wheels, recipes) and try it, in .venv-dist; packaging/README.md
 #   make test-types      the types that a program and the examples see, by mypy and pyright, in .venv-types
 #   make test-gpu        tests on an NVIDIA GPU, one is enough, at most 21 minutes; summary and JSON in out/gpu/
 #   make bench-gpu       measure on a GPU, about 5 minutes, at most 9; benchmarks/results/gpu.*
@@ -28,8 +29,8 @@
 #
 # Variables: PYTHON (the interpreter to start from), VENV, RANKS, OUT, TRAIN_ARGS, CHECK_ARGS (of python -m tests.checks,
 # such as --only "2 ranks"), TEST_ARGS, BENCH_OUT, BENCH_ARGS, BENCH_FOLDER, STEP_SECONDS, CUDA (12 or 13, of the GPU's
-# driver), CUPY_VENV, MPICH_VENV, TORCH_VENV, TORCH (what pip installs there), JAX_VENV, JAX, KERAS_VENV, KERAS, TYPES_VENV, and
-# MPIRUN: on a cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI instead of the one from PyPI.
+# driver), CUPY_VENV, MPICH_VENV, TORCH_VENV, TORCH (what pip installs there), JAX_VENV, JAX, KERAS_VENV, KERAS, TYPES_VENV,
+# DIST_VENV, DIST_TESTS (files of tests/packaging), and MPIRUN: on a cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI instead of the one from PyPI.
 
 SHELL := /bin/sh
 PYTHON ?= python3
@@ -52,6 +53,8 @@ TORCH_VENV ?= .venv-torch
 JAX_VENV ?= .venv-jax
 KERAS_VENV ?= .venv-keras
 TYPES_VENV ?= .venv-types
+DIST_VENV ?= .venv-dist
+DIST_TESTS ?= tests/packaging
 # What pip installs there, such as TORCH="torch==2.13.0+cpu jax"; beside Keras, such as KERAS="torch==2.13.0+cpu jax".
 TORCH ?= torch jax expecttest lightning accelerate transformers
 JAX ?= jax optax flax equinox
@@ -86,7 +89,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .PHONY: train test quick test-all test-share mutants lint bench test-cluster bench-cluster bench-input test-chaos test-mpich
-.PHONY: gpu-env test-gpu bench-gpu test-binding test-torch test-jax test-keras bench-torch test-types env native clean
+.PHONY: gpu-env test-gpu bench-gpu test-binding test-torch test-jax test-keras bench-torch test-types dist env native clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -215,6 +218,17 @@ $(TYPES_VENV)/.done: pyproject.toml setup.cfg
 	$(TYPES_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' basedpyright
 	@touch $@
 
+# In an environment of its own, for the tools that build and read archives.
+dist: $(DIST_VENV)/.done
+	$(LIMIT) $(DIST_VENV)/bin/python packaging/build_release.py
+	$(LIMIT) $(DIST_VENV)/bin/python -m pytest -q --long $(DIST_TESTS) $(TEST_ARGS) < /dev/null
+
+$(DIST_VENV)/.done: pyproject.toml setup.cfg
+	$(call CHECK,$(DIST_VENV))
+	$(PYTHON) -m venv $(DIST_VENV)
+	$(DIST_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' build ziglang auditwheel twine check-wheel-contents py-rattler-build
+	@touch $@
+
 # In an environment of its own: the wheels of Open MPI and MPICH both have bin/mpirun. Two sessions: the stand-in for NCCL
 # may leave messages behind on the world of its tests.
 MPICH_PYTEST = MPIRUN=$(MPICH_VENV)/bin/mpirun $(LIMIT) $(MPICH_VENV)/bin/mpirun -n 2 $(MPICH_VENV)/bin/python \
@@ -319,5 +333,5 @@ $(VENV)/.bench: pyproject.toml setup.cfg | $(VENV)/bin/python
 	@touch $@
 
 clean:
-	rm -rf $(call IN_TREE,$(VENV) $(CUPY_VENV)12 $(CUPY_VENV)13 $(MPICH_VENV) $(TORCH_VENV) $(JAX_VENV) $(KERAS_VENV) $(TYPES_VENV)) build dist *.egg-info $(NATIVE) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(call IN_TREE,$(VENV) $(CUPY_VENV)12 $(CUPY_VENV)13 $(MPICH_VENV) $(TORCH_VENV) $(JAX_VENV) $(KERAS_VENV) $(TYPES_VENV) $(DIST_VENV)) build dist *.egg-info $(NATIVE) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find mpidist tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

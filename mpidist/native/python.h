@@ -58,7 +58,7 @@ char *PyBytes_AsString(PyObject *);
 ssize_t PyBytes_Size(PyObject *);
 PyObject *PyObject_GetAttr(PyObject *, PyObject *);
 PyObject *PyObject_Type(PyObject *);
-PyObject *PyObject_Vectorcall(PyObject *, PyObject *const *, size_t, PyObject *);
+PyObject *PyObject_VectorcallDict(PyObject *, PyObject *const *, size_t, PyObject *); /* exported by 3.10, too */
 int PyObject_GetBuffer(PyObject *, Py_buffer *, int);
 void PyBuffer_Release(Py_buffer *);
 void Py_IncRef(PyObject *);

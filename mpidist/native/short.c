@@ -47,7 +47,7 @@ static PyObject *new_array(face *f, PyObject *like, ssize_t first, size_t bytes)
     }
     if (shape != NULL && dtype != NULL) {
         PyObject *arguments[2] = {shape, dtype};
-        made = PyObject_Vectorcall(bytes < POOLED_BYTES ? f->empty : f->take, arguments, 2, NULL);
+        made = PyObject_VectorcallDict(bytes < POOLED_BYTES ? f->empty : f->take, arguments, 2, NULL);
     }
     if (shape != NULL)
         Py_DecRef(shape);
@@ -140,7 +140,7 @@ static PyObject *hand_on(face *f, const short_call *c, nc_state state, PyObject 
     PyObject *number = PyLong_FromLongLong(c->known.number), *code = PyLong_FromLongLong(state), *final = NULL;
     if (number != NULL && code != NULL) {
         PyObject *arguments[5] = {number, code, c->value, result, c->out};
-        final = PyObject_Vectorcall(f->go_on, arguments, 5, NULL);
+        final = PyObject_VectorcallDict(f->go_on, arguments, 5, NULL);
     }
     if (number != NULL)
         Py_DecRef(number);
@@ -196,7 +196,7 @@ static PyObject *carry_out(face *f, const short_call *c, size_t count, ssize_t a
     if (result == NULL)
         return NULL;
     if (f->flight.memory != NULL)
-        line = PyObject_Vectorcall(f->flight.line, NULL, 0, NULL);
+        line = PyObject_VectorcallDict(f->flight.line, NULL, 0, NULL);
     /* Python code ran since the way was found open, in which another thread may have come. */
     if (PyErr_Occurred() || f->cells[HOLDS] ||
         !(is_list ? lay_out_list(f, c, result) : lay_out(f, c, result, count, &to))) {

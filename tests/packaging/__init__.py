@@ -1,0 +1,1 @@
+"""What ``make dist`` builds, and the recipes of packaging/."""
