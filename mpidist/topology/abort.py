@@ -138,7 +138,11 @@ def install_excepthook() -> None:
 
 def is_interactive() -> bool:
     """Return whether an uncaught exception leads back to a prompt."""
-    return hasattr(sys, "ps1") or bool(sys.flags.inspect)
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = None if get_shell is None else get_shell()
+    # IPython sets sys.ps1 for scripts, too.
+    runs_script = shell is not None and not getattr(shell.parent, "interact", True)
+    return (hasattr(sys, "ps1") and not runs_script) or bool(sys.flags.inspect)
 
 
 class _ExceptionHook:
