@@ -186,8 +186,9 @@ class _Job:
         errors = {rank: each for rank, each in outcomes.items() if isinstance(each, PickledError)}
         unpacked = {rank: each.unpack(_find_nothing) for rank, each in errors.items()}
         # One that an error of another rank has reached leaves it to that one.
-        for rank in sorted(unpacked, key=lambda rank: (isinstance(unpacked[rank], PeerError), rank)):
-            raise unpacked[rank] from RuntimeError(f"rank {rank} of {self._n}:\n{errors[rank].trace}")
+        first = min(unpacked, key=lambda rank: (isinstance(unpacked[rank], PeerError), rank), default=None)
+        if first is not None:
+            raise unpacked[first] from RuntimeError(f"rank {first} of {self._n}:\n{errors[first].trace}")
         missing = sorted(set(range(self._n)) - outcomes.keys())
         if missing or status:
             who = f"rank{'s' * (len(missing) > 1)} {ranks_text(missing)} of {self._n} ended without a result; "

@@ -75,6 +75,7 @@ def test_the_error_of_a_rank_comes_back_with_its_traceback() -> None:
     assert 'raise KeyError("no such row")' in str(caught.value.__cause__)
 
 
+@pytest.mark.long
 def test_others_are_not_waited_for_once_a_rank_has_failed() -> None:
     with pytest.raises(ValueError, match="before anything"):
         mpidist.launch_processes(fails_alone, 2)
@@ -85,6 +86,7 @@ def test_a_rank_that_is_killed_is_an_error() -> None:
         mpidist.launch_processes(is_killed, 2)
 
 
+@pytest.mark.long
 def test_the_deadline_ends_the_job() -> None:
     with pytest.raises(TimeoutError, match="not done after 4 s, and was ended; without a result: ranks "):
         mpidist.launch_processes(is_late, 2, deadline=4)

@@ -35,6 +35,7 @@ from mpidist.collectives.watch.status_files import (
     read_status_folder,
     write_report,
 )
+from tests.support.ranks.cores import needs_core
 from tests.support.ranks.jobs import child_environment, mpirun_command, run_script
 
 pytestmark = pytest.mark.one_rank
@@ -288,14 +289,24 @@ def test_a_rank_that_is_stopped_falls_silent(tmp_path: Path) -> None:
         until(lambda: kinds(folder) == {0: WAITING, 1: COMPUTING})
 
 
+SHORT = """
+import numpy, mpidist
+with mpidist.Communicator() as comm:
+    for _ in range(50):
+        comm.all_reduce("SUM", numpy.ones(5))
+    print(comm._channel.executor.short.count, flush=True)
+"""
+
+
+@needs_core
 @pytest.mark.jobs
-def test_a_job_that_has_ended_says_so(tmp_path: Path) -> None:
-    done = run_script(
-        "import mpidist\nwith mpidist.Communicator() as comm:\n    comm.barrier()",
-        2,
-        env={"MPIDIST_STATUS": str(tmp_path / "new" / "status")},
-    )
+def test_a_job_that_has_ended_says_so_and_its_calls_took_the_short_way(tmp_path: Path) -> None:
+    done = run_script(SHORT, 2, env={"MPIDIST_STATUS": str(tmp_path / "new" / "status")})
     assert done.returncode == 0, done.stderr
+    assert max(map(int, done.stdout.split())) > 25, "all but the first, and those that had to wait"
+    assert [each.totals.nbytes >= 50 * 40 for each in read_status_folder(tmp_path / "new" / "status").reports] == [
+        True
+    ] * 2
     assert kinds(tmp_path / "new" / "status") == {0: ENDED, 1: ENDED}
 
 
@@ -320,6 +331,7 @@ else:
 """
 
 
+@pytest.mark.long
 @pytest.mark.jobs
 def test_a_wait_for_a_message_is_shown(tmp_path: Path) -> None:
     folder = tmp_path / "status"
