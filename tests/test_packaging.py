@@ -37,7 +37,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "mpidist", source / "mpidist", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     # Other folders of a checkout, what `make train` writes too, must stay out of the wheel.
-    for name in ("tests", "examples", "benchmarks", "docs", "slurm", "out"):
+    shutil.copytree(ROOT / "examples", source / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("tests", "benchmarks", "docs", "slurm", "out"):
         (source / name).mkdir()
         (source / name / "some.py").write_text("")
     return source
@@ -79,7 +80,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) ->
 def in_tree() -> set[str]:
     """Return what a wheel without the native core holds of the package."""
     found = [path for ending in ("py", "c", "h") for path in (ROOT / "mpidist").rglob(f"*.{ending}")]
-    return {str(path.relative_to(ROOT)) for path in found} | {"mpidist/py.typed"}
+    examples = {f"mpidist/examples/{path.name}" for path in (ROOT / "examples").iterdir() if path.is_file()}
+    return {str(path.relative_to(ROOT)) for path in found} | examples | {"mpidist/py.typed"}
 
 
 needs_compiler = pytest.mark.skipif(

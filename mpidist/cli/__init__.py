@@ -4,7 +4,15 @@ Each file has ``HELP``, a line for the list of commands, ``add_arguments(parser)
 returns the exit status. A command of several ranks prints on rank 0.
 """
 
-from mpidist.cli import doctor, flight, launch, merge_traces, tune
+from mpidist.cli import doctor, example, flight, launch, merge_traces, top, tune
 
-COMMANDS = {"doctor": doctor, "flight": flight, "launch": launch, "trace": merge_traces, "tune": tune}
+COMMANDS = {
+    "doctor": doctor,
+    "example": example,
+    "flight": flight,
+    "launch": launch,
+    "top": top,
+    "trace": merge_traces,
+    "tune": tune,
+}
 """By the name that is typed."""

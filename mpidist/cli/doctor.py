@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import socket
 import sys
@@ -23,10 +22,10 @@ from mpidist.cli.doctor_facts.machine import facts_of_this_rank
 from mpidist.cli.doctor_facts.timed_messages import NoAnswerError
 from mpidist.cli.doctor_facts.watchdog import Ending, Watchdog
 from mpidist.cli.doctor_text import findings_text, report
+from mpidist.cli.json_output import add_json_argument, json_text
 from mpidist.cli.tune import seconds
 from mpidist.core import settings
 from mpidist.core.errors import LaunchError
-from mpidist.core.version import __version__
 from mpidist.topology import import_mpi
 from mpidist.topology.abort import end_job_after_output
 from mpidist.topology.environments import LauncherInfo, LauncherVariableError, command_for, read_launcher
@@ -43,7 +42,7 @@ _START_FACTOR = 6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    add_json_argument(parser)
     parser.add_argument(
         "--deadline",
         type=partial(seconds, most=3600.0),
@@ -171,7 +170,7 @@ def _print_report(
     """
     watch.reports()
     if as_json:
-        print(json.dumps(_document(job, found), indent=2), flush=True)
+        print(_document(job, found), flush=True)
     elif job is None or not whole:
         print("\n".join(findings_text(found)), flush=True)
     else:
@@ -179,10 +178,10 @@ def _print_report(
 
 
 def _document_of_end(ending: Ending) -> str:
-    return json.dumps(_document(None, [Finding(ERROR, "MPI", f"{ending.text}.", ending.command)]), indent=2)
+    return _document(None, [Finding(ERROR, "MPI", f"{ending.text}.", ending.command)])
 
 
-def _document(job: JobFacts | None, found: Sequence[Finding]) -> dict[str, object]:
-    """Return the report as JSON types, with the names of ``mpidist.cli.doctor_facts.facts``."""
+def _document(job: JobFacts | None, found: Sequence[Finding]) -> str:
+    """Return the report as JSON, with the names of ``mpidist.cli.doctor_facts.facts``."""
     facts = {} if job is None else dataclasses.asdict(job)
-    return {"mpidist": __version__, "findings": [dataclasses.asdict(finding) for finding in found], **facts}
+    return json_text({"findings": [dataclasses.asdict(finding) for finding in found], **facts})

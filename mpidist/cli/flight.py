@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 
+from mpidist.cli.json_output import add_json_argument, json_text
 from mpidist.collectives.watch.flight_record import merged_text, read_folder
 
 HELP = "show the last collectives of all ranks (MPIDIST_FLIGHT_RECORD), and where they went apart"
@@ -15,13 +17,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("folder", metavar="DIR", help="where flight-rank-0000.bin and the others are")
     parser.add_argument("--last", type=int, default=10, metavar="N", help="collectives shown of each communicator")
+    add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print them."""
     try:
         flights, problems = read_folder(arguments.folder)
-        print(merged_text(flights, arguments.last))
+        if arguments.json:
+            print(json_text({"flights": [dataclasses.asdict(flight) for flight in flights], "left_out": problems}))
+        else:
+            print(merged_text(flights, arguments.last))
     except (OSError, ValueError) as error:
         print(f"python -m mpidist flight: {error}", file=sys.stderr)
         return _USAGE_ERROR

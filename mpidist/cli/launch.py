@@ -64,15 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(_USAGE, file=sys.stdout if given else sys.stderr)
         return 0 if given else _USAGE_ERROR
     try:
-        options, program = split_program(given)
-        _check(options, program)
-        library = _library_of(program[0])
-        mpirun = _mpirun_of(library)
+        variables, command = command_for_ranks(*split_program(given))
     except (LaunchError, ValueError) as error:
         print(f"python -m mpidist launch: {error}", file=sys.stderr)
         return _USAGE_ERROR
-    variables, flags = additions(library, mpirun)
-    command = [str(mpirun), *flags, *options, *program]
     print(f"mpidist launch: {_shown(variables, command)}", file=sys.stderr, flush=True)
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and a process that it becomes inherits that
         signal.signal(ignored, signal.SIG_DFL)
@@ -81,6 +76,24 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         print(f"python -m mpidist launch: {command[0]} cannot be started: {error.strerror}", file=sys.stderr)
         return _USAGE_ERROR
+
+
+def command_for_ranks(options: Sequence[str], program: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the variables and the command that start a program by mpirun.
+
+    Args:
+        options: Those of mpirun; they say how many ranks.
+        program: The command of each rank.
+
+    Raises:
+        LaunchError: There is no MPI library, or no mpirun that belongs to it.
+        ValueError: The options are wrong, or no ranks can be started from here.
+    """
+    _check(options, program)
+    library = _library_of(program[0])
+    mpirun = _mpirun_of(library)
+    variables, flags = additions(library, mpirun)
+    return variables, [str(mpirun), *flags, *options, *program]
 
 
 def _shown(variables: Mapping[str, str], command: Sequence[str]) -> str:

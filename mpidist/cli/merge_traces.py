@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from mpidist.cli.json_output import add_json_argument, json_text
 from mpidist.collectives.watch.trace_files import merge
 
 HELP = "merge the traces of all ranks (MPIDIST_TRACE) into one file, for Perfetto or chrome://tracing"
@@ -14,13 +15,15 @@ _USAGE_ERROR = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("folder", metavar="DIR", help="where trace-rank-0000.json and the others are")
+    add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge and print the path of the file."""
     try:
-        print(merge(arguments.folder))
+        path = merge(arguments.folder)
     except (OSError, ValueError) as error:
         print(f"python -m mpidist trace: {error}", file=sys.stderr)
         return _USAGE_ERROR
+    print(json_text({"path": str(path)}) if arguments.json else path)
     return 0

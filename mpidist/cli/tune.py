@@ -6,7 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mpidist.collectives.reduce.table import size_text, table_text
+from mpidist.cli.json_output import add_json_argument, json_text
+from mpidist.collectives.reduce.table import size_text, table_text, table_to_json
 from mpidist.collectives.tuning import SIZES, Timing, Tuned
 from mpidist.collectives.tuning import run as measure
 from mpidist.core.errors import LaunchError
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", metavar="DEVICE", default="cpu", help="where the arrays lie: cpu, gpu or gpu:1 and so on (cpu)"
     )
+    add_json_argument(parser)
 
 
 def seconds(text: str, most: float = sys.float_info.max) -> float:
@@ -71,8 +73,21 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"python -m mpidist tune: {error}", file=sys.stderr)
         return _USAGE_ERROR
     if is_first:
-        print(report(tuned))
+        print(json_text(facts_of_tuning(tuned)) if arguments.json else report(tuned))
     return 0
+
+
+def facts_of_tuning(tuned: Tuned) -> dict[str, object]:
+    """Return the result of tuning as JSON types."""
+    return {
+        "host": tuned.setup.host,
+        "mpi": tuned.setup.mpi,
+        "layout": tuned.setup.layout,
+        "place": tuned.place,
+        "table": table_to_json(tuned.table),
+        "timings": [{"nbytes": timing.nbytes, "seconds": timing.seconds} for timing in tuned.timings],
+        "path": tuned.path,
+    }
 
 
 def report(tuned: Tuned) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import sysconfig
+import threading
 from types import FrameType
 
 _CONTEXTLIB = contextlib.__file__
@@ -69,6 +70,11 @@ def user_call_site(frame: FrameType | None = None) -> str:
             return str(frame.f_locals["works_for_call_site"])
         frame = frame.f_back
     return "unknown" if in_library is None else _text_of(in_library)
+
+
+def main_thread_frame() -> FrameType | None:
+    """Return the innermost frame of the main thread, or None at the end."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def program_line(frame: FrameType) -> str:

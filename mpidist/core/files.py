@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import shlex
 import stat
@@ -68,8 +69,13 @@ def check_no_link(path: str | os.PathLike[str]) -> None:
 
 
 @contextmanager
-def folder_to_write(folder: str | os.PathLike[str], variable: str) -> Iterator[None]:
+def folder_to_write(folder: str | os.PathLike[str], variable: str, *, is_private: bool = False) -> Iterator[None]:
     """Make the folder that an environment variable names, if need be. Errors of the block name both.
+
+    Args:
+        folder: The folder.
+        variable: Name of the variable.
+        is_private: Whether nobody else may look into it once it is made, nor write there where it was there before.
 
     Raises:
         OSError: It is no folder, or the block cannot write there.
@@ -78,7 +84,9 @@ def folder_to_write(folder: str | os.PathLike[str], variable: str) -> Iterator[N
     try:
         if os.path.exists(name) and not os.path.isdir(name):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), name)
-        os.makedirs(name, exist_ok=True)
+        os.makedirs(name, mode=0o700 if is_private else 0o777, exist_ok=True)
+        if is_private:
+            _check_private(name)
         yield
     except OSError as error:
         raise OSError(
@@ -87,19 +95,29 @@ def folder_to_write(folder: str | os.PathLike[str], variable: str) -> Iterator[N
         ) from error
 
 
+def _check_private(folder: str) -> None:
+    about = os.stat(folder)
+    if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(errno.EPERM, "others may write there", folder)
+
+
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
+def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[int]:
     """Give the descriptor of a new file that replaces ``path`` at the block's end.
 
     Whoever reads meanwhile finds the old file; an error in the block leaves it there.
+
+    Args:
+        path: The file.
+        mode: Of the new one, less what the umask takes.
 
     Raises:
         OSError: It cannot be made, or ``path`` is a symbolic link.
     """
     check_no_link(path)
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    descriptor = open_regular(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    temporary = target.with_name(f"{_beside(target.name)}{uuid.uuid4().hex}")
+    descriptor = open_regular(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
     try:
         try:
             yield descriptor
@@ -109,3 +127,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_unfinished(path: str | os.PathLike[str]) -> None:
+    """Remove what ``replacing`` left beside ``path`` in processes that were killed."""
+    for left in Path(path).parent.glob(f"{glob.escape(_beside(Path(path).name))}*"):
+        left.unlink(missing_ok=True)
+
+
+def _beside(name: str) -> str:
+    return f".{name}."

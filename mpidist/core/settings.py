@@ -166,6 +166,13 @@ STAGING_BYTES: Setting[int | None] = _setting(
     "how much of an array on a GPU passes through host memory at a time on its way to other nodes; by default 4 MiB, "
     "8 MiB where all ranks have a network for RDMA of 100 Gb/s, 16 MiB where it has 200 Gb/s",
 )
+STATUS: Setting[str | None] = _setting(
+    "MPIDIST_STATUS",
+    None,
+    str,
+    "a folder of your own",
+    "every rank writes there, about once a second, where it is; python -m mpidist top shows it (docs/top.md)",
+)
 TIMEOUT = _setting(
     "MPIDIST_TIMEOUT",
     1800.0,

@@ -1,8 +1,8 @@
 """Compile the native core: the hooks that pip calls (PEP 517, 660), and ``python mpidist/native/build_library.py``.
 
 The hooks are those of setuptools, and bring the library where it belongs: into a wheel, whose tag then names the
-platform, or beside the sources. pip runs this file before mpidist and its requirements are there: it imports the
-standard library alone, and setuptools in the hooks.
+platform, or beside the sources. Examples go into wheels, too. pip runs this file before mpidist and its requirements
+are there: it imports the standard library alone, and setuptools in the hooks.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 SOURCES = Path(__file__).resolve().parent
 LIBRARY = "libmpidist.so"
+EXAMPLES = SOURCES.parents[1] / "examples"
 
 _VARIABLE = "MPIDIST_BUILD_NATIVE"
 # Sums are the same whatever compiles them: no multiply-add in place of two operations. And no -march: the library
@@ -216,6 +217,15 @@ def add_library(wheel: Path, library: bytes) -> Path:
     return tagged
 
 
+def add_examples(wheel: Path) -> None:
+    """Put the examples of a checkout into a wheel, for ``python -m mpidist example``."""
+    with zipfile.ZipFile(wheel) as archive:
+        contents = {info.filename: archive.read(info) for info in archive.infolist()}
+    found = [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.npz")]
+    contents |= {f"mpidist/examples/{path.name}": path.read_bytes() for path in sorted(found)}
+    _write_wheel(wheel, contents)
+
+
 def _write_wheel(path: Path, contents: dict[str, bytes]) -> None:
     (record,) = (name for name in contents if name.endswith(".dist-info/RECORD"))
     del contents[record]
@@ -273,7 +283,9 @@ def build_wheel(
         if is_wanted():
             compile_library(library)
         name: str = _setuptools().build_wheel(wheel_directory, config_settings, metadata_directory)
-        return add_library(Path(wheel_directory) / name, library.read_bytes()).name if library.exists() else name
+        wheel = Path(wheel_directory) / name
+        add_examples(wheel)
+        return add_library(wheel, library.read_bytes()).name if library.exists() else name
 
 
 def build_editable(

@@ -74,8 +74,8 @@ void PyEval_RestoreThread(void *);
 #define NONE (&_Py_NoneStruct)
 
 /* Cells that Python sees, too. HOLDS: anything but 0 sends calls the long way. CALLS: short calls so far; LAST: the
-   signature of the last. */
-enum { HOLDS, CALLS, LAST, THREAD, CELLS };
+   signature of the last; BYTES: of the values passed in so far. */
+enum { HOLDS, CALLS, LAST, THREAD, BYTES, CELLS };
 /* A thread, which THREAD names, is in a short call; a call has begun that Python is to carry on. */
 enum { BUSY = 1, HANDED_ON = 4 };
 enum { SIGNATURES = 2048, AXES = 8, OPS = 32, WORDS = 4096 };

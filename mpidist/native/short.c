@@ -221,6 +221,8 @@ static PyObject *carry_out(face *f, const short_call *c, size_t count, ssize_t a
         flight_finish(f, entry);
     f->cells[CALLS]++;
     f->cells[LAST] = c->known.number;
+    for (int i = 0; i < c->call.pieces; i++)
+        f->cells[BYTES] += (int64_t)(f->given[i].end - f->given[i].begin);
     f->cells[HOLDS] &= ~(int64_t)BUSY;
     return result;
 }

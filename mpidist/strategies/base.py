@@ -14,7 +14,7 @@ from mpidist.arrays.convert import to_array
 from mpidist.arrays.dtypes import Array
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import FinishedWork, PartOfWork, Work
-from mpidist.core import context, nest
+from mpidist.core import context, nest, step_count
 from mpidist.core.context import Frame, get_replica_context, pop, push, require_replica
 from mpidist.core.enums import ReduceOp
 from mpidist.core.options import CallOptions, CommunicationOptions, RunOptions, check_communication_options
@@ -129,6 +129,7 @@ class Strategy:
             raise
         if whole_elements.watch.pending and self._extended.communicator is not None:
             whole_elements.watch.look_at((args, kwargs), self._extended.input_workers())
+        step_count.made += 1
         return self._extended.run(fn, tuple(args), kwargs or {})
 
     def reduce(self, reduce_op: ReduceOp | str, value: Value, axis: int | tuple[int, ...] | None) -> Value:

@@ -136,6 +136,15 @@ def install_excepthook() -> None:
     sys.unraisablehook = _NamingHook(sys.unraisablehook)
 
 
+def is_interactive() -> bool:
+    """Return whether an uncaught exception leads back to a prompt."""
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = None if get_shell is None else get_shell()
+    # IPython sets sys.ps1 for scripts, too.
+    runs_script = shell is not None and not getattr(shell.parent, "interact", True)
+    return (hasattr(sys, "ps1") and not runs_script) or bool(sys.flags.inspect)
+
+
 class _ExceptionHook:
     """The base of the hooks: it knows the job to end, and names this rank."""
 
@@ -148,10 +157,9 @@ class _ExceptionHook:
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
             return None
-        interactive = hasattr(sys, "ps1") or sys.flags.inspect
         forked = os.getpid() != self.process
         world: MPI.Intracomm = mpi.COMM_WORLD
-        return None if interactive or forked or world.Get_size() == 1 else world
+        return None if is_interactive() or forked or world.Get_size() == 1 else world
 
     def _name_of(self, world: MPI.Intracomm, ranks: Iterable[int]) -> str:
         """Return ranks of this node as text, for messages."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import uuid
 from typing import TYPE_CHECKING, cast
 
 from mpidist.core import settings
@@ -33,6 +34,7 @@ class Topology:
         local_rank, local_size: Of ``node``.
         node_of_rank: Node number of every rank of ``world``.
         host_of_rank: The name of the host of every rank of ``world``; for people.
+        job: A random text, the same on all its ranks and of no other job.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks_per_node: int | None = None) -> None:
@@ -50,12 +52,14 @@ class Topology:
         self.local_rank = self.node.Get_rank()
         self.local_size = self.node.Get_size()
         # Found without the others of the node: where a rank is lost all that wait do so in calls of one communicator.
-        told = self.world.allgather((_first_rank(self.node, self.world), socket.gethostname()))
-        first_ranks = [first for first, _ in told]
+        job = uuid.uuid4().hex[:12] if self.rank == 0 else ""
+        told = self.world.allgather((_first_rank(self.node, self.world), socket.gethostname(), job))
+        self.job: str = told[0][2]
+        first_ranks = [first for first, _, _ in told]
         nodes = {first: index for index, first in enumerate(sorted(set(first_ranks)))}
         self.node_of_rank = tuple(nodes[first] for first in first_ranks)
         # One string for each host: there are many more ranks.
-        self.host_of_rank = tuple(sys.intern(host) for _, host in told)
+        self.host_of_rank = tuple(sys.intern(host) for _, host, _ in told)
         self.node_index = self.node_of_rank[self.rank]
         self.num_nodes = len(nodes)
 

@@ -61,8 +61,9 @@ def test_the_header() -> None:
 
 def test_the_cells_of_short_calls() -> None:
     c = numbers_of("python.h") | numbers_of("short.h") | numbers_of("short.c")
-    cells = ("_CLOSED", "_CALLS", "_LAST", "_THREAD")
-    assert [getattr(short_calls, cell) for cell in cells] == [c[key] for key in ("HOLDS", "CALLS", "LAST", "THREAD")]
+    cells = ("_CLOSED", "_CALLS", "_LAST", "_THREAD", "_BYTES")
+    keys = ("HOLDS", "CALLS", "LAST", "THREAD", "BYTES")
+    assert [getattr(short_calls, cell) for cell in cells] == [c[key] for key in keys]
     assert (c["BUSY"], c["HANDED_ON"]) == (short_calls._BY_CORE, short_calls._HANDED_ON)
     assert core._KINDS["broadcast"] == c["BROADCAST"]
     assert core._IS_MEAN & c["KERNEL"] == 0

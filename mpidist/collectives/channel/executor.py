@@ -98,7 +98,7 @@ class Executor:
         self.short = ShortCalls(core, self._may_be_short)
         observers.changed = self.short.settle
         self._lock = ChannelLock(self.short)
-        self._issued = 0
+        self._issued = self._nbytes = 0
         # In place of an operation where there is none: one that was carried out is not kept, nor its arrays.
         self._nothing = Operation(_no_steps(), describe("nothing"))
         self.current: Operation[object] = self._nothing
@@ -119,6 +119,11 @@ class Executor:
     def issued(self) -> int:
         """How many operations and short calls this rank has issued."""
         return self._issued + self.short.count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values that this rank has passed into them."""
+        return self._nbytes + self.short.nbytes
 
     @property
     def unusable(self) -> str | None:
@@ -188,6 +193,7 @@ class Executor:
     def _number(self, operation: Operation[object]) -> None:
         self.short.seen()
         self._issued += 1
+        self._nbytes += operation.description.nbytes
         operation.number = self._issued + self.short.count
         operation.tally, self._tally = self._tally, None
 

@@ -17,8 +17,9 @@ _TWO_THREADS = (
     "two threads used one Communicator at the same time; collectives of one communicator are issued by one thread, in "
     "the same order on every rank"
 )
-# Cells of the core: whether the way is closed, short calls so far, signature of the last, thread of one under way.
-_CLOSED, _CALLS, _LAST, _THREAD = range(4)
+# Cells of the core: whether the way is closed, short calls so far, signature of the last, thread of one under way, and
+# bytes passed in so far.
+_CLOSED, _CALLS, _LAST, _THREAD, _BYTES = range(5)
 # By a call under way, by Python, by a call that has begun and that Python has to carry on.
 _BY_CORE, _BY_PYTHON, _HANDED_ON = 1, 2, 4
 
@@ -33,7 +34,7 @@ class ShortCalls:
 
     def __init__(self, core: Core | None, may_be_open: Callable[[], bool]) -> None:
         self._core = core  # which keeps the cells
-        self._cells = memoryview(array("q", [0, 0, 0, 0])) if core is None else core.cells
+        self._cells = memoryview(array("q", [0] * 5)) if core is None else core.cells
         self._may_be_open = may_be_open
         self._known: dict[int, Description] = {}
         self._seen = 0
@@ -83,6 +84,11 @@ class ShortCalls:
     def count(self) -> int:
         """How many there were."""
         return self._cells[_CALLS]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values that this rank passed into them."""
+        return self._cells[_BYTES]
 
     def last(self) -> Description | None:
         """Return the description of the last call if it was a short one.

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from types import TracebackType
 
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.core.errors import MismatchError, PeerError
@@ -20,10 +21,13 @@ FORKED = (
     "and that a child gets what it needs from it, or is started anew (subprocess, multiprocessing's 'spawn')"
 )
 _keyvals: list[int] = []
+_hooks: list[_ActingHook] = []
 # The acts at the end of a program: first ones, those that tell the other ranks, last ones.
 _first_acts: list[Callable[[], None]] = []
 _telling_acts: list[Callable[[], None]] = []
 _last_acts: list[Callable[[], None]] = []
+# The acts before the hook for uncaught errors, which may end the job.
+_acts_on_errors: list[Callable[[BaseException], None]] = []
 # Where this process was forked from one that had started MPI.
 _forked: list[bool] = []
 
@@ -34,6 +38,7 @@ def _disown() -> None:
         _forked.append(True)
     _first_acts.clear()
     _last_acts.clear()
+    _acts_on_errors.clear()
 
 
 os.register_at_fork(after_in_child=_disown)
@@ -84,6 +89,27 @@ def after_the_end(act: Callable[[], None]) -> None:
     """Have ``act`` called once after the last exchange with other ranks; the last one first."""
     if act not in _last_acts:
         _last_acts.append(act)
+
+
+def before_an_uncaught_error(act: Callable[[BaseException], None]) -> None:
+    """Have ``act`` called on an uncaught error of the main thread, before the job ends."""
+    if not _hooks:
+        _hooks.append(_ActingHook(sys.excepthook))
+        sys.excepthook = _hooks[0]
+    if act not in _acts_on_errors:
+        _acts_on_errors.append(act)
+
+
+class _ActingHook:
+    """A ``sys.excepthook`` that acts before ``previous``, which may end the job."""
+
+    def __init__(self, previous: Callable[..., object]) -> None:
+        self._previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        for act in _acts_on_errors:
+            act(error)
+        self._previous(kind, error, trace)
 
 
 def install() -> None:

@@ -1,4 +1,4 @@
-"""The observers of a new channel: trace, flight record and guard, as settings say."""
+"""The observers of a new channel: trace, flight record, status and guard, as settings say."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from mpidist.collectives.watch.flight_record import FlightObserver
 from mpidist.collectives.watch.guard import Guard
 from mpidist.collectives.watch.recorder import recorder_for
 from mpidist.collectives.watch.side_thread import side_thread
+from mpidist.collectives.watch.status_writer import watch_status
 from mpidist.core import settings
 
 
@@ -24,6 +25,10 @@ def watch_channel(channel: Channel) -> None:
 
 
 def guard_channel(channel: Channel) -> None:
-    """Add a guard to a channel of several ranks, where threads may call MPI."""
+    """Add those that say where ranks wait: the status file, and a guard.
+
+    That takes several ranks, and threads that may call MPI.
+    """
+    watch_status(channel)
     if channel.size > 1 and settings.GUARD.read() and side_thread.is_allowed():
         channel.observers.add(Guard(channel))

@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 import os
 import socket
-import sys
-import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from mpidist.collectives.mpi.communicator_names import first_name
 from mpidist.collectives.watch.deadlock import Deadlock, WaitState, find_deadlock, note_thread, wait_state
 from mpidist.collectives.watch.side_thread import SideLine, side_thread
 from mpidist.core import settings
-from mpidist.core.callsite import program_line
+from mpidist.core.callsite import main_thread_frame, program_line
 from mpidist.core.deadline import wait_at_most
 from mpidist.core.errors import MismatchError
 from mpidist.core.wording import ranks_text, tell_user
@@ -291,7 +289,7 @@ class Guard(Observer):
 
     def _own_status(self, question: _Question) -> RankStatus:
         status = self._channel.executor.status()
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        frame = main_thread_frame()
         where = "" if frame is None else program_line(frame)[-_LONGEST_TEXT:]
         return RankStatus(
             status if len(status.text) <= _LONGEST_TEXT else status._replace(text=f"{status.text[:_LONGEST_TEXT]}..."),

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
-from types import TracebackType
 from weakref import WeakMethod
 
-from mpidist.collectives.channel.shutdown import after_the_end
+from mpidist.collectives.channel.shutdown import after_the_end, before_an_uncaught_error
 from mpidist.collectives.mpi.mailbox import Mailbox
 from mpidist.collectives.mpi.waiting import Comm
 from mpidist.collectives.watch import trace_files
@@ -146,7 +144,7 @@ def recorder_for(comm: Comm) -> Recorder | None:
         _recorders.append(Recorder(folder, reports, flights))
         atexit.register(_before_leaving)
         after_the_end(_finish_recording)
-        sys.excepthook = _SavingHook(sys.excepthook)
+        before_an_uncaught_error(_before_leaving)
     _recorders[0].see(comm)
     return _recorders[0]
 
@@ -292,18 +290,7 @@ class Recorder:
         tell_user(f"the traces are not merged: {reason}; {trace_files.how(folder)}")
 
 
-class _SavingHook:
-    """A ``sys.excepthook`` that saves the recording before ``previous``, which may end the job."""
-
-    def __init__(self, previous: object) -> None:
-        self._previous = previous
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _before_leaving()
-        self._previous(kind, error, trace)  # type: ignore[operator]
-
-
-def _before_leaving() -> None:
+def _before_leaving(_error: BaseException | None = None) -> None:
     """Save the recording early: the end of the job may be an abort."""
     for recorder in _recorders:
         recorder.save()

@@ -1,0 +1,31 @@
+"""A rank of ``mpidist.launch_processes``: ``python -m mpidist.cli.function_rank FOLDER``."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+from mpidist.cli.function_job import CALL, path_of_outcome
+from mpidist.core.files import replacing
+from mpidist.parameter_server.pickling import PickledError, pack, pack_error
+from mpidist.topology.environments import read_launcher
+
+
+def main(folder: Path) -> int:
+    """Make the call, write down its outcome, and return the exit status."""
+    launcher = read_launcher()
+    rank = 0 if launcher is None else launcher.rank
+    outcome: bytes | PickledError
+    try:
+        fn, args, kwargs = pickle.loads((folder / CALL).read_bytes())
+        outcome = pack(fn(*args, **kwargs), lambda _: None, f"the result of rank {rank}")
+    except BaseException as error:  # SystemExit, too: the one who called waits for an outcome
+        outcome = pack_error(error, lambda _: None)
+    with replacing(path_of_outcome(folder, rank)) as descriptor, open(descriptor, "wb", closefd=False) as file:
+        file.write(pickle.dumps(outcome))
+    return int(isinstance(outcome, PickledError))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
