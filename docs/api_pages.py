@@ -68,7 +68,10 @@ def public_names() -> dict[str, PublicName]:
     homes: dict[object, str] = {}
     # An alias is at home where the thing has its own name.
     for name, value in sorted(values.items(), key=lambda item: not item[0].endswith(f".{_own_name(item[1])}")):
-        homes.setdefault(_key(name, value), value.__name__ if isinstance(value, ModuleType) else name)
+        home = homes.setdefault(_key(name, value), value.__name__ if isinstance(value, ModuleType) else name)
+        if inspect.isclass(value):
+            # Else Sphinx shows a class whose public name is another one as an alias without members.
+            value.__name__ = value.__qualname__ = home.rpartition(".")[2]
     return {name: PublicName(value, homes[_key(name, value)]) for name, value in values.items()}
 
 
@@ -83,7 +86,7 @@ def _key(name: str, value: Any) -> object:
 
 @cache
 def homes() -> dict[str, str]:
-    """Return where what a text may call it is documented: public names, private paths, and bare names that are unique."""
+    """Return where a thing is documented, by its public names, its path, and its bare name where that is unique."""
     found = {name: public.home for name, public in public_names().items()} | {name: name for name in modules()}
     bare: dict[str, set[str]] = {}
     for public in public_names().values():
@@ -107,7 +110,7 @@ def documented(text: str) -> str | None:
 
 
 def place_of_member(cls: type, member: str) -> str:
-    """Return the class on whose page a member of a class is: its own, or that of the public base that it has it from."""
+    """Return the class on whose page a member is: its own, or the public base that it comes from."""
     for base in cls.__mro__[1:]:
         if homes().get(_path(base)) and getattr(base, member, None) is getattr(cls, member):
             return place_of_member(base, member)
@@ -131,7 +134,9 @@ def own_members(cls: type) -> list[str]:
     shown = set(dir(object.__new__(cls)) if hides else names)
     # The fields of a named tuple are among its arguments.
     shown -= set(getattr(cls, "_fields", ()))
-    return [name for name in dict.fromkeys(names) if name in shown and place_of_member(cls, name) == homes()[_path(cls)]]
+    return [
+        name for name in dict.fromkeys(names) if name in shown and place_of_member(cls, name) == homes()[_path(cls)]
+    ]
 
 
 def _path(value: Any) -> str:
@@ -169,7 +174,10 @@ def module_page(module: str) -> str:
         lines += ["Modules: " + ", ".join(f":doc:`/docs/api/{place}/index`" for place in inner), ""]
     lines += [".. list-table::", "   :widths: auto", ""]
     for name in own:
-        lines += [f"   * - :py:obj:`{name} <{module}.{name}>`", f"     - {summary(public_names()[f'{module}.{name}'].value)}"]
+        lines += [
+            f"   * - :py:obj:`{name} <{module}.{name}>`",
+            f"     - {summary(public_names()[f'{module}.{name}'].value)}",
+        ]
     lines.append("")
     lines += [".. toctree::", "   :hidden:", "", *(f"   {name} </docs/api/{place}>" for name, place in here), ""]
     return "\n".join(lines)
@@ -203,7 +211,9 @@ class LinkNames(SphinxTransform):
         for literal in list(self.document.findall(nodes.literal)):
             match = _NAME.fullmatch(literal.astext())
             target = documented(match[1]) if match else None
-            if target is None or isinstance(literal.parent, (nodes.reference, pending_xref, nodes.title, desc_signature)):
+            if target is None or isinstance(
+                literal.parent, (nodes.reference, pending_xref, nodes.title, desc_signature)
+            ):
                 continue
             reference = pending_xref("", refdomain="py", reftype="obj", reftarget=target, refexplicit=True)
             reference["refdoc"] = self.env.docname
@@ -223,17 +233,24 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nod
         return env.get_domain("std").resolve_xref(
             env, node["refdoc"], app.builder, "doc", f"docs/api/{page_of(target)}", node, content
         )
-    return env.get_domain("py").resolve_xref(env, node["refdoc"], app.builder, "obj", target, node, content)
+    # Fields are with the arguments of their class.
+    found = (_link(app, env, node, content, place) for place in (target, target.rpartition(".")[0]))
+    return next(filter(None, found), None)
 
 
-def show_public_bases(app: Sphinx, name: str, obj: type, options: Any, bases: list[type]) -> None:
+def _link(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element, name: str) -> Any:
+    return env.get_domain("py").resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, content)
+
+
+def show_public_bases(*arguments: Any) -> None:
     """Leave out the bases that only files of mpidist know."""
+    bases = arguments[-1]
     bases[:] = [base for base in bases if not base.__module__.startswith("mpidist") or _path(base) in homes()]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Tell Sphinx."""
-    app.connect("builder-inited", lambda app: write_pages())
+    app.connect("builder-inited", lambda _: write_pages())
     app.connect("missing-reference", resolve)
     app.connect("autodoc-process-bases", show_public_bases)
     app.add_transform(LinkNames)

@@ -1,4 +1,4 @@
-"""How Sphinx builds the documentation: ``make docs``. The sources are the checkout, so that all pages may link to each other."""
+"""Settings of Sphinx, for ``make docs``. The sources are the whole checkout: its pages link to one another."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from api_pages import MOCKED  # noqa: E402
 from mpidist.core.version import __version__ as release  # noqa: E402, F401
 
 project = "mpidist"
-copyright = "the mpidist authors"
+project_copyright = "the mpidist authors"
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**", "slurm/*.md", "tests/cluster/lab/*.md"]
 exclude_patterns = [".*", "build", "dist", "examples", "mpidist", "out"]
