@@ -36,12 +36,14 @@ def record(script: ModuleType, folder: Path) -> tuple[list[dict[str, Any]], str]
     return json.loads((folder / "trace-merged.json").read_text())["traceEvents"], job.stderr
 
 
+@pytest.mark.jobs
 def test_layouts(scripts: Any) -> None:
     script = scripts("draw_layouts")
     outputs = [run_program(script.PROGRAM, ranks, str(script.REPLICAS // ranks)).stdout for ranks in script.RANKS]
     assert script.drawn(outputs) == script.PICTURE.read_text(), "type: python docs/draw_layouts.py"
 
 
+@pytest.mark.jobs
 def test_dealing(scripts: Any) -> None:
     script = scripts("draw_dealing")
     output = run_program(script.PROGRAM, script.RANKS).stdout
