@@ -45,6 +45,8 @@ html_theme_options = {
     "navbar_persistent": ["search-button"],
     "footer_start": ["copyright"],
     "footer_end": [],
-    "secondary_sidebar_items": ["page-toc"],
+    "header_links_before_dropdown": 7,
+    # Wide tables have the whole width.
+    "secondary_sidebar_items": {"**": ["page-toc"], "docs/tf_distribute": [], "docs/environment": []},
     "show_prev_next": False,
 }

@@ -65,7 +65,7 @@ def drawn(events: list[dict[str, Any]], report: str) -> str:
 def report_in(printed: str) -> str:
     """Return the report, without what differs from machine to machine: folders, host, process."""
     lines = [line for line in printed.splitlines() if line.startswith(("mpidist: ranks", "  rank"))]
-    return re.sub(r"\S*/(?=train\.py)", "", "\n".join(line.split(" (process ")[0] for line in lines))
+    return re.sub(r"\S*/\w+\.py", "train.py", "\n".join(line.split(" (process ")[0] for line in lines))
 
 
 if __name__ == "__main__":

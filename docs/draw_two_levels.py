@@ -39,8 +39,10 @@ def quickest(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if span["name"] == "all_reduce SUM":
             calls.setdefault(span["args"]["number"], []).append(span)
     call = min(calls.values(), key=lambda spans: max(span["dur"] for span in spans))
-    begin, end = min(span["ts"] for span in call), max(span["ts"] + span["dur"] for span in call)
-    return [span for span in spans if span["name"] in FILLS and begin <= span["ts"] <= end]
+    # A rank that is through is in its next call while others are in this one.
+    times = {span["pid"]: (span["ts"], span["ts"] + span["dur"]) for span in call}
+    phases = [span for span in spans if span["name"] in FILLS]
+    return [span for span in phases if times[span["pid"]][0] <= span["ts"] <= times[span["pid"]][1]]
 
 
 def drawn(events: list[dict[str, Any]]) -> str:
@@ -63,7 +65,7 @@ def drawn(events: list[dict[str, Any]]) -> str:
             if span["pid"] == rank:
                 x, y = _LEFT + (span["ts"] - begin) * scale, top + span["args"]["chunk"] * _LANE
                 fill = FILLS[span["name"]]
-                picture.box(x, y + 0.5, max(1.5, span["dur"] * scale), _LANE - 1, fill, fill)
+                picture.box(x, y, max(1.5, span["dur"] * scale), _LANE - 1, fill, fill)
     bottom = 10.0 + RANKS * (chunks * _LANE + 10)
     for part in range(5):
         picture.text(_LEFT + part * _WIDTH / 4, bottom + 6, f"{(end - begin) / 1000 * part / 4:.1f} ms", "small middle")
