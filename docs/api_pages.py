@@ -9,12 +9,13 @@ import importlib
 import inspect
 import re
 import shutil
+from abc import ABC
 from collections.abc import Iterator
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol
 
 from docutils import nodes
 from sphinx.addnodes import desc_signature, pending_xref
@@ -150,7 +151,8 @@ def object_page(name: str, value: Any) -> str:
         members = ", ".join(own_members(value))
         # Members of an enum speak for themselves.
         undocumented = "   :undoc-members:\n" if issubclass(value, Enum) else ""
-        options = f"   :show-inheritance:\n{f'   :members: {members}{chr(10)}' if members else ''}{undocumented}"
+        bases = "   :show-inheritance:\n" if public_bases(value) else ""
+        options = f"{bases}{f'   :members: {members}{chr(10)}' if members else ''}{undocumented}"
         return f"{title}\n.. autoclass:: {name}\n{options}"
     return f"{title}\n.. {'autofunction' if inspect.isfunction(value) else 'autodata'}:: {name}\n"
 
@@ -242,10 +244,17 @@ def _link(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes
     return env.get_domain("py").resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, content)
 
 
+def public_bases(cls: type) -> list[type]:
+    """Return the nearest bases of a class that are public, or of another library."""
+    known = [base for base in cls.__mro__[1:] if not base.__module__.startswith("mpidist") or _path(base) in homes()]
+    told = [base for base in known if base not in (object, ABC, Generic, Protocol)]
+    return [base for base in told if not any(base in other.__mro__[1:] for other in told)]
+
+
 def show_public_bases(*arguments: Any) -> None:
     """Leave out the bases that only files of mpidist know."""
-    bases = arguments[-1]
-    bases[:] = [base for base in bases if not base.__module__.startswith("mpidist") or _path(base) in homes()]
+    *_, cls, _, bases = arguments
+    bases[:] = public_bases(cls)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

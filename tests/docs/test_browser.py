@@ -24,6 +24,7 @@ _WIDTHS = {"desktop": 1280, "telephone": 375}
 # Opens page after page in a frame of each width, and writes what is too wide into itself.
 _LOOKING = """<!doctype html><title>looking</title><pre id="found"></pre><script>
 const found = [], pages = PAGES, widths = WIDTHS;
+const scrolls = (frame, box) => /auto|scroll/.test(frame.contentWindow.getComputedStyle(box).overflowX);
 async function look(page, width) {
   const frame = document.createElement("iframe");
   frame.style.width = width + "px"; frame.style.height = "800px"; frame.src = page;
@@ -33,6 +34,13 @@ async function look(page, width) {
   for (const theme of ["light", "dark"]) {
     inside.dataset.theme = theme; inside.dataset.mode = theme;
     if (inside.scrollWidth > inside.clientWidth) found.push([page, width, theme, inside.scrollWidth]);
+    // Pages cut off what is too wide; tables and code may scroll in themselves.
+    for (const part of inside.querySelectorAll("article *")) {
+      if (part.getBoundingClientRect().right <= width + 1) continue;
+      let box = part;
+      while (box.tagName !== "ARTICLE" && !scrolls(frame, box)) box = box.parentElement;
+      if (box.tagName === "ARTICLE") found.push([page, width, theme, part.outerHTML.slice(0, 80)]);
+    }
     for (const image of frame.contentDocument.images)
       if (!image.complete || image.naturalWidth === 0) found.push([page, width, theme, image.src]);
   }

@@ -93,7 +93,7 @@ def test_links_to_other_sites() -> None:
         socket.create_connection(("www.tensorflow.org", 443), timeout=10).close()
     except OSError as error:
         pytest.skip(f"no network: www.tensorflow.org cannot be reached ({error})")
-    links = {link for page in PAGES for link in re.findall(r"\]\((https?://[^)\s]+)\)", page.read_text())}
+    links = {link for page in PAGES for link in re.findall(r"[(<](https?://[^)>\s]+)[)>]", page.read_text())}
     gone = []
     for link in sorted(links):
         try:
