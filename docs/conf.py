@@ -40,6 +40,9 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_title = "mpidist"
 html_show_sourcelink = False
+# The search and the tables of the API lead to every name.
+html_use_index = False
+html_domain_indices = False
 html_theme_options = {
     "navbar_end": ["theme-switcher"],
     "navbar_persistent": ["search-button"],
