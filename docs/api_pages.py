@@ -170,7 +170,7 @@ def module_page(module: str) -> str:
     names = importlib.import_module(module).__all__
     own = [name for name in names if not isinstance(public_names()[f"{module}.{name}"].value, ModuleType)]
     inner = [public_names()[f"{module}.{name}"].home for name in names if name not in own]
-    here = [(name, page_of(f"{module}.{name}")) for name in own if (f"{module}.{name}") in dict(at_home())]
+    here = [(name, page_of(f"{module}.{name}")) for name in own if f"{module}.{name}" in dict(at_home())]
     lines = [module, "=" * len(module), "", f".. automodule:: {module}", "   :no-members:", ""]
     if inner:
         lines += ["Modules: " + ", ".join(f":doc:`/docs/api/{place}/index`" for place in inner), ""]
@@ -203,6 +203,10 @@ def at_home() -> Iterator[tuple[str, Any]]:
             yield name, public.value
 
 
+# A link in these would be one in another, or in a table of contents.
+_NO_LINKS = (nodes.reference, pending_xref, nodes.title, desc_signature)
+
+
 class LinkNames(SphinxTransform):
     """Makes links of public names in code type."""
 
@@ -213,9 +217,7 @@ class LinkNames(SphinxTransform):
         for literal in list(self.document.findall(nodes.literal)):
             match = _NAME.fullmatch(literal.astext())
             target = documented(match[1]) if match else None
-            if target is None or isinstance(
-                literal.parent, (nodes.reference, pending_xref, nodes.title, desc_signature)
-            ):
+            if target is None or isinstance(literal.parent, _NO_LINKS):
                 continue
             reference = pending_xref("", refdomain="py", reftype="obj", reftarget=target, refexplicit=True)
             reference["refdoc"] = self.env.docname
@@ -227,8 +229,9 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nod
     """Return a link to a name of mpidist under the name that has its page; leave types of others without a link."""
     if node.get("refdomain") != "py":
         return None
-    place = ".".join(filter(None, (node.get("py:module"), node.get("py:class"), node["reftarget"])))
-    target = documented(node["reftarget"]) or documented(place)
+    # A docstring names the members of its class without the class.
+    in_class = ".".join(filter(None, (node.get("py:module"), node.get("py:class"), node["reftarget"])))
+    target = documented(node["reftarget"]) or documented(in_class)
     if target is None:
         return content if node["reftype"] in ("class", "obj", "exc", "data") else None
     if target in modules():
