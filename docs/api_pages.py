@@ -87,7 +87,7 @@ def _key(name: str, value: Any) -> object:
 
 @cache
 def homes() -> dict[str, str]:
-    """Return where a thing is documented, by its public names, its path, and its bare name where that is unique."""
+    """Return where a thing is documented, by its public names, its path, and its bare name where that is clear."""
     found = {name: public.home for name, public in public_names().items()} | {name: name for name in modules()}
     bare: dict[str, set[str]] = {}
     for public in public_names().values():
@@ -96,6 +96,8 @@ def homes() -> dict[str, str]:
         bare.setdefault(public.home.rpartition(".")[2], set()).add(public.home)
         if inspect.isclass(public.value) or inspect.isfunction(public.value):
             found.setdefault(f"{public.value.__module__}.{public.value.__qualname__}", public.home)
+    # Of several things with one name that of the package itself is meant.
+    bare = {name: {f"mpidist.{name}"} & places or places for name, places in bare.items()}
     unique = {name: place for name, (place, *others) in bare.items() if not others and not name.islower()}
     return _INSTANCES | unique | found
 
