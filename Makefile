@@ -23,6 +23,7 @@
 #   make test-gpu        tests on an NVIDIA GPU, one is enough, at most 21 minutes; summary and JSON in out/gpu/
 #   make bench-gpu       measure on a GPU, about 5 minutes, at most 9; benchmarks/results/gpu.*
 #   make bench-input     measure reading, about a minute, then an epoch over 5 GB on 4 ranks; benchmarks/results/input*
+#   make docs    build the documentation, out/docs/html/index.html, and test it, in .venv-docs
 #   make env     set up .venv only, with mpidist and the tools of make lint
 #   make native  compile the native core again; the other targets do so where its sources have changed
 #   make clean   remove .venv and everything that was built
@@ -30,7 +31,8 @@
 # Variables: PYTHON (the interpreter to start from), VENV, RANKS, OUT, TRAIN_ARGS, CHECK_ARGS (of python -m tests.checks,
 # such as --only "2 ranks"), TEST_ARGS, BENCH_OUT, BENCH_ARGS, BENCH_FOLDER, STEP_SECONDS, CUDA (12 or 13, of the GPU's
 # driver), CUPY_VENV, MPICH_VENV, TORCH_VENV, TORCH (what pip installs there), JAX_VENV, JAX, KERAS_VENV, KERAS, TYPES_VENV,
-# DIST_VENV, DIST_TESTS (files of tests/packaging), and MPIRUN: on a cluster, `make test MPIRUN="mpirun"` takes the cluster's MPI instead of the one from PyPI.
+# DIST_VENV, DIST_TESTS (files of tests/packaging), DOCS_VENV, DOCS_OUT, and MPIRUN: on a cluster, `make test MPIRUN="mpirun"`
+# takes the cluster's MPI instead of the one from PyPI.
 
 SHELL := /bin/sh
 PYTHON ?= python3
@@ -55,6 +57,8 @@ KERAS_VENV ?= .venv-keras
 TYPES_VENV ?= .venv-types
 DIST_VENV ?= .venv-dist
 DIST_TESTS ?= tests/packaging
+DOCS_VENV ?= .venv-docs
+DOCS_OUT ?= out/docs
 # What pip installs there, such as TORCH="torch==2.13.0+cpu jax"; beside Keras, such as KERAS="torch==2.13.0+cpu jax".
 TORCH ?= torch jax expecttest lightning accelerate transformers
 JAX ?= jax optax flax equinox
@@ -89,7 +93,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .PHONY: train test quick test-all test-share mutants lint bench test-cluster bench-cluster bench-input test-chaos test-mpich
-.PHONY: gpu-env test-gpu bench-gpu test-binding test-torch test-jax test-keras bench-torch test-types dist env native clean
+.PHONY: gpu-env test-gpu bench-gpu test-binding test-torch test-jax test-keras bench-torch test-types dist docs env native clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -229,6 +233,19 @@ $(DIST_VENV)/.done: pyproject.toml setup.cfg
 	$(DIST_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' build ziglang auditwheel twine check-wheel-contents py-rattler-build
 	@touch $@
 
+# In an environment of its own: Sphinx is for nothing else. The tests look at what was built.
+docs: export MPIRUN = $(DOCS_VENV)/bin/mpirun
+docs: $(DOCS_VENV)/.done $(NATIVE)
+	$(LIMIT) $(DOCS_VENV)/bin/codespell
+	$(LIMIT) $(DOCS_VENV)/bin/sphinx-build -W --keep-going -n -q -c docs . $(DOCS_OUT)/html
+	DOCS_SITE=$(DOCS_OUT)/html $(LIMIT) $(DOCS_VENV)/bin/python -m pytest -q -p no:cacheprovider tests/docs $(TEST_ARGS) < /dev/null
+
+$(DOCS_VENV)/.done: pyproject.toml setup.cfg
+	$(call CHECK,$(DOCS_VENV))
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)docs,test]'
+	@touch $@
+
 # In an environment of its own: the wheels of Open MPI and MPICH both have bin/mpirun. Two sessions: the stand-in for NCCL
 # may leave messages behind on the world of its tests.
 MPICH_PYTEST = MPIRUN=$(MPICH_VENV)/bin/mpirun $(LIMIT) $(MPICH_VENV)/bin/mpirun -n 2 $(MPICH_VENV)/bin/python \
@@ -333,5 +350,5 @@ $(VENV)/.bench: pyproject.toml setup.cfg | $(VENV)/bin/python
 	@touch $@
 
 clean:
-	rm -rf $(call IN_TREE,$(VENV) $(CUPY_VENV)12 $(CUPY_VENV)13 $(MPICH_VENV) $(TORCH_VENV) $(JAX_VENV) $(KERAS_VENV) $(TYPES_VENV) $(DIST_VENV)) build dist *.egg-info $(NATIVE) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(call IN_TREE,$(VENV) $(CUPY_VENV)12 $(CUPY_VENV)13 $(MPICH_VENV) $(TORCH_VENV) $(JAX_VENV) $(KERAS_VENV) $(TYPES_VENV) $(DIST_VENV) $(DOCS_VENV)) docs/api build dist *.egg-info $(NATIVE) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find mpidist tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
