@@ -442,7 +442,7 @@ class _Collector:
             raise found.lost
         if hasattr(value, "_checkpoint_defer"):
             self._leaves.deferring[key] = value
-        # Names of an optimizer's parts are paths; those of an adopted module are as a plain one's, of which a slash is part.
+        # An optimizer's names are paths; those of an adopted module are a plain one's, in which slashes mean nothing.
         is_module = convert.is_torch_module(value)
         for name, child in value._checkpoint_children().items():
             self.add(found.part(child, name) if is_module else _Found(child, f"{key}/{name}"))

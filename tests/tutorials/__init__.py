@@ -1,1 +1,1 @@
-"""TensorFlow's tutorials on tf.distribute, the parts that are not Keras, retold block by block on mpidist."""
+"""TensorFlow's tutorials on tf.distribute, retold on mpidist: docs/tutorials, whose blocks are run, and parameter servers."""

@@ -104,7 +104,7 @@ def follow(document: str, reader: str, folder: Path, local_replicas: int = 1) ->
 
 def _close(namespace: dict[str, Any]) -> None:
     for value in namespace.values():
-        if isinstance(value, mpidist.Strategy):
+        if isinstance(value, (mpidist.Strategy, mpidist.Communicator)):
             value.close()
 
 
@@ -117,8 +117,11 @@ def _compare(shown: list[str], printed: list[str]) -> None:
 
     checker = doctest.OutputChecker()
     if MPI.COMM_WORLD.size > 1:
-        everything = MPI.COMM_WORLD.allgather(printed)
-        shown = ["\n".join(sorted(set(text.splitlines()))) + "\n" for text in shown]
-        printed = ["\n".join(sorted(set("".join(texts).splitlines()))) + "\n" for texts in zip(*everything)]
+        shown = [_unordered(text) for text in shown]
+        printed = [_unordered("".join(texts)) for texts in zip(*MPI.COMM_WORLD.allgather(printed), strict=True)]
     for want, got in zip(shown, printed, strict=True):
         assert checker.check_output(want, got, doctest.ELLIPSIS), f"shown:\n{want}\nprinted:\n{got}"
+
+
+def _unordered(text: str) -> str:
+    return "\n".join(sorted(set(text.splitlines())))
