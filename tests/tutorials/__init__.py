@@ -1,1 +1,1 @@
-"""TensorFlow's tutorials on tf.distribute, retold on mpidist: docs/tutorials, whose blocks are run, and parameter servers."""
+"""TensorFlow's tutorials on tf.distribute, retold: the documents of docs/tutorials are run, block by block."""
