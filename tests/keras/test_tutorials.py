@@ -12,14 +12,13 @@ from tests.tutorials.documents import follow
 pytestmark = [pytest.mark.counts, pytest.mark.filterwarnings("default")]
 
 
-@pytest.mark.parametrize(
-    ("document", "local_replicas"),
-    [
-        # Adopted as a module of PyTorch, or called by JAX, a Keras model has one replica in a process.
-        ("custom_training", 1),
-        *((document, count) for document in ("distributed_input", "save_and_load") for count in (1, 2)),
-    ],
-)
+TWO_IN_A_PROCESS = pytest.param(2, marks=pytest.mark.one_rank)
+
+
+@pytest.mark.parametrize("local_replicas", [1, TWO_IN_A_PROCESS])
+@pytest.mark.parametrize("document", ["custom_training", "distributed_input", "save_and_load"])
 def test_with_keras(keras: ModuleType, document: str, local_replicas: int, tmp_path: Path) -> None:
+    if (document, local_replicas) == ("custom_training", 2):
+        pytest.skip("adopted as a module of PyTorch, or called by JAX, a Keras model has one replica in a process")
     backend = {"torch": "PyTorch", "jax": "JAX"}[keras.backend.backend()]
     follow(document, f"Keras on {backend}", tmp_path, local_replicas)
