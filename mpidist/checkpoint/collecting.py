@@ -442,8 +442,10 @@ class _Collector:
             raise found.lost
         if hasattr(value, "_checkpoint_defer"):
             self._leaves.deferring[key] = value
+        # An optimizer's names are paths; those of an adopted module are a plain one's, in which slashes mean nothing.
+        is_module = convert.is_torch_module(value)
         for name, child in value._checkpoint_children().items():
-            self.add(_Found(child, f"{key}/{name}"))
+            self.add(found.part(child, name) if is_module else _Found(child, f"{key}/{name}"))
 
     def _look_at_container(self, found: _Found) -> None:
         value, key, above = found.value, found.key, found.outer

@@ -32,7 +32,6 @@ _ROOMS = (
     "tests/input/test_ownership.py",
     "tests/checkpoint/test_arrays_of_others.py",
     "tests/values/test_models_as_variables.py",
-    "tests/tutorials/test_custom_training_torch.py",
 )
 
 

@@ -141,6 +141,32 @@ def test_the_file_is_read_by_others(make: Make, folder: Path) -> None:
     assert torch.equal(weights_of(plain), weights_of(training.model))
 
 
+def test_names_with_slashes(folder: Path) -> None:
+    """As Keras gives them to the parameters of its models."""
+
+    def make_module() -> Any:
+        return nn.ParameterDict({"dense/kernel": torch.zeros(2)})
+
+    with mpidist.MultiWorkerMirroredStrategy() as strategy:
+        with strategy.scope():
+            model, restored = mpidist.torch.adopt(make_module), mpidist.torch.adopt(make_module)
+            optimizers = [mpidist.torch.Optimizer(module, torch.optim.Adam) for module in (model, restored)]
+
+        def step() -> None:
+            model["dense/kernel"].sum().backward()
+            optimizers[0].step()
+
+        strategy.run(step)
+        path = mpidist.Checkpoint(model=model, optimizer=optimizers[0]).save(str(folder / "ckpt"))
+        mpidist.Checkpoint(model=restored, optimizer=optimizers[1]).restore(path).assert_consumed()
+        assert torch.equal(*(next(module.parameters()) for module in (model, restored)))
+        states = [optimizer.state[next(iter(optimizer.state))]["exp_avg"] for optimizer in optimizers]
+        assert torch.equal(*states)
+    plain = make_module()
+    mpidist.Checkpoint(model=plain).restore(path).expect_partial()
+    assert torch.equal(plain["dense/kernel"], next(model.parameters()))
+
+
 def test_another_optimizer_is_named(make: Make, folder: Path) -> None:
     training = make(1, torch.optim.Adam, lr=1e-2)
     training.train(1)

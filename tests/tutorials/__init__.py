@@ -1,1 +1,1 @@
-"""TensorFlow's tutorials on tf.distribute, the parts that are not Keras, retold block by block on mpidist."""
+"""TensorFlow's tutorials on tf.distribute, retold: the documents of docs/tutorials are run, block by block."""
