@@ -165,9 +165,9 @@ def test_a_truncated_file_is_named_and_the_others_are_shown(tmp_path: Path, caps
     for rank in range(2):
         FlightFile(tmp_path, rank, 2).begin("world", 1, "all_reduce", "train.py:3")
     path_of(tmp_path, 1).write_bytes(path_of(tmp_path, 1).read_bytes()[:1000])
-    assert flight.run(argparse.Namespace(folder=str(tmp_path), last=10)) == 0
+    assert flight.run(argparse.Namespace(folder=str(tmp_path), last=10, json=False)) == 0
     shown = capsys.readouterr()
     assert "all_reduce, at train.py:3" in shown.out
     assert "left out: " + str(path_of(tmp_path, 1)) in shown.err
     path_of(tmp_path, 0).write_bytes(b"")
-    assert flight.run(argparse.Namespace(folder=str(tmp_path), last=10)) == 2
+    assert flight.run(argparse.Namespace(folder=str(tmp_path), last=10, json=False)) == 2

@@ -65,7 +65,8 @@ def test_a_wheel_holds_the_package_and_nothing_else(tag: str) -> None:
     held = contents(wheel(tag))
     described = {f"{INFO}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt")}
     described.add(f"{INFO}/licenses/LICENSE")
-    assert set(held) == {*tracked("mpidist"), "mpidist_torch_entry.py", LIBRARY, *described}
+    examples = {f"mpidist/{name}" for name in tracked("examples")}
+    assert set(held) == {*tracked("mpidist"), *examples, "mpidist_torch_entry.py", LIBRARY, *described}
     assert {held[name] == (ROOT / name).read_bytes() for name in tracked("mpidist")} == {True}
     rows = {name: checksum for name, checksum, _ in csv.reader(io.StringIO(held[f"{INFO}/RECORD"].decode()))}
     assert rows.keys() == held.keys()
