@@ -21,9 +21,10 @@ _ALIGNMENT = 64
 
 
 def pack(tensors: Sequence[Tensors], factors: Sequence[int]) -> list[jax.Array]:
-    """Return tensors, each times its factor, as flat ones: small ones of a dtype together, large ones alone.
+    """Return tensors, each times its factor, as flat ones.
 
-    Those of 16 bits become float32, which has room for such products.
+    Small ones of a dtype are together, large ones alone. Those of 16 bits become float32, which has room for
+    such products.
     """
     return [
         jnp.concatenate([_times(tensors[place], factors[place]).ravel() for place in places])

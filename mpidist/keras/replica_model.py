@@ -32,6 +32,14 @@ class Adoption:
         self.is_built = False
         self.statistics: list[KerasObject] = []
 
+    def take_factor(self) -> int:
+        """Return by what the gradients of the present step are to be multiplied.
+
+        That of a loss which was multiplied counts once.
+        """
+        factor, self.factor = self.factor, self.rows
+        return factor
+
     @contextmanager
     def shared(self, method: str) -> Iterator[None]:
         """Tell the other ranks of an error of the block."""
@@ -66,11 +74,6 @@ class ReplicaOptimizer(keras.optimizers.Optimizer):
             return scaled
         adoption.factor = 1
         return scaled * adoption.rows
-
-    def factor(self) -> int:
-        """Return by what the gradients of the present step are to be multiplied."""
-        factor, self._mpidist.factor = self._mpidist.factor, self._mpidist.rows
-        return factor
 
 
 class ReplicaModel(keras.Model):

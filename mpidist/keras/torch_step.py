@@ -40,13 +40,11 @@ class TorchOptimizer(ReplicaOptimizer):
         if self._mpidist.sums.are_needed:
             variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
             # The ranks meet where torch.compile does not look.
-            grads = _outside_of_compilation(self._mpidist, grads, variables, self.factor())
+            grads = _outside_of_compilation(self._mpidist, grads, variables)
         super().apply(grads, trainable_variables)
 
 
-def mean_gradients(
-    adoption: Adoption, grads: Sequence[Tensors], variables: Sequence[Tensors], factor: int
-) -> list[Tensors]:
+def mean_gradients(adoption: Adoption, grads: Sequence[Tensors], variables: Sequence[Tensors]) -> list[Tensors]:
     """Return the gradients of the global batch (collective).
 
     A variable that has none on any rank has None, as in one process: the optimizer leaves it alone.
@@ -55,19 +53,20 @@ def mean_gradients(
         adoption: Of the model.
         grads: Of the variables; those of the step alone, in whose memory the results are.
         variables: Of the model.
-        factor: By which gradients are multiplied.
     """
     statistics, rows = adoption.statistics, adoption.rows
     with torch.no_grad():
         found = [torch.zeros_like(v.value) if g is None else g for g, v in zip(grads, variables, strict=True)]
         found = [*map(_wide, _apart(found))]
-        if factor != 1:
-            torch._foreach_mul_(found, factor)
+        if (factor := adoption.take_factor()) != 1:
+            for gradient in found:
+                gradient.mul_(factor)
         # Those of a rank without rows may be anything, also NaN.
         found += [_wide(s.value) * rows if rows else torch.zeros_like(_wide(s.value)) for s in statistics]
         marks = [g is not None for g in grads]
         rows_of_all, *marks = adoption.sums.add_up([*map(to_array, found)], rows, marks).tolist()
-        torch._foreach_div_(found, rows_of_all)
+        for total in found:
+            total.div_(rows_of_all)
         for variable, value in zip(statistics, found[len(variables) :], strict=True):
             variable.assign(value)
     return [
