@@ -4,7 +4,7 @@
 #   make test    set up .venv and run the checks: lint, pytest on one rank and in sessions of 2, 3 and 4; 9 minutes
 #   make quick   what to run at every commit: lint, and the tests that start no jobs; two minutes
 #   make test-all    the long ones too: chaos, soaks, virtual hosts with Slurm (root), CuPy's NCCL binding, MPICH, types, aarch64
-#   make test-share  of the long ones, and of those with PyTorch, those that CI runs for this commit
+#   make test-share  of the long ones, and of those with PyTorch, Keras or JAX, those that CI runs for this commit
 #   make mutants put faults into the library, one by one, and see that the tests see them; seven minutes
 #   make lint    ruff, mypy and the import rule
 #   make bench   set up .venv and measure on 2 and on 4 ranks, about 2 minutes; results in benchmarks/results/
@@ -158,7 +158,7 @@ $(CUPY_VENV)%/.done: pyproject.toml setup.cfg
 	$(CUPY_VENV)$*/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' 'cupy-cuda$*x>=14' $(NVRTC$*)
 	@touch $@
 
-# In an environment of its own, as both are large; a run of CI's share is within another one of checks.
+# In environments of their own, as these libraries are large; a run of CI's share is within another one of checks.
 test-torch: export MPIRUN = $(TORCH_VENV)/bin/mpirun
 test-torch: $(TORCH_VENV)/.done $(NATIVE)
 	$(TORCH_VENV)/bin/python -m tests.checks test-torch --out out/checks/torch $(CHECK_ARGS) < /dev/null
@@ -169,13 +169,9 @@ $(TORCH_VENV)/.done: pyproject.toml setup.cfg
 	$(TORCH_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' $(TORCH)
 	@touch $@
 
-JAX_PYTEST = $(LIMIT) $(JAX_VENV)/bin/mpirun -n $1 $(JAX_VENV)/bin/python \
-  -m pytest -q --color=no --with-mpi -p no:cacheprovider --ranks $1
-
 test-jax: export MPIRUN = $(JAX_VENV)/bin/mpirun
 test-jax: $(JAX_VENV)/.done $(NATIVE)
-	$(LIMIT) $(JAX_VENV)/bin/python -m pytest -q tests/jax mpidist/jax < /dev/null
-	$(call JAX_PYTEST,2) tests/jax < /dev/null
+	$(JAX_VENV)/bin/python -m tests.checks test-jax --out out/checks/jax $(CHECK_ARGS) < /dev/null
 
 $(JAX_VENV)/.done: pyproject.toml setup.cfg
 	$(call CHECK,$(JAX_VENV))
@@ -183,18 +179,9 @@ $(JAX_VENV)/.done: pyproject.toml setup.cfg
 	$(JAX_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)test]' $(JAX)
 	@touch $@
 
-# In an environment of its own, as Keras reads which backend it has when it is imported.
-KERAS_PYTEST = $(KERAS_VENV)/bin/python -m pytest -q --color=no -p no:cacheprovider
-KERAS_TESTS = tests/keras mpidist/keras
-
 test-keras: export MPIRUN = $(KERAS_VENV)/bin/mpirun
-test-keras: export JAX_PLATFORMS = cpu
 test-keras: $(KERAS_VENV)/.done $(NATIVE)
-	for backend in torch jax; do export KERAS_BACKEND=$$backend; \
-	  $(LIMIT) $(KERAS_PYTEST) $(KERAS_TESTS) < /dev/null || exit 1; \
-	  for ranks in 2 3; do \
-	    $(LIMIT) $$MPIRUN -n $$ranks $(KERAS_PYTEST) --with-mpi --ranks $$ranks $(KERAS_TESTS) < /dev/null || exit 1; \
-	  done; done
+	$(KERAS_VENV)/bin/python -m tests.checks test-keras --out out/checks/keras $(CHECK_ARGS) < /dev/null
 
 $(KERAS_VENV)/.done: pyproject.toml setup.cfg
 	$(call CHECK,$(KERAS_VENV))

@@ -15,7 +15,7 @@ os.environ.setdefault("OMPI_MCA_coll_acoll_comm_size_thresh", "2")
 
 from benchmarks.reports import compare, plot, text  # noqa: E402
 from benchmarks.reports.files import load  # noqa: E402
-from benchmarks.suite import cluster, cluster_jobs, gpu, gpu_job, parameter_server, reading, run, torch  # noqa: E402
+from benchmarks.suite import cluster, cluster_jobs, gpu, gpu_job, keras, parameter_server, reading, run, torch  # noqa: E402
 
 _COMMANDS_OF_THEIR_OWN = {
     "cluster": cluster,
@@ -23,6 +23,7 @@ _COMMANDS_OF_THEIR_OWN = {
     "gpu": gpu,
     "gpu-job": gpu_job,
     "input": reading,
+    "keras": keras,
     "parameter-server": parameter_server,
     "torch": torch,
 }

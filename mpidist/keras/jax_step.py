@@ -10,11 +10,13 @@ from contextlib import contextmanager
 
 import jax
 import keras
+import numpy as np
 from keras import ops
 
+from mpidist.arrays.dtypes import Array
 from mpidist.keras.global_batches import rows_of
-from mpidist.keras.rank_sums import pack, unpack
-from mpidist.keras.replica_model import Adoption, ReplicaModel
+from mpidist.keras.jax_packs import pack, room_for, unpack
+from mpidist.keras.replica_model import ReplicaModel, ReplicaOptimizer
 from mpidist.keras.untyped import KerasObject, Tensors
 
 _State = tuple[Tensors, Tensors, Tensors, Tensors]
@@ -71,12 +73,15 @@ class JaxModel(ReplicaModel):
         first, second = self._until_gradients, self._after_gradients
         if self.jit_compile and not self.run_eagerly:
             first, second = jax.jit(first), jax.jit(second, donate_argnums=0)
-        sums = self._mpidist.sums
+        sums: list[Array] = []
 
         def step(state: _State, data: Tensors) -> tuple[Tensors, _State]:
-            logs, non_trainable, metrics, flats = first(state, self._counted(data))
-            means = sums.mean_by_rows(flats, rows_of(data))
-            trainable, optimizer, non_trainable = second((state[0], state[2], non_trainable), means)
+            logs, non_trainable, metrics, packs = first(state, self._counted(data))
+            arrays = [*map(np.asarray, packs)]
+            # The second part of the step before has read them: the first one of this step has waited for it.
+            sums[:] = sums or room_for(arrays)
+            count = self._mpidist.sums.add_up(arrays, rows_of(data), out=sums)
+            trainable, optimizer, non_trainable = second((state[0], state[2], non_trainable), sums, count)
             return logs, (trainable, non_trainable, optimizer, metrics)
 
         return step
@@ -89,15 +94,16 @@ class JaxModel(ReplicaModel):
                 f"train_step() called stateless_apply() of the model's optimizer {len(taken)} times; expected once, "
                 "where the ranks add their gradients up"
             )
-        values = [*taken[0], *(non_trainable[i] for i in self._places())]
-        return logs, non_trainable, metrics, pack(values, self._mpidist.rows)
+        statistics = [non_trainable[i] for i in self._places()]
+        factors = [self._mpidist.take_factor()] * len(taken[0]) + [self._mpidist.rows] * len(statistics)
+        return logs, non_trainable, metrics, pack([*taken[0], *statistics], factors)
 
     def _after_gradients(
-        self, state: tuple[Tensors, Tensors, Tensors], flats: list[object]
+        self, state: tuple[Tensors, Tensors, Tensors], sums: list[Array], count: Array
     ) -> tuple[Tensors, Tensors, Tensors]:
         trainable, optimizer, non_trainable = state
         places = self._places()
-        found = unpack(flats, [*trainable, *(non_trainable[i] for i in places)])
+        found = unpack(sums, count, [*trainable, *(non_trainable[i] for i in places)])
         non_trainable = list(non_trainable)
         for i, value in zip(places, found[len(trainable) :], strict=True):
             non_trainable[i] = value
@@ -109,10 +115,8 @@ class JaxModel(ReplicaModel):
         return [i for i, variable in enumerate(self.non_trainable_variables) if id(variable) in of_layers]
 
 
-class JaxOptimizer(keras.optimizers.Optimizer):
+class JaxOptimizer(ReplicaOptimizer):
     """An optimizer that hands gradients over where it is told to."""
-
-    _mpidist: Adoption
 
     @contextmanager
     def taking_gradients(self) -> Iterator[list[Tensors]]:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from mpidist.arrays.dtypes import Array, is_half
+from mpidist.arrays.dtypes import Array
 from mpidist.keras.untyped import KerasObject, Tensors
 from mpidist.strategies import Strategy
 
@@ -35,48 +35,24 @@ class RankSums:
         """Whether there are other ranks."""
         return self._communicator is not None
 
-    def take_mean(self, arrays: Sequence[Array], rows: int, marks: Sequence[bool] = ()) -> list[bool]:
-        """Average arrays over ranks by their rows, where they lie (collective).
-
-        Those of a rank without rows count as zeros.
+    def add_up(
+        self, arrays: Sequence[Array], rows: int, marks: Sequence[bool] = (), out: Sequence[Array] | None = None
+    ) -> Array:
+        """Replace arrays by their sums over ranks (collective).
 
         Args:
             arrays: No two of them share memory.
             rows: How many rows of the global batch this rank has.
             marks: Flags that go along.
+            out: Gets the sums in place of the arrays.
 
         Returns:
-            Which of the marks are set on any rank.
+            How many rows all ranks have, and on how many ranks each of the marks is set.
         """
-        if self._communicator is None:
-            return list(marks)
-        wide = [array.astype(np.float32) if is_half(array.dtype) else array for array in arrays]
-        for array in wide:
-            if rows:
-                np.multiply(array, array.dtype.type(rows), out=array)
-            else:
-                array.fill(0)
-        together = [*wide, _counted(wide, [rows, *marks])]
-        self._communicator.all_reduce("SUM", together, out=together)
-        count, *found = together[-1]
-        for array, total in zip(arrays, wide, strict=True):
-            np.divide(total, total.dtype.type(count), out=total)
-            if total is not array:
-                array[...] = total.astype(array.dtype)
-        return [ranks > 0 for ranks in found]
-
-    def mean_by_rows(self, flats: Sequence[object], rows: int) -> list[object]:
-        """Return packed values, averaged over ranks by their rows (collective).
-
-        Args:
-            flats: Those of :func:`pack`.
-            rows: How many rows of the global batch this rank has.
-        """
-        if self._communicator is None:
-            return list(flats)
-        arrays = [*map(ops.convert_to_numpy, flats)]
-        *sums, count = self._communicator.all_reduce("SUM", [*arrays, _counted(arrays, [rows])])
-        return [np.divide(array, array.dtype.type(count[0]), out=array) for array in sums]
+        counts = _counted(arrays, [rows, *marks])
+        if self._communicator is not None:
+            self._communicator.all_reduce("SUM", [*arrays, counts], out=[*(arrays if out is None else out), counts])
+        return counts
 
     def total(self, variables: Iterable[KerasObject]) -> None:
         """Give each variable of a metric the value that it has over all ranks (collective)."""
@@ -137,45 +113,6 @@ def _counted(arrays: Sequence[Array], numbers: Sequence[int]) -> Array:
     """
     counts = arrays and arrays[0].dtype.itemsize >= _COUNTING_BYTES
     return np.array(numbers, arrays[0].dtype if counts else np.float64)
-
-
-def pack(tensors: Sequence[Tensors], rows: int) -> list[object]:
-    """Return tensors, times the number of rows, as one flat tensor for each dtype.
-
-    Those of 16 bits become float32, which has room for such products.
-    """
-    return [
-        ops.concatenate([ops.reshape(ops.multiply(_wide(tensors[i]), float(rows)), (-1,)) for i in places])
-        for places in _places_by_dtype(tensors)
-    ]
-
-
-def _wide(tensor: Tensors) -> Tensors:
-    return ops.cast(tensor, "float32") if _dtype_of(tensor) in ("float16", "bfloat16") else tensor
-
-
-def unpack(flats: Iterable[object], like: Sequence[Tensors]) -> list[object]:
-    """Return the tensors of :func:`pack`, in the shapes and dtypes of ``like``."""
-    tensors: list[object] = [None] * len(like)
-    for flat, places in zip(flats, _places_by_dtype(like), strict=True):
-        flat, start = ops.convert_to_tensor(flat), 0
-        for i in places:
-            end = start + int(np.prod(like[i].shape))
-            tensors[i] = ops.cast(ops.reshape(flat[start:end], tuple(like[i].shape)), _dtype_of(like[i]))
-            start = end
-    return tensors
-
-
-def _places_by_dtype(tensors: Sequence[Tensors]) -> list[list[int]]:
-    places: dict[str, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        places.setdefault(_dtype_of(tensor), []).append(i)
-    return list(places.values())
-
-
-def _dtype_of(tensor: Tensors) -> str:
-    name: str = keras.backend.standardize_dtype(tensor.dtype)
-    return name
 
 
 def _assign(variables: Iterable[KerasObject], values: Iterable[object]) -> None:

@@ -23,11 +23,22 @@ class Adoption:
         self.strategy = strategy
         self.optimizer_class = optimizer_class
         self.sums = RankSums(strategy)
-        # Rows of this rank in the present step.
+        # Rows of this rank in the present step, and what its gradients are still to be multiplied by for them.
         self.rows = 0
+        self.factor = 0
+        # Whether such multiples of losses have room.
+        self.weighs_losses = False
         # Whether metrics and optimizer have their variables.
         self.is_built = False
         self.statistics: list[KerasObject] = []
+
+    def take_factor(self) -> int:
+        """Return by what the gradients of the present step are to be multiplied.
+
+        That of a loss which was multiplied counts once.
+        """
+        factor, self.factor = self.factor, self.rows
+        return factor
 
     @contextmanager
     def shared(self, method: str) -> Iterator[None]:
@@ -49,6 +60,20 @@ def subclassed(value: KerasObject, mixin: type, adoption: Adoption) -> None:
     kind = type(given.__name__, (mixin, given), {**names, "__class__": property(lambda _: given)})
     object.__setattr__(value, "__class__", kind)
     object.__setattr__(value, "_mpidist", adoption)
+
+
+class ReplicaOptimizer(keras.optimizers.Optimizer):
+    """An optimizer that takes the gradients of all rows."""
+
+    _mpidist: Adoption
+
+    def scale_loss(self, loss: Tensors) -> Tensors:
+        """See Keras: times the rows of this rank, which costs less than gradients times them."""
+        scaled, adoption = super().scale_loss(loss), self._mpidist
+        if not adoption.weighs_losses:
+            return scaled
+        adoption.factor = 1
+        return scaled * adoption.rows
 
 
 class ReplicaModel(keras.Model):
@@ -207,7 +232,7 @@ class ReplicaModel(keras.Model):
 
     def begin_step(self, data: Tensors) -> bool:
         """Return whether this rank has rows in a step, and take down how many."""
-        self._mpidist.rows = rows_of(data)
+        self._mpidist.rows = self._mpidist.factor = rows_of(data)
         return self._mpidist.rows > 0 or not self._mpidist.sums.are_needed
 
     def require_own_step(self, name: str) -> None:
@@ -256,6 +281,9 @@ class ReplicaModel(keras.Model):
         """Give all ranks the state of the first one (collective)."""
         sums = self._mpidist.sums
         self._mpidist.statistics = self._statistics()
+        self._mpidist.weighs_losses = sums.are_needed and not any(
+            layer.compute_dtype == "float16" for layer in self._flatten_layers()
+        )
         optimizer = getattr(self, "optimizer", None)
         others = [name for name, value in vars(self).items() if isinstance(value, keras.optimizers.Optimizer)]
         if sums.are_needed and set(others) - {"optimizer"}:

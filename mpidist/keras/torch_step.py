@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import keras
 import torch
 
 from mpidist.arrays.convert import to_array
-from mpidist.keras.replica_model import Adoption, ReplicaModel
+from mpidist.keras.replica_model import Adoption, ReplicaModel, ReplicaOptimizer
 from mpidist.keras.untyped import Tensors
 
 
@@ -33,10 +32,8 @@ class TorchModel(ReplicaModel):
         return self.get_metrics_result()
 
 
-class TorchOptimizer(keras.optimizers.Optimizer):
+class TorchOptimizer(ReplicaOptimizer):
     """An optimizer that applies the gradients of all ranks."""
-
-    _mpidist: Adoption
 
     def apply(self, grads: Sequence[Tensors], trainable_variables: Tensors = None) -> None:
         """See Keras (collective)."""
@@ -47,22 +44,40 @@ class TorchOptimizer(keras.optimizers.Optimizer):
         super().apply(grads, trainable_variables)
 
 
-def _of_all_ranks(adoption: Adoption, grads: Sequence[Tensors], variables: Sequence[Tensors]) -> list[Tensors]:
+def mean_gradients(adoption: Adoption, grads: Sequence[Tensors], variables: Sequence[Tensors]) -> list[Tensors]:
     """Return the gradients of the global batch (collective).
 
     A variable that has none on any rank has None, as in one process: the optimizer leaves it alone.
+
+    Args:
+        adoption: Of the model.
+        grads: Of the variables; those of the step alone, in whose memory the results are.
+        variables: Of the model.
     """
-    statistics = adoption.statistics
+    statistics, rows = adoption.statistics, adoption.rows
     with torch.no_grad():
-        # Gradients are this step's alone, and become those of the global batch where they lie.
         found = [torch.zeros_like(v.value) if g is None else g for g, v in zip(grads, variables, strict=True)]
-        found = _apart(found)
-        found += [variable.value.clone() for variable in statistics]
+        found = [*map(_wide, _apart(found))]
+        if (factor := adoption.take_factor()) != 1:
+            for gradient in found:
+                gradient.mul_(factor)
+        # Those of a rank without rows may be anything, also NaN.
+        found += [_wide(s.value) * rows if rows else torch.zeros_like(_wide(s.value)) for s in statistics]
         marks = [g is not None for g in grads]
-        marks = adoption.sums.take_mean([*map(to_array, found)], adoption.rows, marks)
+        rows_of_all, *marks = adoption.sums.add_up([*map(to_array, found)], rows, marks).tolist()
+        for total in found:
+            total.div_(rows_of_all)
         for variable, value in zip(statistics, found[len(variables) :], strict=True):
             variable.assign(value)
-    return [gradient if mark else None for gradient, mark in zip(found, marks, strict=False)]
+    return [
+        gradient.to(variable.value.dtype) if mark else None
+        for gradient, variable, mark in zip(found, variables, marks, strict=False)
+    ]
+
+
+def _wide(tensor: Tensors) -> Tensors:
+    """Return a tensor that has room for its products with numbers of rows."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _apart(tensors: Sequence[Tensors]) -> list[Tensors]:
@@ -77,4 +92,4 @@ def _apart(tensors: Sequence[Tensors]) -> list[Tensors]:
     return apart
 
 
-_outside_of_compilation = torch.compiler.disable(_of_all_ranks)
+_outside_of_compilation = torch.compiler.disable(mean_gradients)

@@ -1,4 +1,4 @@
-"""The checks of the project: ``python -m tests.checks`` quick, test, test-all, test-share or test-torch.
+"""The checks of the project: ``python -m tests.checks`` quick, test, test-all, test-share, test-torch, ...
 
 Parts run beside each other. Each ends with a line; what a part printed that failed follows at once,
 and everything is in ``out/checks``. The status is 1 if a part failed.
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.checks import long, parts, torch_parts
+from tests.checks import library_parts, long, parts
 from tests.checks.runner import Done, run_parts
 from tests.checks.summary import end_of_log, line_of, summary
 
@@ -24,7 +24,7 @@ SETS = {
     "test": parts.ordinary,
     "test-all": lambda: [*parts.ordinary(), *long.everything()],
     "test-share": lambda: [*long.always(), *long.share()],
-    "test-torch": torch_parts.everything,
+    **{f"test-{library}": found for library, found in library_parts.LIBRARIES.items()},
 }
 
 

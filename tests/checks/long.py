@@ -1,6 +1,6 @@
 """The long parts, of which CI runs a share.
 
-Chaos, soaks, virtual hosts, CuPy's binding, MPICH, types, aarch64, and those with torch.
+Chaos, soaks, virtual hosts, CuPy's binding, MPICH, types, aarch64, and those with torch, Keras or JAX.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import TypeVar
 
 from tests.chaos.faults import FAULTS
-from tests.checks import torch_parts
+from tests.checks import library_parts
 from tests.checks.parts import GROUPS, Part, one_rank
 from tests.support.ranks.jobs import ROOT
+
+T = TypeVar("T")
 
 _SECONDS = 1800.0
 # Which share a commit gets is decided by its hash. None takes more than some three minutes.
@@ -55,9 +58,9 @@ def always() -> list[Part]:
 
 
 def share() -> list[Part]:
-    """Return the share of the commit that is checked out, and that of the parts with torch."""
+    """Return the share of the commit that is checked out, and that of the parts with torch, Keras or JAX."""
     names = share_of(commit())
-    return [*(part for part in everything() if part.name in names), _torch_share()]
+    return [*(part for part in everything() if part.name in names), _library_share()]
 
 
 def commit() -> str:
@@ -68,8 +71,8 @@ def commit() -> str:
     return asked.stdout.strip()
 
 
-def share_of(commit: str, shares: Sequence[list[str]] = SHARES) -> list[str]:
-    """Return the names of the long parts that a commit gets, by its hash alone.
+def share_of(commit: str, shares: Sequence[T] = SHARES) -> T:
+    """Return the share that a commit gets, by its hash alone: by default the names of long parts.
 
     >>> share_of("0" * 40)
     ['chaos 1']
@@ -77,12 +80,13 @@ def share_of(commit: str, shares: Sequence[list[str]] = SHARES) -> list[str]:
     return shares[int(commit, 16) % len(shares)]
 
 
-def _torch_share() -> Part:
-    """Return the commit's share of ``make test-torch``, which has parts of its own."""
-    names = share_of(commit(), torch_parts.SHARES)
-    make = ["make", "test-torch", f"TORCH={torch_parts.CI_PACKAGES}", f"CHECK_ARGS=--only {shlex.join(names)}"]
-    command = [sys.executable, "-m", "tests.checks.torch_wheel", torch_parts.CI_WHEEL, *make]
-    return Part("torch", command, takes_all_cores=True, is_pytest=False, seconds=_SECONDS)
+def _library_share() -> Part:
+    """Return the commit's share of what ``make test-torch``, ``test-keras`` and ``test-jax`` run."""
+    share = share_of(commit(), library_parts.SHARES)
+    packages = f"{share.library.upper()}={share.packages}"
+    make = ["make", f"test-{share.library}", packages, f"CHECK_ARGS=--only {shlex.join(share.names)}"]
+    command = [sys.executable, "-m", "tests.checks.wheels", share.packages, *make]
+    return Part(share.library, command, takes_all_cores=True, is_pytest=False, seconds=_SECONDS)
 
 
 _AARCH64 = "tests/native/test_aarch64.py"

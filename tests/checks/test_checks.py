@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checks import long, parts, torch_parts
+from tests.checks import library_parts, long, parts
 from tests.checks.__main__ import alone_in
 from tests.checks.parts import Part
 from tests.checks.runner import Done, run_parts
@@ -97,27 +97,24 @@ def test_a_share_is_decided_by_the_hash_and_each_long_part_is_in_one() -> None:
     assert [long.share_of(commit) for commit in commits] == long.SHARES
 
 
-def test_a_share_of_the_parts_with_torch_is_in_that_of_every_commit() -> None:
-    names = [part.name for part in torch_parts.everything()]
-    assert sorted(name for share in torch_parts.SHARES for name in share) == sorted(names)
-    assert {part.name for part in long.share()} > {"torch"}
+@pytest.mark.parametrize("library", library_parts.LIBRARIES)
+def test_each_part_with_a_library_is_in_one_share(library: str) -> None:
+    names = [part.name for part in library_parts.LIBRARIES[library]()]
+    shares = [share.names for share in library_parts.SHARES if share.library == library]
+    assert sorted(name for share in shares for name in share) == sorted(names)
+
+
+def test_a_share_of_those_with_a_library_is_in_that_of_every_commit() -> None:
+    assert len({part.name for part in long.share()} & library_parts.LIBRARIES.keys()) == 1
 
 
 @pytest.mark.jobs
-def test_torch_is_left_out_with_a_reason_where_pip_has_no_wheel(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.checks.torch_wheel",
-        "no-such-wheel==0",
-        sys.executable,
-        "-c",
-        "print('ran')",
-    ]
+def test_a_library_is_left_out_with_a_reason_where_pip_has_no_wheel(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.checks.wheels", "no-such-wheel==0", sys.executable, "-c", "print('ran')"]
     part = Part("torch", command, environment={"PIP_NO_INDEX": "1"}, is_pytest=False)
     (done,) = run_parts([part], tmp_path, lambda done: None)
     assert not done.has_failed
-    assert "not tested: pip has no wheel of no-such-wheel==0 for Python 3." in line_of(done)
+    assert "not tested: pip has no wheels of no-such-wheel==0 for Python 3." in line_of(done)
     assert "ran" not in done.log.read_text().split()
 
 

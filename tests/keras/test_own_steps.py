@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mpidist
 from tests.keras.test_fit import adopted
 from tests.support.ranks.layouts import layouts
 
@@ -59,3 +60,61 @@ def test_a_rank_without_rows_is_an_error(strategy: Any, keras: ModuleType) -> No
     rows = strategy.num_replicas_in_sync + 1
     with pytest.raises(Exception, match=r"a test_step\(\) of one's own has to have some"):
         model.evaluate(np.ones((rows, 3)), np.ones((rows, 1)), batch_size=rows - 1, verbose=0)
+
+
+def without_scale_loss(keras: ModuleType) -> Any:
+    """Return a model whose train_step takes gradients by itself, with PyTorch by two calls of backward."""
+
+    class Torch(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            import torch
+
+            x, y = data
+            self.zero_grad()
+            for target in (y, y + 1):
+                (0.5 * (self(x, training=True) - target) ** 2).mean().backward()
+            weights = self.trainable_weights
+            with torch.no_grad():
+                self.optimizer.apply([weight.value.grad for weight in weights], weights)
+            return {}
+
+    class Jax(keras.Sequential):
+        def train_step(self, state: Any, data: Any) -> Any:
+            import jax
+
+            (trainable, non_trainable, optimizer, metrics), (x, y) = state, data
+
+            def loss(trainable: Any) -> Any:
+                outputs, _ = self.stateless_call(trainable, non_trainable, x)
+                return sum((0.5 * (outputs - target) ** 2).mean() for target in (y, y + 1))
+
+            found = self.optimizer.stateless_apply(optimizer, jax.grad(loss)(trainable), trainable)
+            return {}, (found[0], non_trainable, found[1], metrics)
+
+    kind = Torch if keras.backend.backend() == "torch" else Jax
+    return kind([keras.Input((10,)), keras.layers.Dense(1)])
+
+
+def in_float16(keras: ModuleType) -> Any:
+    """Return a model whose gradients have no room for their products with rows."""
+    layer = keras.layers.Dense(1, dtype="mixed_float16")
+    return keras.Sequential([keras.Input((10,)), keras.layers.Rescaling(30.0), layer])
+
+
+@pytest.mark.parametrize(("make", "rate"), [(without_scale_loss, 0.1), (in_float16, 1e-5)])
+def test_gradients_of_losses_that_are_not_weighted(
+    strategy: Any, keras: ModuleType, data: Any, make: Any, rate: float
+) -> None:
+    x, y = (array[:90].astype("float32") for array in data[:2])
+    weights = []
+    for whose in (mpidist.OneDeviceStrategy("cpu:0"), strategy):
+        keras.utils.set_random_seed(3)
+        model = adopted(whose, make(keras))
+        model.compile(keras.optimizers.SGD(rate), "mse")
+        before = model.get_weights()
+        model.fit(x, y, batch_size=31, shuffle=False, verbose=0)
+        weights.append([after - value for after, value in zip(model.get_weights(), before, strict=True)])
+    for mine, alone in zip(*weights, strict=True):
+        largest, exactness = np.abs(alone).max(), 1e-2 if make is in_float16 else 1e-5
+        assert largest > 0
+        np.testing.assert_allclose(mine, alone, rtol=0, atol=exactness * largest)

@@ -148,11 +148,13 @@ def test_what_is_missing_is_named_with_what_to_type(tmp_path: Path) -> None:
     assert "pip install --no-index --find-links wheels NAMES" in done.stderr
 
 
-@pytest.mark.parametrize("target", ["env", "test", "clean", "test-torch", "test-binding", "test-types"])
+@pytest.mark.parametrize(
+    "target", ["env", "test", "clean", "test-torch", "test-keras", "test-jax", "test-binding", "test-types"]
+)
 def test_nothing_is_made_or_removed_outside_of_the_tree(target: str, tmp_path: Path) -> None:
     outside = tmp_path / "usr"
     (outside / "bin").mkdir(parents=True)
-    names = ("VENV", "TORCH_VENV", "CUPY_VENV", "MPICH_VENV", "TYPES_VENV")
+    names = ("VENV", "TORCH_VENV", "KERAS_VENV", "JAX_VENV", "CUPY_VENV", "MPICH_VENV", "TYPES_VENV")
     done = make("--dry-run", target, *(f"{name}={outside}" for name in names), f"PYTHON={sys.executable}")
     assert f"-m venv {outside}" not in done.stdout
     if target == "clean":
