@@ -3,7 +3,8 @@
 #   make train   set up .venv and train examples/train.py on RANKS ranks; results in out/
 #   make test    set up .venv and run the checks: lint, pytest on one rank and in sessions of 2, 3 and 4; 9 minutes
 #   make quick   what to run at every commit: lint, and the tests that start no jobs; two minutes
-#   make test-all    the long ones too: chaos, soaks, virtual hosts with Slurm (root), CuPy's NCCL binding, MPICH, types, aarch64
+#   make test-all    the long ones too: chaos, soaks, virtual hosts with Slurm (root), CuPy's NCCL binding, MPICH, types, aarch64,
+#                the documentation, a release
 #   make test-share  of the long ones, and of those with PyTorch, Keras or JAX, those that CI runs for this commit
 #   make mutants put faults into the library, one by one, and see that the tests see them; seven minutes
 #   make lint    ruff, mypy and the import rule

@@ -1,6 +1,7 @@
 """The long parts, of which CI runs a share.
 
-Chaos, soaks, virtual hosts, CuPy's binding, MPICH, types, aarch64, and those with torch, Keras or JAX.
+Chaos, soaks, virtual hosts, CuPy's binding, MPICH, types, aarch64, the documentation, a release, and those with torch,
+Keras or JAX.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ SHARES = [
     ["hosts: all_reduce", "hosts: launch", "hosts: lab"],
     ["hosts: doctor", "hosts: faults"],
     ["hosts: slurm_scripts"],
+    ["docs"],
+    ["release, on this machine"],
+    ["release, on others"],
 ]
 
 
@@ -46,6 +50,9 @@ def everything() -> list[Part]:
         _make("binding", "test-binding"),
         _make("MPICH", "test-mpich"),
         _make("types", "test-types"),
+        _make("docs", "docs"),
+        _release("on this machine", "archives", "installed", "recipes"),
+        _release("on others", "clean_root", "other_machines"),
         one_rank("core in C, more", GROUPS["core in C"], "--long", "-m", "long", seconds=_SECONDS),
         one_rank("aarch64", [_AARCH64], "--long", seconds=_SECONDS),
         *hosts,
@@ -95,7 +102,7 @@ _LONG_1 = [*GROUPS["collectives and launching"], "tests/support"]
 
 
 def _others_than_long_1() -> list[str]:
-    return [f"--ignore={path}" for path in (*_LONG_1, *GROUPS["core in C"], _AARCH64, "tests/chaos")]
+    return [f"--ignore={path}" for path in (*_LONG_1, *GROUPS["core in C"], _AARCH64, "tests/chaos", "tests/packaging")]
 
 
 _HOSTS = ("all_reduce", "doctor", "faults", "lab", "launch", "slurm_scripts")
@@ -116,6 +123,12 @@ def _chaos(third: int) -> list[str]:
     return [f"tests/chaos/test_chaos.py::test_every_committed_step_is_there_in_the_end[{name}]" for name in names]
 
 
-def _make(name: str, target: str) -> Part:
+def _release(where: str, *names: str) -> Part:
+    """Return tests of a release that is built for them."""
+    tests = " ".join(f"tests/packaging/test_{name}.py" for name in names)
+    return _make(f"release, {where}", "dist", f"DIST_TESTS={tests}")
+
+
+def _make(name: str, *arguments: str) -> Part:
     """Return what has an environment of its own; one at a time, as each installs mpidist from the same folder."""
-    return Part(name, ["make", target], takes_all_cores=True, is_pytest=False, seconds=_SECONDS)
+    return Part(name, ["make", *arguments], takes_all_cores=True, is_pytest=False, seconds=_SECONDS)
