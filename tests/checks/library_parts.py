@@ -39,8 +39,8 @@ SHARES = [
         ["exam of mpi 1", "exam of mpi 2", *(f"exam of mpidist {number}" for number in range(1, 5))],
     ),
     Share("keras", _TORCH, [f"keras on torch, {part}" for part in ("jobs", "3 ranks", "2 ranks", "1 rank")]),
-    Share("keras", _JAX, [f"keras on jax, {part}" for part in ("jobs", "1 rank")]),
-    Share("keras", _JAX, [f"keras on jax, {part}" for part in ("3 ranks", "2 ranks")]),
+    Share("keras", _JAX, [f"keras on jax, {part}" for part in ("3 ranks", "jobs")]),
+    Share("keras", _JAX, [f"keras on jax, {part}" for part in ("2 ranks", "1 rank")]),
     Share("jax", f"{_JAX} optax flax equinox", ["jax, training", "jax, 1 rank", "jax, 2 ranks"]),
 ]
 # Those that take longest as jobs of their own.
