@@ -35,7 +35,7 @@ def adopt(module: ModuleOrFactory) -> ReplicatedModule:
     Raises:
         TypeError: Neither a module nor a function that returns one.
         RuntimeError: Called inside ``strategy.run``.
-        ValueError: A strategy without replicas in sync, or one of GPUs.
+        ValueError: A strategy without replicas in sync, or one of GPUs; a module whose copies have other names.
         MismatchError: Modules of other shapes on other ranks.
         NotImplementedError: A compiled module for several replicas of one rank.
 
@@ -64,7 +64,17 @@ def adopt(module: ModuleOrFactory) -> ReplicatedModule:
     with extended.shared_errors("adopt()"):
         # After the values have come: what is derived from them is copied as it is.
         copies += [copy.deepcopy(first) for _ in extended.local_replica_ids[1:]]
+        _check_names(copies)
     return ReplicatedModule(strategy, copies)
+
+
+def _check_names(copies: list[Foreign]) -> None:
+    names = [[*_tensors_of(module)] for module in copies]
+    if any(other != names[0] for other in names):
+        raise ValueError(
+            f"{type(copies[0]).__name__} gives its copies parameters of other names, as Keras models do; expected one "
+            "replica per rank (mpirun -n N, without devices=), for a Keras model mpidist.keras.adopt(model) and fit()"
+        )
 
 
 def _take_first_ranks(strategy: Strategy, module: Foreign, name: str) -> None:

@@ -97,6 +97,23 @@ def test_an_optimizer_makes_the_copies_equal(strategy: Any) -> None:
             mpidist.torch.Optimizer(model, torch.optim.SGD, lr=1.0)
 
 
+class NamedByAge(nn.Module):
+    """Copies name their parameters otherwise, as those of a Keras model do."""
+
+    def __init__(self, age: int = 0) -> None:
+        super().__init__()
+        self.age = age
+        self.add_module(f"layer_{age}", nn.Linear(3, 2))
+
+    def __deepcopy__(self, memo: object) -> NamedByAge:
+        return NamedByAge(self.age + 1)
+
+
+def test_copies_of_other_names_are_refused(strategy: Any) -> None:
+    with strategy.scope(), pytest.raises(ValueError, match="NamedByAge gives its copies parameters of other names"):
+        mpidist.torch.adopt(NamedByAge())
+
+
 def test_a_change_in_a_replica_is_its_own(strategy: Any) -> None:
     with strategy.scope():
         model = mpidist.torch.adopt(nn.Linear(3, 2))
