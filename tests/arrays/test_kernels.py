@@ -37,7 +37,9 @@ class Place:
 
     def __init__(self, name: str, size: int, offset: int = 0) -> None:
         dtype = dtype_of(name)
-        self.raw = np.full(size * dtype.itemsize + 2 * GUARD + 32, 0xA5, np.uint8)
+        # Where no element of a huge array would have an address below zero, as on the heap of some Pythons.
+        self.raw = np.frombuffer(mmap.mmap(-1, size * dtype.itemsize + 2 * GUARD + 32), np.uint8)
+        self.raw[:] = 0xA5
         start = GUARD - self.raw.ctypes.data % 16 + 16 + offset
         self.inside = slice(start, start + size * dtype.itemsize)
         self.array = HostArray(np.ndarray(size, dtype, self.raw[self.inside]))
