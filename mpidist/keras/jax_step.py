@@ -95,7 +95,7 @@ class JaxModel(ReplicaModel):
                 "where the ranks add their gradients up"
             )
         statistics = [non_trainable[i] for i in self._places()]
-        factors = [self._mpidist.take_factor()] * len(taken[0]) + [self._mpidist.rows] * len(statistics)
+        factors = [self._mpidist.factor] * len(taken[0]) + [self._mpidist.rows] * len(statistics)
         return logs, non_trainable, metrics, pack([*taken[0], *statistics], factors)
 
     def _after_gradients(

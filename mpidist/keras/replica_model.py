@@ -23,22 +23,18 @@ class Adoption:
         self.strategy = strategy
         self.optimizer_class = optimizer_class
         self.sums = RankSums(strategy)
-        # Rows of this rank in the present step, and what its gradients are still to be multiplied by for them.
+        # Of this rank, in the present step.
         self.rows = 0
-        self.factor = 0
-        # Whether such multiples of losses have room.
+        # Whether losses are multiplied by them, and not gradients.
         self.weighs_losses = False
         # Whether metrics and optimizer have their variables.
         self.is_built = False
         self.statistics: list[KerasObject] = []
 
-    def take_factor(self) -> int:
-        """Return by what the gradients of the present step are to be multiplied.
-
-        That of a loss which was multiplied counts once.
-        """
-        factor, self.factor = self.factor, self.rows
-        return factor
+    @property
+    def factor(self) -> int:
+        """Return by what the gradients of the present step are to be multiplied."""
+        return 1 if self.weighs_losses else self.rows
 
     @contextmanager
     def shared(self, method: str) -> Iterator[None]:
@@ -70,10 +66,7 @@ class ReplicaOptimizer(keras.optimizers.Optimizer):
     def scale_loss(self, loss: Tensors) -> Tensors:
         """See Keras: times the rows of this rank, which costs less than gradients times them."""
         scaled, adoption = super().scale_loss(loss), self._mpidist
-        if not adoption.weighs_losses:
-            return scaled
-        adoption.factor = 1
-        return scaled * adoption.rows
+        return scaled * adoption.rows if adoption.weighs_losses else scaled
 
 
 class ReplicaModel(keras.Model):
@@ -232,7 +225,7 @@ class ReplicaModel(keras.Model):
 
     def begin_step(self, data: Tensors) -> bool:
         """Return whether this rank has rows in a step, and take down how many."""
-        self._mpidist.rows = self._mpidist.factor = rows_of(data)
+        self._mpidist.rows = rows_of(data)
         return self._mpidist.rows > 0 or not self._mpidist.sums.are_needed
 
     def require_own_step(self, name: str) -> None:
@@ -241,11 +234,14 @@ class ReplicaModel(keras.Model):
         Args:
             name: ``train_step`` or ``test_step``.
         """
-        if getattr(self.__class__, name) is not getattr(keras.Model, name):
+        if not self._has_step_of_keras(name):
             raise ValueError(
                 f"the last global batch has fewer rows than there are replicas, and a {name}() of one's own has to "
                 "have some on each; expected another batch_size, or data without those rows"
             )
+
+    def _has_step_of_keras(self, name: str) -> bool:
+        return getattr(self.__class__, name) is getattr(keras.Model, name)
 
     def _get_metrics_result_or_logs(self, logs: KerasObject) -> KerasObject:
         # Called by Keras after the last batch of an epoch or an evaluation.
@@ -281,8 +277,11 @@ class ReplicaModel(keras.Model):
         """Give all ranks the state of the first one (collective)."""
         sums = self._mpidist.sums
         self._mpidist.statistics = self._statistics()
-        self._mpidist.weighs_losses = sums.are_needed and not any(
-            layer.compute_dtype == "float16" for layer in self._flatten_layers()
+        # A step of the user's may look at gradients, or keep their compiled function; float16 has no room for products.
+        self._mpidist.weighs_losses = (
+            sums.are_needed
+            and self._has_step_of_keras("train_step")
+            and not any(layer.compute_dtype == "float16" for layer in self._flatten_layers())
         )
         optimizer = getattr(self, "optimizer", None)
         others = [name for name, value in vars(self).items() if isinstance(value, keras.optimizers.Optimizer)]

@@ -58,7 +58,7 @@ def mean_gradients(adoption: Adoption, grads: Sequence[Tensors], variables: Sequ
     with torch.no_grad():
         found = [torch.zeros_like(v.value) if g is None else g for g, v in zip(grads, variables, strict=True)]
         found = [*map(_wide, _apart(found))]
-        if (factor := adoption.take_factor()) != 1:
+        if (factor := adoption.factor) != 1:
             for gradient in found:
                 gradient.mul_(factor)
         # Those of a rank without rows may be anything, also NaN.

@@ -53,12 +53,15 @@ def _quicker(info: LauncherInfo | None) -> dict[str, str]:
     the other side for. On a wire of 1 Gbit/s these take 1.4 to 1.7 times as long as those that are simply sent.
 
     Where there is no fabric, its "ofi" component sleeps for a second as it is closed again. It carries one-sided
-    messages between nodes, so a job on one node loses nothing without it. Only where a launcher has started that job:
-    a process without one may be about to start others that have several nodes, and hands its environment on.
+    messages between nodes, so a job on one node loses nothing without it.
+
+    Only where a launcher has started the job: a process without one may be about to start others, on several nodes too,
+    and hands its environment on, where it would come before the files in which Open MPI's users keep their settings.
     """
+    if info is None or info.size is None:
+        return {}
     quicker = {"OMPI_MCA_btl_tcp_flags": "send,inplace"}
-    is_on_one_node = info is not None and info.size is not None and info.local_size == info.size
-    if is_on_one_node and "SLURM_HET_SIZE" not in os.environ:
+    if info.local_size == info.size and "SLURM_HET_SIZE" not in os.environ:
         quicker["OMPI_MCA_btl"] = "^ofi"
     return quicker
 
@@ -66,11 +69,11 @@ def _quicker(info: LauncherInfo | None) -> dict[str, str]:
 def prepare_environment() -> None:
     """Set the variables that MPI reads at its start, unless the user has. It does not start MPI.
 
-    ``OMPI_MCA_osc=^ucx`` and ``OMPI_MCA_btl_tcp_flags=send,inplace`` always, ``OMPI_MCA_mpi_yield_when_idle=1`` where
-    the launcher put more ranks on this node than this process has cores, ``OMPI_MCA_async_mpi_finalize=1`` under
-    ``mpirun --with-ft``, and ``OMPI_MCA_btl=^ofi`` where the launcher put all ranks on one node, which may save a
-    second. Other MPI libraries ignore these variables. Has the start watched, too (``start_watch``). ``import mpidist``
-    calls this.
+    ``OMPI_MCA_osc=^ucx`` always, ``OMPI_MCA_btl_tcp_flags=send,inplace`` in a job that a launcher started,
+    ``OMPI_MCA_mpi_yield_when_idle=1`` where it put more ranks on this node than this process has cores,
+    ``OMPI_MCA_async_mpi_finalize=1`` under ``mpirun --with-ft``, and ``OMPI_MCA_btl=^ofi`` where the launcher put all
+    ranks on one node, which may save a second. Other MPI libraries ignore these variables. Has the start watched, too
+    (``start_watch``). ``import mpidist`` calls this.
 
     Raises:
         LauncherVariableError: A launcher's variable is malformed, and MPI runs already; before that

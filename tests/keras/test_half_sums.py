@@ -29,7 +29,7 @@ def mean_of(strategy: Any, keras: ModuleType, values: Any, rows: int) -> Any:
     from mpidist.keras.torch_step import mean_gradients
 
     adoption, variables = Adoption(strategy, object), [keras.Variable(values) for _ in range(2)]
-    adoption.rows = adoption.factor = rows
+    adoption.rows = rows
     mean, none = mean_gradients(adoption, [values, None], variables)
     assert none is None
     return mean

@@ -118,3 +118,53 @@ def test_gradients_of_losses_that_are_not_weighted(
         largest, exactness = np.abs(alone).max(), 1e-2 if make is in_float16 else 1e-5
         assert largest > 0
         np.testing.assert_allclose(mine, alone, rtol=0, atol=exactness * largest)
+
+
+def clipping(keras: ModuleType) -> Any:
+    """Return a model whose train_step scales the loss and clips gradients, with JAX of a function that it keeps."""
+
+    class Torch(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            import torch
+
+            x, y = data
+            self.zero_grad()
+            self.optimizer.scale_loss(self.compute_loss(x=x, y=y, y_pred=self(x, training=True))).backward()
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+            weights = self.trainable_weights
+            with torch.no_grad():
+                self.optimizer.apply([weight.value.grad for weight in weights], weights)
+            return {}
+
+    class Jax(keras.Sequential):
+        def train_step(self, state: Any, data: Any) -> Any:
+            import jax
+
+            (trainable, non_trainable, optimizer, metrics), (x, y) = state, data
+            if not hasattr(self, "kept"):
+                grad = jax.grad(self.compute_loss_and_updates, has_aux=True)
+                object.__setattr__(self, "kept", jax.jit(grad, static_argnames="training"))
+            grads, (_, _, non_trainable, metrics) = self.kept(
+                trainable, non_trainable, metrics, x, y, None, training=True, optimizer_variables=optimizer
+            )
+            norm = sum((value**2).sum() for value in grads) ** 0.5
+            grads = [value * jax.numpy.minimum(1.0, 0.5 / norm) for value in grads]
+            trainable, optimizer = self.optimizer.stateless_apply(optimizer, grads, trainable)
+            return {}, (trainable, non_trainable, optimizer, metrics)
+
+    kind = Torch if keras.backend.backend() == "torch" else Jax
+    return kind([keras.Input((10,)), keras.layers.Dense(1)])
+
+
+def test_a_step_sees_gradients_of_means(strategy: Any, keras: ModuleType) -> None:
+    # All rows are alike, so that every rank clips as one process does.
+    x = np.ones((90, 10), np.float32)
+    weights = []
+    for whose in (mpidist.OneDeviceStrategy("cpu:0"), strategy):
+        keras.utils.set_random_seed(3)
+        model = adopted(whose, clipping(keras))
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+        model.fit(x, 2 * x[:, :1], batch_size=30, epochs=2, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    for mine, alone in zip(*weights, strict=True):
+        np.testing.assert_allclose(mine, alone, rtol=1e-4, atol=1e-5)

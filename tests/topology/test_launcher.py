@@ -217,10 +217,12 @@ def _show_environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_environment_without_launcher(no_launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _show_environment(monkeypatch) == {
-        "OMPI_MCA_osc": "^ucx",
-        "OMPI_MCA_btl_tcp_flags": "send,inplace",
-    }
+    assert _show_environment(monkeypatch) == {"OMPI_MCA_osc": "^ucx"}
+
+
+def test_messages_over_tcp_are_plainly_sent(no_launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    _set_launcher(monkeypatch, {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+    assert _show_environment(monkeypatch)["OMPI_MCA_btl_tcp_flags"] == "send,inplace"
 
 
 @pytest.mark.parametrize(("local_size", "found"), [("4", "^ofi"), ("2", None)])

@@ -15,8 +15,8 @@ from mpidist.core.enums import ReduceOp
 from mpidist.core.message_tags import PARTS
 from mpidist.topology import import_mpi
 
-# Up to which it is more about messages than about bytes.
-_FEW_BYTES = 64 << 10
+# Up to which it is more about messages than about bytes: of a whole, and of what each of many ranks gives to it.
+_FEW_BYTES, _FEW_OF_EACH = 64 << 10, 4 << 10
 
 
 def agreed_minimum(comm: Comm, value: int) -> Steps[int]:
@@ -52,7 +52,7 @@ def all_gather_flat(
     """
     source, target = as_bytes(mine), as_bytes(result)
     lengths = [count * mine.dtype.itemsize for count in counts]
-    if target.size <= min(_FEW_BYTES, mpi_types.MAX_COUNT):
+    if target.size <= min(max(_FEW_BYTES, _FEW_OF_EACH * len(counts)), mpi_types.MAX_COUNT):
         byte = import_mpi().BYTE
         yield from until_done(comm.Iallgatherv([source, source.size, byte], [target, lengths, byte]))
         return
