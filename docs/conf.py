@@ -13,7 +13,7 @@ from mpidist.core.version import __version__ as release  # noqa: E402, F401
 project = "mpidist"
 project_copyright = "the mpidist authors"
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**", "slurm/*.md", "tests/cluster/lab/*.md"]
+include_patterns = ["*.md", "docs/**", "packaging/*.md", "slurm/*.md", "tests/cluster/lab/*.md"]
 exclude_patterns = [".*", "build", "dist", "examples", "mpidist", "out"]
 html_additional_pages = {"index": "redirect.html"}
 templates_path = ["_templates"]
