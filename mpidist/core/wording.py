@@ -60,6 +60,19 @@ def pip_install(extra: str) -> str:
     return f"pip install 'mpidist[{extra}]' (in a checkout: pip install '.[{extra}]')"
 
 
+def error_text(error: BaseException) -> str:
+    """Return the type and message of an error, whose ``__str__`` may fail.
+
+    >>> error_text(ValueError("no rows"))
+    'ValueError: no rows'
+    """
+    try:
+        text = str(error)
+    except Exception as problem:  # which runs the program's code
+        text = f"its message raised {type(problem).__name__}"
+    return f"{type(error).__name__}: {text}"
+
+
 def tell_user(text: str) -> None:
     """Print ``text`` on stderr under mpidist's name, at once."""
     print(f"mpidist: {text}", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from mpidist.core.wording import pip_install
+from mpidist.core.wording import error_text, pip_install
 
 try:
     from cloudpickle import Pickler as _Pickler
@@ -79,7 +79,7 @@ def pack(value: object, name_of: NameOf, label: str) -> bytes:
         raise
     except Exception as error:  # pickling runs the code of whatever it meets
         hint = "" if HAS_CLOUDPICKLE else f"; for functions of a script type: {pip_install('coordinator')}"
-        raise TypeError(f"{label} cannot be sent to another rank: {type(error).__name__}: {error}{hint}") from error
+        raise TypeError(f"{label} cannot be sent to another rank: {error_text(error)}{hint}") from error
     return file.getvalue()
 
 
@@ -116,7 +116,7 @@ def pack_error(error: BaseException, name_of: NameOf) -> PickledError:
     One that is no ``Exception``, say SystemExit, was meant to end the worker's program, not the coordinator's: it
     arrives as a RuntimeError.
     """
-    text, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+    text, trace = error_text(error), traceback.format_exc()
     data = b""
     if isinstance(error, Exception):
         # One that cannot be pickled travels as its text.

@@ -16,6 +16,7 @@ import pytest
 
 import mpidist
 from mpidist.cli import function_job
+from mpidist.parameter_server.pickling import pack_error
 from tests.support.ranks.jobs import child_environment, run_script
 
 pytestmark = [pytest.mark.one_rank, pytest.mark.jobs]
@@ -59,6 +60,11 @@ def is_late() -> int:
     return 1
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise LookupError
+
+
 def unsendable() -> Any:
     return lambda: (yield)
 
@@ -73,6 +79,12 @@ def test_the_error_of_a_rank_comes_back_with_its_traceback() -> None:
         mpidist.launch_processes(fails_on, 2, (1,))
     assert str(caught.value.__cause__).startswith("rank 1 of 2:\nTraceback ")
     assert 'raise KeyError("no such row")' in str(caught.value.__cause__)
+
+
+def test_an_error_without_a_text_is_sent() -> None:
+    packed = pack_error(Mute(), lambda _: None)
+    assert packed.text == "Mute: its message raised LookupError"
+    assert isinstance(packed.unpack(lambda _: None), Mute)
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ FORKED = (
     "this process was forked from a rank, which takes part in collectives itself; expected that the rank makes them, "
     "and that a child gets what it needs from it, or is started anew (subprocess, multiprocessing's 'spawn')"
 )
+_log = logging.getLogger("mpidist")
 _keyvals: list[int] = []
 _hooks: list[_ActingHook] = []
 # The acts at the end of a program: first ones, those that tell the other ranks, last ones.
@@ -107,9 +109,17 @@ class _ActingHook:
         self._previous = previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        for act in _acts_on_errors:
+        try:
+            for act in _acts_on_errors:
+                self._try(act, error)
+        finally:
+            self._previous(kind, error, trace)
+
+    def _try(self, act: Callable[[BaseException], None], error: BaseException) -> None:
+        try:
             act(error)
-        self._previous(kind, error, trace)
+        except Exception:  # the program's own error is what has to be told, and ends the job
+            _log.exception("an act before the end of the program failed")
 
 
 def install() -> None:

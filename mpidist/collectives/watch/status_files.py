@@ -118,8 +118,11 @@ def write_report(folder: str | os.PathLike[str], report: RankReport) -> None:
         OSError: It cannot be written, or is a symbolic link.
     """
     document = {"format": _FORMAT, **dataclasses.asdict(report)}
-    with replacing(path_of(folder, report.rank), mode=0o600) as descriptor:
-        os.write(descriptor, json.dumps(document).encode())
+    with (
+        replacing(path_of(folder, report.rank), mode=0o600) as descriptor,
+        open(descriptor, "wb", closefd=False) as file,
+    ):
+        file.write(json.dumps(document).encode())
 
 
 def read_report(path: Path) -> RankReport:
@@ -144,7 +147,7 @@ def read_report(path: Path) -> RankReport:
                 "rates": Rates(**_fields_of(Rates, document["rates"])),
             }
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(
             f"{path} is no status file of this version of mpidist; expected what MPIDIST_STATUS wrote"
         ) from None

@@ -1,7 +1,8 @@
 """StatusWriter: a thread writes the status file of this process.
 
 The program's thread does nothing for it: channels say where they are when they are asked. The thread is its own, and
-not the side thread, since a file system may hang, and ranks that ask what keeps this one are to have an answer.
+not the side thread, since a file system may hang, and ranks that ask what keeps this one are to have an answer. So the
+program's thread neither writes nor waits for the thread without a limit.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from mpidist.core import settings, step_count
 from mpidist.core.callsite import is_of_package, main_thread_frame, program_line
 from mpidist.core.daemon_thread import DaemonThread
 from mpidist.core.files import folder_to_write, remove_unfinished
-from mpidist.core.wording import tell_user
+from mpidist.core.wording import error_text, tell_user
 from mpidist.topology import import_mpi
 from mpidist.topology.abort import is_interactive
 from mpidist.topology.topology import has_world, world_topology
@@ -46,6 +47,8 @@ from mpidist.topology.topology import has_world, world_topology
 _FILES_PER_SECOND, _LEAST_SECONDS = 500, 1.0
 # Over which rates are means.
 _RATE_SECONDS = 10.0
+# How long a program that ends waits for its last file.
+_END_SECONDS = 2.0
 _LONGEST_TEXT = 300
 _KINDS = (WAITING, UNDER_WAY, COMPUTING)
 
@@ -112,9 +115,6 @@ class StatusWriter:
 
     Args:
         folder: Where it goes; made if need be.
-
-    Raises:
-        OSError: It cannot be written there.
     """
 
     def __init__(self, folder: str) -> None:
@@ -128,14 +128,11 @@ class StatusWriter:
         self._samples: deque[tuple[float, Totals]] = deque()
         self._started = time.time()
         self._born = process_born(os.getpid())
-        self._is_told = False
-        # Two threads write when the program fails.
-        self._lock = threading.Lock()
-        self._is_over = False
+        self._is_clean = self._is_told = False
+        # State, error and activity at the end.
+        self._end: tuple[str, str, Activity] | None = None
+        self._is_over = threading.Event()
         self.every = max(_LEAST_SECONDS, self._ranks / _FILES_PER_SECOND)
-        with folder_to_write(folder, settings.STATUS.name, is_private=True):
-            remove_unfinished(path_of(self._folder, self._rank))
-            write_report(self._folder, self._report(RUNNING, ""))
 
     def see(self, channel: Channel) -> None:
         """Look at a channel, too."""
@@ -148,20 +145,34 @@ class StatusWriter:
         self._observers = [each for each in self._observers if each is not observer]
         self._past = _sum([self._past, observer.totals()])
 
-    def write(self, state: str = RUNNING, error: str = "") -> None:
-        """Replace the file. Where that fails the user is told once, and it is tried again the next time."""
-        with self._lock:
-            if self._is_over:
-                return
-            self._is_over = state != RUNNING
-            try:
-                write_report(self._folder, self._report(state, error))
-            except OSError as problem:
-                if not self._is_told:
-                    self._is_told = True
-                    tell_user(f"rank {self._rank} cannot write its status file: {problem}; it goes on without it")
+    def write(self) -> bool:
+        """Replace the file, and return whether that was the last time; called in the thread.
 
-    def _report(self, state: str, error: str) -> RankReport:
+        Where it fails the user is told once, and it is tried again the next time.
+        """
+        end = self._end
+        try:
+            with folder_to_write(self._folder, settings.STATUS.name, is_private=True):
+                if not self._is_clean:
+                    remove_unfinished(path_of(self._folder, self._rank))
+                    self._is_clean = True
+                write_report(self._folder, self._report(*(end or (RUNNING, "", self._activity()))))
+        except OSError as problem:
+            if not self._is_told:
+                self._is_told = True
+                tell_user(f"rank {self._rank} goes on without its status file: {problem}")
+        if end is not None:
+            self._is_over.set()
+        return end is not None
+
+    def finish(self, state: str, error: str = "") -> None:
+        """Have the thread write the last file, and give it a moment. The first state counts."""
+        if self._end is None:
+            self._end = (state, error, self._activity())
+            status_thread.wake()
+            self._is_over.wait(_END_SECONDS)
+
+    def _report(self, state: str, error: str, activity: Activity) -> RankReport:
         if not self._job and has_world():
             self._job = world_topology().job
         totals = _sum([self._past, *(observer.totals() for observer in self._observers)])
@@ -178,7 +189,7 @@ class StatusWriter:
             every=self.every,
             state=state,
             error=error[:_LONGEST_TEXT],
-            activity=self._activity(),
+            activity=activity,
             totals=totals,
             rates=self._rates(totals),
         )
@@ -234,7 +245,8 @@ class StatusThread(DaemonThread[StatusWriter]):
     def look(self) -> float:
         """Write."""
         for writer in list(self.watched):
-            writer.write()
+            if writer.write():
+                self.forget(writer)
         return min((writer.every for writer in self.watched), default=_LEAST_SECONDS)
 
 
@@ -256,13 +268,11 @@ def watch_status(channel: Channel) -> None:
 
 def _fail(error: BaseException) -> None:
     """Write down the error that the program ends with."""
-    for writer in [] if is_interactive() else status_thread.watched:
-        writer.write(FAILED, f"{type(error).__name__}: {error}")
+    for writer in [] if is_interactive() else list(status_thread.watched):
+        writer.finish(FAILED, error_text(error))
 
 
 def _end() -> None:
     """Write down that the program has ended."""
-    writers = list(status_thread.watched)
-    status_thread.stop()
-    for writer in writers:
-        writer.write(ENDED)
+    for writer in list(status_thread.watched):
+        writer.finish(ENDED)
