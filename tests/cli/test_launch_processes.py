@@ -148,7 +148,7 @@ def test_a_batch_job_of_several_hosts_is_refused(environ: dict[str, str], monkey
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="batch job has 2 hosts, .*; type: python -m mpidist launch -n 3 train.py"):
-        mpidist.launch_processes(is_late, 3)
+        mpidist.launch_processes(max, 3, ([1, 2],))
 
 
 def test_the_error_of_a_rank_comes_back_with_its_traceback() -> None:
