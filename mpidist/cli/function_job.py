@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TypeVar
 
+from mpidist.cli.doctor_facts.machine import count_hosts_of_job
 from mpidist.cli.launch import command_for_ranks
 from mpidist.core.daemon_thread import start_daemon
 from mpidist.core.errors import PeerError
@@ -24,6 +26,12 @@ from mpidist.parameter_server.pickling import HAS_CLOUDPICKLE, PickledError, pac
 
 Result = TypeVar("Result")
 CALL = "call.pickle"
+_PATH = "path.pickle"
+# The ranks import what this process can, mpidist too. By PYTHONPATH it would reach other Pythons that they start.
+_START = (
+    f"import pathlib, pickle, sys; sys.path[:] = pickle.loads(pathlib.Path(sys.argv[1], '{_PATH}').read_bytes()); "
+    "from mpidist.cli.function_rank import main; sys.exit(main(sys.argv[1]))"
+)
 _NAP_SECONDS = 0.05
 # How long other ranks may take to come to their end, or to an error of their own, once one has failed.
 _GRACE_SECONDS = 3.0
@@ -57,11 +65,13 @@ def launch_processes(
         The results, in the order of the ranks.
 
     Raises:
-        ValueError: ``n`` or ``deadline`` is out of range, or this process is itself a rank.
+        ValueError: ``n`` or ``deadline`` is out of range, or this process is itself a rank, or in a batch job of
+            several hosts.
         TypeError: The function, an argument or a result cannot be sent.
         LaunchError: There is no MPI library, or no mpirun that belongs to it.
         TimeoutError: The job was not done by the deadline, and was ended.
         RuntimeError: A rank ended without a result, as one that was killed.
+        OSError: The output of the ranks could not be written to this process's.
         Exception: The error of a rank; its cause has the rank and its traceback. The others have been ended.
 
     >>> import mpidist
@@ -82,6 +92,7 @@ def launch_processes(
     call = pack((fn, tuple(args), dict(kwargs or {})), lambda _: None, "the function with its arguments")
     with tempfile.TemporaryDirectory(prefix="mpidist-launch-") as folder:
         Path(folder, CALL).write_bytes(call)
+        Path(folder, _PATH).write_bytes(pickle.dumps(sys.path))
         job = _Job(Path(folder), n)
         with job.running() as process:
             job.wait(process, deadline)
@@ -97,24 +108,27 @@ class _Job:
     """The ranks of one call.
 
     Args:
-        folder: With the call, and later the outcomes.
+        folder: With the call and the places of modules, and later the outcomes.
         n: How many ranks.
     """
 
     def __init__(self, folder: Path, n: int) -> None:
         self._folder, self._n = folder, n
+        # Guards the lines: a reader that is not done in time goes on while they are read.
+        self._lock = threading.Lock()
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._unwritten: Exception | None = None
         self._outcomes: dict[int, bytes | PickledError] = {}
 
     @contextmanager
     def running(self) -> Iterator[subprocess.Popen[str]]:
         """Start the ranks; at the end of the block, none is left."""
-        program = [sys.executable, "-m", "mpidist.cli.function_rank", str(self._folder)]
+        program = [sys.executable, "-c", _START, str(self._folder)]
         variables, command = command_for_ranks(["-n", str(self._n)], program)
-        places = os.pathsep.join(place or os.getcwd() for place in sys.path)
+        _check_hosts(self._n)
         process = subprocess.Popen(
             command,
-            env={**os.environ, **variables, "PYTHONPATH": places},
+            env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -135,11 +149,17 @@ class _Job:
                 reader.join(_GRACE_SECONDS)
 
     def _pass_on(self, source: IO[str], target: IO[str]) -> None:
+        failed: Exception | None = None
         with source:
             for line in source:
-                self._last_lines.append(line)
-                target.write(line)
-                target.flush()
+                with self._lock:
+                    self._last_lines.append(line)
+                if failed is None:
+                    try:
+                        _write(line, target)
+                    except Exception as error:  # of whatever stands for stdout; results() raises it
+                        # Reading goes on: a pipe that nobody reads would end mpirun.
+                        failed = self._unwritten = error
 
     def wait(self, process: subprocess.Popen[str], deadline: float | None) -> None:
         """Wait until the job ends, or until it is to be ended.
@@ -181,6 +201,7 @@ class _Job:
         Raises:
             Exception: The error of the first rank that has one of its own.
             RuntimeError: A rank has neither.
+            OSError: The output could not be written.
         """
         outcomes = self._read()
         errors = {rank: each for rank, each in outcomes.items() if isinstance(each, PickledError)}
@@ -192,13 +213,33 @@ class _Job:
         missing = sorted(set(range(self._n)) - outcomes.keys())
         if missing or status:
             who = f"rank{'s' * (len(missing) > 1)} {ranks_text(missing)} of {self._n} ended without a result; "
-            printed = "".join(self._last_lines)
+            with self._lock:
+                printed = "".join(self._last_lines)
             raise RuntimeError(f"{who if missing else ''}mpirun ended with status {status}. Last output:\n{printed}")
+        if self._unwritten is not None:
+            raise self._unwritten
         return [unpack(outcomes[rank], _find_nothing) for rank in range(self._n)]  # type: ignore[arg-type]
 
 
 def _find_nothing(name: tuple[object, ...]) -> object:
     raise pickle.UnpicklingError(f"{name!r} stands for nothing here")
+
+
+def _check_hosts(n: int) -> None:
+    """Check that mpirun can place ranks on this host only, where the call is."""
+    count = count_hosts_of_job(os.environ)
+    if count > 1:
+        raise ValueError(
+            f"this batch job has {count} hosts, and launch_processes is for ranks on one. Expected: a job of one host, "
+            f"under Slurm: salloc -N 1; or for all hosts a program; type: python -m mpidist launch -n {n} train.py"
+        )
+
+
+def _write(line: str, target: IO[str]) -> None:
+    """Write a line, with question marks for characters that the target's encoding lacks."""
+    encoding = getattr(target, "encoding", None) or "utf-8"
+    target.write(line.encode(encoding, errors="replace").decode(encoding))
+    target.flush()
 
 
 def _end(process: subprocess.Popen[str], mark: str) -> None:

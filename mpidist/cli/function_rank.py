@@ -1,9 +1,8 @@
-"""A rank of ``mpidist.launch_processes``: ``python -m mpidist.cli.function_rank FOLDER``."""
+"""A rank of ``mpidist.launch_processes``."""
 
 from __future__ import annotations
 
 import pickle
-import sys
 from pathlib import Path
 
 from mpidist.cli.function_job import CALL, path_of_outcome
@@ -12,9 +11,9 @@ from mpidist.parameter_server.pickling import PickledError, pack, pack_error
 from mpidist.topology.environments import read_launcher
 
 
-def main(folder: Path) -> int:
-    """Make the call, write down its outcome, and return the exit status."""
-    launcher = read_launcher()
+def main(place: str) -> int:
+    """Make the call in a folder, write down its outcome, and return the exit status."""
+    folder, launcher = Path(place), read_launcher()
     rank = 0 if launcher is None else launcher.rank
     outcome: bytes | PickledError
     try:
@@ -25,7 +24,3 @@ def main(folder: Path) -> int:
     with replacing(path_of_outcome(folder, rank)) as descriptor, open(descriptor, "wb", closefd=False) as file:
         file.write(pickle.dumps(outcome))
     return int(isinstance(outcome, PickledError))
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

@@ -189,6 +189,7 @@ def test_the_network_of_nccl(
         ({}, ()),
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[08-09],m1"}, ("n08", "n09", "m1")),
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[08-"}, ()),
+        ({"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "n1 4 n2 8"}, ("n1", "n2")),
         ({"PBS_JOBID": "7", "PBS_NODEFILE": "there is none"}, ()),
     ],
 )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import pytest
 import mpidist
 from mpidist.cli import function_job
 from mpidist.parameter_server.pickling import pack_error
+from mpidist.topology.environments import BATCH_SYSTEMS
 from tests.support.ranks.jobs import child_environment, run_script
 
 pytestmark = [pytest.mark.one_rank, pytest.mark.jobs]
@@ -26,6 +30,8 @@ pytestmark = [pytest.mark.one_rank, pytest.mark.jobs]
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in child_environment().items():
         monkeypatch.setenv(name, value)
+    for system in BATCH_SYSTEMS:
+        monkeypatch.delenv(system.job, raising=False)
 
 
 def total(scale: float, offset: int = 0) -> tuple[int, float]:
@@ -65,6 +71,17 @@ class Mute(Exception):
         raise LookupError
 
 
+def places() -> tuple[list[str], str | None]:
+    return sys.path, os.environ.get("PYTHONPATH")
+
+
+def prints_snow() -> None:
+    for _ in range(2000):
+        print("\u2603" * 100)
+    print("done")
+    print("an error, too", file=sys.stderr)
+
+
 def unsendable() -> Any:
     return lambda: (yield)
 
@@ -72,6 +89,72 @@ def unsendable() -> Any:
 def test_results_come_by_rank_and_output_as_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert mpidist.launch_processes(total, 2, (1.5,), {"offset": 10}) == [(10, 3.0), (11, 3.0)]
     assert sorted(capsys.readouterr().out.split("\n")) == ["", "this is rank 0", "this is rank 1"]
+
+
+def test_modules_are_found_as_here_and_other_pythons_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    assert mpidist.launch_processes(places, 1) == [(sys.path, os.environ["PYTHONPATH"])]
+
+
+def test_output_that_the_encoding_here_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8")
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    assert mpidist.launch_processes(prints_snow, 2) == [None, None]
+    lines = written.getvalue().splitlines()
+    assert len(lines) == 4002
+    assert set(lines) <= {b"?" * 100, b"?" * 300, b"done"}  # three where the pipe's encoding is ASCII, too
+
+
+class Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError("the disk is full")
+
+
+def test_output_that_cannot_be_written_is_an_error_once_the_job_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", Full())
+    monkeypatch.setattr(sys, "stderr", shown)
+    with pytest.raises(OSError, match="the disk is full"):
+        mpidist.launch_processes(prints_snow, 2)
+    assert shown.getvalue().count("an error, too\n") == 2
+    with pytest.raises(KeyError, match="no such row"):
+        mpidist.launch_processes(fails_on, 2, (1,))
+
+
+def test_last_lines_are_read_while_more_may_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    job = function_job._Job(tmp_path, 1)
+
+    class Guarded(deque[str]):
+        def append(self, line: str) -> None:
+            assert job._lock.locked()
+            super().append(line)
+
+        def __iter__(self) -> Iterator[str]:
+            assert job._lock.locked()
+            return super().__iter__()
+
+    monkeypatch.setattr(job, "_last_lines", Guarded())
+    job._pass_on(io.StringIO("one\ntwo\n"), io.StringIO())
+    with pytest.raises(RuntimeError, match="rank 0 of 1 ended without a result; .*Last output:\none\ntwo\n$"):
+        job.results(1)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"},
+        {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "n1 4 n2 4"},
+        {"FLUX_URI": "local:///run/flux", "FLUX_JOB_NNODES": "2"},
+    ],
+)
+def test_a_batch_job_of_several_hosts_is_refused(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="batch job has 2 hosts, .*; type: python -m mpidist launch -n 3 train.py"):
+        mpidist.launch_processes(max, 3, ([1, 2],))
 
 
 def test_the_error_of_a_rank_comes_back_with_its_traceback() -> None:

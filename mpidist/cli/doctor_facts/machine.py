@@ -305,4 +305,21 @@ def hosts_of_job(environ: Mapping[str, str]) -> tuple[str, ...]:
             return tuple(expand_hostlist(value))
         if system.name == "PBS":
             return tuple(dict.fromkeys(Path(value).read_text().split()))
+        if system.name == "LSF":  # each with its number of slots
+            return tuple(value.split()[::2])
     return ()
+
+
+def count_hosts_of_job(environ: Mapping[str, str]) -> int:
+    """Return how many hosts the batch system gave the job.
+
+    0 outside of one, or where it does not say.
+
+    >>> count_hosts_of_job({"FLUX_URI": "local:///run/flux", "FLUX_JOB_NNODES": "2"})
+    2
+    """
+    system = read_batch_system(environ)
+    if system is not None and system.name == "Flux":
+        count = environ.get(system.hosts, "")
+        return int(count) if count.isdecimal() else 0
+    return len(hosts_of_job(environ))
