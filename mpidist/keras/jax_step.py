@@ -87,15 +87,16 @@ class JaxModel(ReplicaModel):
         return step
 
     def _until_gradients(self, state: _State, data: Tensors) -> tuple[Tensors, Tensors, Tensors, list[object]]:
-        with self.optimizer.taking_gradients() as taken:
+        with self._mpidist.step(), self.optimizer.taking_gradients() as taken:
             logs, (_, non_trainable, _, metrics) = self.train_step(state, data)
+            factor = self._mpidist.factor
         if len(taken) != 1:
             raise ValueError(
                 f"train_step() called stateless_apply() of the model's optimizer {len(taken)} times; expected once, "
                 "where the ranks add their gradients up"
             )
         statistics = [non_trainable[i] for i in self._places()]
-        factors = [self._mpidist.factor] * len(taken[0]) + [self._mpidist.rows] * len(statistics)
+        factors = [factor] * len(taken[0]) + [self._mpidist.rows] * len(statistics)
         return logs, non_trainable, metrics, pack([*taken[0], *statistics], factors)
 
     def _after_gradients(

@@ -25,8 +25,8 @@ class Adoption:
         self.sums = RankSums(strategy)
         # Of this rank, in the present step.
         self.rows = 0
-        # Whether losses are multiplied by them, and not gradients.
-        self.weighs_losses = False
+        # Whether losses are multiplied by them, and not gradients: never, unless in a step of Keras.
+        self.may_weigh_losses = self.weighs_losses = False
         # Whether metrics and optimizer have their variables.
         self.is_built = False
         self.statistics: list[KerasObject] = []
@@ -35,6 +35,15 @@ class Adoption:
     def factor(self) -> int:
         """Return by what the gradients of the present step are to be multiplied."""
         return 1 if self.weighs_losses else self.rows
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Have losses weighed in the block, a step of training."""
+        self.weighs_losses = self.may_weigh_losses
+        try:
+            yield
+        finally:
+            self.weighs_losses = False
 
     @contextmanager
     def shared(self, method: str) -> Iterator[None]:
@@ -278,7 +287,7 @@ class ReplicaModel(keras.Model):
         sums = self._mpidist.sums
         self._mpidist.statistics = self._statistics()
         # A step of the user's may look at gradients, or keep their compiled function; float16 has no room for products.
-        self._mpidist.weighs_losses = (
+        self._mpidist.may_weigh_losses = (
             sums.are_needed
             and self._has_step_of_keras("train_step")
             and not any(layer.compute_dtype == "float16" for layer in self._flatten_layers())

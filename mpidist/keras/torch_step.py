@@ -17,7 +17,8 @@ class TorchModel(ReplicaModel):
     def train_step(self, data: Tensors) -> Tensors:
         """See Keras: a rank without rows takes part in the sums."""
         if self.begin_step(data):
-            return super().train_step(data)
+            with self._mpidist.step():
+                return super().train_step(data)
         self.require_own_step("train_step")
         weights = self.trainable_weights[:]
         with torch.no_grad():
