@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -83,8 +83,8 @@ class HostMovement:
             whole = self._target((sum(lengths), *array.shape[1:]), array.dtype, out)
             if core is None:
                 counts = [length * plan.row_sizes[index] for length in lengths]
-                ring = [*chain.from_iterable(channel.node.ranks)]
-                yield from gathering.all_gather_flat(comm, array.reshape(-1), whole.reshape(-1), counts, ring)
+                nodes = channel.node.ranks
+                yield from gathering.all_gather_flat(comm, array.reshape(-1), whole.reshape(-1), counts, nodes)
             else:
                 core.targets([as_bytes(whole)])
                 yield from core.go_on()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
@@ -37,7 +37,7 @@ def gather_lengths(comm: Comm, lengths: list[int]) -> Steps[list[list[int]]]:
 
 
 def all_gather_flat(
-    comm: Comm, mine: Array, result: Array, counts: list[int], ring: Sequence[int] | None = None
+    comm: Comm, mine: Array, result: Array, counts: list[int], nodes: Sequence[Sequence[int]] | None = None
 ) -> Steps[None]:
     """Put the flat arrays of all ranks, one after the other, into ``result``.
 
@@ -48,7 +48,7 @@ def all_gather_flat(
         mine: Flat contiguous array of this rank.
         result: Flat array of sum(counts) elements.
         counts: Elements of every rank.
-        ring: The ranks in an order that keeps those of a node together; that of the ranks by default.
+        nodes: The ranks of each node, which follow one another in the ring; by default that of all ranks in order.
     """
     source, target = as_bytes(mine), as_bytes(result)
     lengths = [count * mine.dtype.itemsize for count in counts]
@@ -58,7 +58,7 @@ def all_gather_flat(
         return
     borders = [0, *accumulate(lengths)]
     parts = [target[start:stop] for start, stop in pairwise(borders)]
-    own, order = comm.Get_rank(), ring or range(len(parts))
+    own, order = comm.Get_rank(), [*chain.from_iterable(nodes or [range(len(parts))])]
     parts[own][:] = source
     place = order.index(own)
     after, before = order[(place + 1) % len(order)], order[place - 1]
