@@ -30,6 +30,8 @@ EXCEPTED = {"tests/cluster/lab/README.md": "needs root and Slurm; the tests of t
 # Not on one rank and on two.
 _RANKS = {
     "docs/elastic.md": (2,),
+    "docs/gpu.md": (2,),
+    "docs/tuning.md": (2,),
     "docs/parameter_servers.md": (4,),
     "docs/notebooks.md": (1,),
     "docs/horovod.md": (2,),
