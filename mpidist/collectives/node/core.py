@@ -156,16 +156,15 @@ class Core:
         self.cells = self._calls["cells"].cast("q")
         """What short calls look at and leave behind; ``mpidist.collectives.channel.short_calls`` has their meaning."""
 
-    def lead(self, comm: MPI.Intracomm, leaders: list[int], node: int) -> None:
+    def lead(self, comm: MPI.Intracomm, leaders: list[int]) -> None:
         """Exchange small data with other nodes, as the first rank of this one.
 
         Args:
             comm: The ranks of all nodes.
             leaders: The first rank of each node, there.
-            node: The number of this one.
         """
         mpi = import_mpi()
-        library = ctypes.CDLL(mpi.__file__)
+        library, node = ctypes.CDLL(mpi.__file__), leaders.index(comm.Get_rank())
         functions = [
             ctypes.cast(getattr(library, name), ctypes.c_void_p).value
             for name in ("MPI_Isend", "MPI_Irecv", "MPI_Test")

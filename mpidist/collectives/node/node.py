@@ -81,7 +81,7 @@ class Node:
                 read = pids if self.reads_neighbours else None
                 self.core = Core(functions, self.comm, read, self.is_alone, self.rails)
             if self.rank == 0 and not self.is_alone:
-                self.core.lead(comm, [ranks[0] for ranks in self.ranks], self.topology.node_index)
+                self.core.lead(comm, [ranks[0] for ranks in self.ranks])
         self.has_neighbours = functions is not None and (self.size > 1 or self.is_alone)
         self.shared = SharedMemory(self.core if self.has_neighbours else None)
         self.results = SharedResults(self.shared)
