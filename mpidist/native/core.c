@@ -24,6 +24,8 @@
 enum { SMALLEST_READ = 8 << 10, READ_AT_ONCE = 2 << 20 };
 enum { SHOWN_BY_ALL = 256 << 10 };
 enum { LOOKS_BETWEEN_CLOCK_READS = 32 };
+/* Over nodes little is lost by yielding early: other ranks, or the network stack, may need the processor. */
+enum { SPINS_OVER_NODES = 20 };
 
 static page *next_page(nc *c) { return &c->rows[c->rank].pages[(c->meeting + 1) & 1]; }
 size_t nc_length(const nc *c, int rank) { return given(c, rank, &(size_t){0}); }
@@ -416,21 +418,21 @@ static nc_state move(nc *c)
 nc_state nc_step(nc *c, int64_t nanoseconds)
 {
     int64_t end = 0;
-    int idle = 0;
+    int idle = 0, spins = is_over_nodes(c) && c->spins > SPINS_OVER_NODES ? SPINS_OVER_NODES : c->spins;
     for (unsigned looks = 1;; looks++) {
         nc_state state = move(c);
         if (state == NC_MOVED)
             idle = 0;
         else if (state != NC_NOT_YET)
             return state;
-        else if (idle == c->spins)
+        else if (idle == spins)
             sched_yield();
         else {
             RELAX();
             idle++;
         }
         /* Without spins each look may take as long as others work. */
-        if (looks % LOOKS_BETWEEN_CLOCK_READS == 0 || state == NC_MOVED || idle == c->spins) {
+        if (looks % LOOKS_BETWEEN_CLOCK_READS == 0 || state == NC_MOVED || idle == spins) {
             int64_t t = now();
             if (end == 0)
                 end = t + nanoseconds;
