@@ -1,0 +1,120 @@
+"""Traces for SimGrid: what each rank does, a line each, as ``smpireplaymain`` reads them (time-independent traces).
+
+A line is ``RANK init``, ``RANK isend TO TAG BYTES``, ``RANK irecv FROM TAG BYTES``, ``RANK wait FROM TO TAG``,
+``RANK sleep SECONDS`` (work whose time is known), or ``RANK finalize``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+
+class Send(NamedTuple):
+    """A message that a rank begins to send."""
+
+    to: int
+    tag: int
+    nbytes: int
+
+
+class Receive(NamedTuple):
+    """A message that a rank is ready for."""
+
+    source: int
+    tag: int
+    nbytes: int
+
+
+class Wait(NamedTuple):
+    """A rank waits until a message that it sent or receives is through."""
+
+    source: int
+    to: int
+    tag: int
+
+
+class Sleep(NamedTuple):
+    """A rank works."""
+
+    seconds: float
+
+
+Action = Send | Receive | Wait | Sleep
+Schedule = list[list[Action]]
+"""What each rank does, by rank."""
+
+
+def lines_of(schedule: Schedule) -> Iterator[str]:
+    """Yield the lines of a trace.
+
+    >>> list(lines_of([[Send(1, 0, 8), Wait(0, 1, 0)], []]))
+    ['0 init', '0 isend 1 0 8', '0 wait 0 1 0', '0 finalize', '1 init', '1 finalize']
+    """
+    for rank, actions in enumerate(schedule):
+        yield f"{rank} init"
+        for action in actions:
+            yield f"{rank} {_text(action)}"
+        yield f"{rank} finalize"
+
+
+def _text(action: Action) -> str:
+    if isinstance(action, Send):
+        return f"isend {action.to} {action.tag} {action.nbytes}"
+    if isinstance(action, Receive):
+        return f"irecv {action.source} {action.tag} {action.nbytes}"
+    if isinstance(action, Wait):
+        return f"wait {action.source} {action.to} {action.tag}"
+    return f"sleep {action.seconds:.9g}"
+
+
+def schedule_of(lines: Iterable[str]) -> Schedule:
+    """Return the schedule of a trace.
+
+    Raises:
+        ValueError: A line is none that :func:`lines_of` writes.
+    """
+    found: dict[int, list[Action]] = {}
+    for line in lines:
+        rank, name, *rest = line.split()
+        actions = found.setdefault(int(rank), [])
+        if name in _READERS:
+            actions.append(_READERS[name](rest))
+        elif name not in ("init", "finalize"):
+            raise ValueError(f"{line!r} is no line of a trace; expected {', '.join(_READERS)}, init or finalize")
+    return [found[rank] for rank in range(len(found))]
+
+
+_READERS = {
+    "isend": lambda rest: Send(*map(int, rest)),
+    "irecv": lambda rest: Receive(*map(int, rest)),
+    "wait": lambda rest: Wait(*map(int, rest)),
+    "sleep": lambda rest: Sleep(float(rest[0])),
+}
+
+
+def unmatched(schedule: Schedule) -> list[str]:
+    """Return the messages that are sent and not received, or the other way round, as text."""
+    sent, received = Counter[tuple[int, int, int, int]](), Counter[tuple[int, int, int, int]]()
+    for rank, actions in enumerate(schedule):
+        for action in actions:
+            if isinstance(action, Send):
+                sent[rank, action.to, action.tag, action.nbytes] += 1
+            elif isinstance(action, Receive):
+                received[action.source, rank, action.tag, action.nbytes] += 1
+    return [
+        f"{'sent' if key in sent else 'received'} only: {key[3]} bytes from {key[0]} to {key[1]}, tag {key[2]}"
+        for key in ((sent - received) + (received - sent))
+    ]
+
+
+def bytes_sent(schedule: Schedule, ranks_per_node: int) -> list[int]:
+    """Return the bytes that leave each node."""
+    totals = [0] * (len(schedule) // ranks_per_node)
+    for rank, actions in enumerate(schedule):
+        node = rank // ranks_per_node
+        totals[node] += sum(
+            action.nbytes for action in actions if isinstance(action, Send) and action.to // ranks_per_node != node
+        )
+    return totals
