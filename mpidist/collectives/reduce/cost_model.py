@@ -1,0 +1,196 @@
+"""The cost model of an all-reduce on several nodes: what it sends, how long that takes, which way is fastest.
+
+Each way between nodes says what its busiest rank does, as :class:`Round` s; ``mpidist.tune`` measures the
+:class:`Network`. A round takes the latency of a message, the time of a processor for each message, and that of the bytes
+on the link, which the rails of a node share (the model of Hockney, doi:10.1016/S0167-8191(06)80021-9, with an overhead).
+Slices are under way together: what takes longest of the wire, the processor and the latencies of a slice, of which only
+so many are under way, sets the pace. Nothing here needs MPI: ``python -m benchmarks predict`` asks for nodes that are not
+there.
+
+Ranks compare sums and products of the same numbers, which IEEE 754 rounds alike everywhere, so all choose the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from mpidist.collectives.node.node import LANES_BETWEEN_NODES, SLICE_BYTES_BETWEEN_NODES
+
+# Between nodes less than this is not worth a message to each of them.
+SMALLEST_SLICE = 64 << 10
+
+
+class Network(NamedTuple):
+    """The costs of messages between nodes and of work inside them, as ``mpidist.tune`` measures them."""
+
+    latency: float
+    """Seconds from one node to another, of a message without bytes, beside the overhead."""
+    overhead: float
+    """Seconds of the processor for each message that is sent and received."""
+    bandwidth: float
+    """Bytes per second out of a node, each sending to the next, by all its rails."""
+    far_bandwidth: float
+    """The same, each node sending to the one half-way round: less where switches are oversubscribed."""
+    rail_bandwidth: float
+    """Bytes per second that one rank reaches alone."""
+    reduce: float
+    """Seconds to combine a byte with another."""
+    copy: float
+    """Seconds to copy a byte inside a node."""
+    meeting: float
+    """Seconds in which the ranks of a node meet."""
+
+
+SHIPPED_NETWORK = Network(
+    latency=50e-6,
+    overhead=10e-6,
+    bandwidth=117e6,
+    far_bandwidth=117e6,
+    rail_bandwidth=117e6,
+    reduce=0.2e-9,
+    copy=0.2e-9,
+    meeting=10e-6,
+)
+"""Of four virtual hosts with two ranks each on a 2-core x86-64 virtual machine, at 1 Gbit/s each."""
+
+
+class Round(NamedTuple):
+    """Rounds of a way that are alike, as the rank has them that does most."""
+
+    times: int
+    """How many there are, one after the other."""
+    messages: int
+    """Sent in each, or received if those are more."""
+    elements: int
+    """Sent in each, or received if those are more."""
+    reduced: int
+    """Elements combined in each."""
+    is_far: bool
+    """Whether they go to other nodes than the next one."""
+
+
+Cost = Callable[[int, int], Sequence[Round]]
+"""Returns the rounds of a way, given the number of nodes and of elements."""
+
+
+class Way(NamedTuple):
+    """A way between nodes, with the slices for it."""
+
+    name: str
+    slice_bytes: int
+    seconds: float
+    """Of the whole all-reduce, as predicted."""
+
+
+def recursive_doubling(nodes: int, count: int) -> list[Round]:
+    """Return the rounds of ``leaders``: the whole payload, to a rank twice as far each time.
+
+    Nodes beyond a power of two hand theirs over first and get the result last.
+
+    >>> [(r.times, r.elements) for r in recursive_doubling(6, 100)]
+    [(2, 100), (1, 100), (1, 100)]
+    """
+    power = nodes.bit_length() - 1
+    doubling = [Round(1, 1, count, count, is_far=step > 0) for step in range(power)]
+    # One of the two combines; the other brings the result.
+    folding = [Round(2, 1, count, count, is_far=True)] if nodes > 1 << power else []
+    return folding + doubling
+
+
+# Seconds --------------------------------------------------------------------------------------------------------------
+
+
+def rounds_seconds(rounds: Sequence[Round], rails: int, network: Network) -> float:
+    """Return how long a slice takes on its way between nodes, nothing else being under way there but the other rails'.
+
+    Args:
+        rounds: For a slice in bytes.
+        rails: Of the node; all send at once.
+        network: The costs.
+    """
+    return sum(
+        each.times
+        * (
+            network.latency
+            + each.messages * network.overhead
+            + each.elements * _seconds_per_byte(each, rails, network)
+            + each.reduced * network.reduce
+        )
+        for each in rounds
+    )
+
+
+def hierarchical_seconds(cost: Cost, nodes: int, rails: int, nbytes: int, slice_bytes: int, network: Network) -> float:
+    """Return how long an all-reduce in two levels takes, from the handshake to the result.
+
+    Args:
+        cost: Of the way between nodes.
+        nodes: Their number.
+        rails: Ranks of a node, each of which reduces a part.
+        nbytes: Of the message.
+        slice_bytes: Of a slice, at most.
+        network: The costs.
+    """
+    share = -(-nbytes // rails)
+    number = max(1, -(-share // slice_bytes))
+    each = -(-share // number)
+    rounds = cost(nodes, each)
+    # Each rank combines its slice of all ranks of the node, and copies the slices of all rails.
+    in_node = each * rails * (network.reduce + network.copy) if rails > 1 else each * network.copy
+    alone = rounds_seconds(rounds, rails, network)
+    wire = sum(r.times * r.elements * _seconds_per_byte(r, rails, network) for r in rounds)
+    work = in_node + sum(r.times * (r.messages * network.overhead + r.reduced * network.reduce) for r in rounds)
+    pace = max(wire, work, alone / LANES_BETWEEN_NODES)
+    return handshake_seconds(nodes, network) + in_node + alone + (number - 1) * pace
+
+
+def handshake_seconds(nodes: int, network: Network) -> float:
+    """Return how long all ranks take to see that all make the same call."""
+    return 2 * network.meeting + rounds_seconds(recursive_doubling(nodes, 0), 1, network)
+
+
+def leaders_seconds(nodes: int, per_node: int, nbytes: int, network: Network) -> float:
+    """Return how long an all-reduce inside the handshake takes, one leader of each node carrying the data."""
+    in_node = nbytes * (per_node * network.reduce + network.copy)
+    return 2 * network.meeting + in_node + rounds_seconds(recursive_doubling(nodes, nbytes), 1, network)
+
+
+def _seconds_per_byte(each: Round, rails: int, network: Network) -> float:
+    link = network.far_bandwidth if each.is_far else network.bandwidth
+    return max(rails / link, 1 / network.rail_bandwidth)
+
+
+# Choosing -------------------------------------------------------------------------------------------------------------
+
+
+def fastest(
+    costs: Mapping[str, Cost],
+    nodes: int,
+    rails: int,
+    nbytes: int,
+    network: Network,
+    limit: int = SLICE_BYTES_BETWEEN_NODES,
+    smallest: int | None = None,
+) -> Way:
+    """Return the fastest way between nodes with the slices for it, the same on every rank.
+
+    Args:
+        costs: The ways, by name.
+        nodes: Their number.
+        rails: Ranks of a node that reduce slices.
+        nbytes: Of the message.
+        network: The costs.
+        limit: Bytes of a slice, at most.
+        smallest: Bytes of a slice, at least, by default :data:`SMALLEST_SLICE`.
+    """
+    smallest = min(SMALLEST_SLICE if smallest is None else smallest, limit)
+    sizes = [limit]
+    while sizes[-1] // 2 >= smallest:
+        sizes.append(sizes[-1] // 2)
+    ways = [
+        Way(name, size, hierarchical_seconds(costs[name], nodes, rails, nbytes, size, network))
+        for name in sorted(costs)
+        for size in sizes
+    ]
+    return min(ways, key=lambda way: way.seconds)
