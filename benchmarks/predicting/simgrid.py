@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.measuring.jobs import run_job
+from benchmarks.predicting.trace import Schedule, lines_of
 
 _MODEL = (
     *("--cfg=network/model:CM02", "--cfg=network/crosstraffic:0"),
@@ -38,30 +38,28 @@ def problem() -> str | None:
     return None if shutil.which("smpirun") else "there is no smpirun; type: apt-get install simgrid"
 
 
-def write(
-    folder: Path, lines: Iterable[str], nodes: int, ranks_per_node: int, *, latency: float, bandwidth: float
-) -> list[str]:
+def write(folder: Path, schedule: Schedule, nodes: int, cores: int, *, latency: float, bandwidth: float) -> list[str]:
     """Write trace, platform and list of hosts into a folder; return the command that replays them.
 
     Args:
         folder: Is made.
-        lines: Of the trace, for ranks in blocks.
-        nodes, ranks_per_node: Where the ranks are.
+        schedule: Of ranks in blocks, as many on each node.
+        nodes: Their number.
+        cores: Of a node.
         latency: Seconds from one node to another.
         bandwidth: Bytes per second out of a node, and into it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     trace = folder / "trace.txt"
     with trace.open("w") as file:
-        file.writelines(f"{line}\n" for line in lines)
+        file.writelines(f"{line}\n" for line in lines_of(schedule))
     # A message crosses two links.
-    platform = _PLATFORM.format(last=nodes - 1, cores=ranks_per_node, bandwidth=bandwidth, latency=latency / 2)
+    platform = _PLATFORM.format(last=nodes - 1, cores=cores, bandwidth=bandwidth, latency=latency / 2)
     (folder / "platform.xml").write_text(platform)
-    (folder / "hosts").write_text("".join(f"node{node}\n" * ranks_per_node for node in range(nodes)))
+    (folder / "hosts").write_text("".join(f"node{node}\n" * (len(schedule) // nodes) for node in range(nodes)))
     (folder / "traces").write_text(f"{trace.resolve()}\n")
     files = ["-platform", str(folder / "platform.xml"), "-hostfile", str(folder / "hosts")]
-    ranks = str(nodes * ranks_per_node)
-    return ["smpirun", "-no-privatize", "-np", ranks, *files, "-replay", str(folder / "traces"), *_MODEL]
+    return ["smpirun", "-no-privatize", "-np", str(len(schedule)), *files, "-replay", str(folder / "traces"), *_MODEL]
 
 
 def replay(command: list[str], seconds: float) -> float:
@@ -73,5 +71,6 @@ def replay(command: list[str], seconds: float) -> float:
     wrong, printed = run_job(command, seconds)
     found = re.search(r"Simulation time ([0-9.e+-]+)", printed)
     if wrong or found is None:
-        raise SystemExit(f"{' '.join(command)}: {wrong or printed}")
+        # It may have a line for each of ten thousand ranks.
+        raise SystemExit(f"{' '.join(command)}: {(wrong or printed)[:1000]}")
     return float(found[1])

@@ -1,7 +1,7 @@
 """Traces for SimGrid: what each rank does, a line each, as ``smpireplaymain`` reads them (time-independent traces).
 
 A line is ``RANK init``, ``RANK isend TO TAG BYTES``, ``RANK irecv FROM TAG BYTES``, ``RANK wait FROM TO TAG``,
-``RANK sleep SECONDS`` (work whose time is known), or ``RANK finalize``.
+``RANK compute NANOSECONDS`` (on hosts of one operation per nanosecond and core), or ``RANK finalize``.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Wait(NamedTuple):
     tag: int
 
 
-class Sleep(NamedTuple):
-    """A rank works."""
+class Compute(NamedTuple):
+    """A rank works, on a core that it has to itself."""
 
     seconds: float
 
 
-Action = Send | Receive | Wait | Sleep
+Action = Send | Receive | Wait | Compute
 Schedule = list[list[Action]]
 """What each rank does, by rank."""
 
@@ -66,7 +66,7 @@ def _text(action: Action) -> str:
         return f"irecv {action.source} {action.tag} {action.nbytes}"
     if isinstance(action, Wait):
         return f"wait {action.source} {action.to} {action.tag}"
-    return f"sleep {action.seconds:.9g}"
+    return f"compute {1e9 * action.seconds:.9g}"
 
 
 def schedule_of(lines: Iterable[str]) -> Schedule:
@@ -90,7 +90,7 @@ _READERS = {
     "isend": lambda rest: Send(*map(int, rest)),
     "irecv": lambda rest: Receive(*map(int, rest)),
     "wait": lambda rest: Wait(*map(int, rest)),
-    "sleep": lambda rest: Sleep(float(rest[0])),
+    "compute": lambda rest: Compute(float(rest[0]) / 1e9),
 }
 
 
@@ -109,12 +109,10 @@ def unmatched(schedule: Schedule) -> list[str]:
     ]
 
 
-def bytes_sent(schedule: Schedule, ranks_per_node: int) -> list[int]:
-    """Return the bytes that leave each node."""
-    totals = [0] * (len(schedule) // ranks_per_node)
+def bytes_sent(schedule: Schedule, nodes: int) -> list[int]:
+    """Return the bytes that leave each node; ranks are in blocks, as many on each."""
+    totals, per_node = [0] * nodes, len(schedule) // nodes
     for rank, actions in enumerate(schedule):
-        node = rank // ranks_per_node
-        totals[node] += sum(
-            action.nbytes for action in actions if isinstance(action, Send) and action.to // ranks_per_node != node
-        )
+        node = rank // per_node
+        totals[node] += sum(each.nbytes for each in actions if isinstance(each, Send) and each.to // per_node != node)
     return totals
