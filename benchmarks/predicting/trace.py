@@ -1,6 +1,6 @@
 """Traces for SimGrid: what each rank does, a line each, as ``smpireplaymain`` reads them (time-independent traces).
 
-A line is ``RANK init``, ``RANK isend TO TAG BYTES``, ``RANK irecv FROM TAG BYTES``, ``RANK wait FROM TO TAG``,
+A line is ``RANK init``, ``RANK isend TO TAG BYTES``, ``RANK irecv FROM TAG BYTES``, ``RANK waitall``,
 ``RANK compute NANOSECONDS`` (on hosts of one operation per nanosecond and core), or ``RANK finalize``.
 """
 
@@ -27,21 +27,17 @@ class Receive(NamedTuple):
     nbytes: int
 
 
-class Wait(NamedTuple):
-    """A rank waits until a message that it sent or receives is through."""
-
-    source: int
-    to: int
-    tag: int
+class WaitAll(NamedTuple):
+    """A rank waits until all messages that it sent or receives are through."""
 
 
 class Compute(NamedTuple):
-    """A rank works, on a core that it has to itself."""
+    """A rank works, on one of the cores of its node."""
 
     seconds: float
 
 
-Action = Send | Receive | Wait | Compute
+Action = Send | Receive | WaitAll | Compute
 Schedule = list[list[Action]]
 """What each rank does, by rank."""
 
@@ -49,8 +45,8 @@ Schedule = list[list[Action]]
 def lines_of(schedule: Schedule) -> Iterator[str]:
     """Yield the lines of a trace.
 
-    >>> list(lines_of([[Send(1, 0, 8), Wait(0, 1, 0)], []]))
-    ['0 init', '0 isend 1 0 8', '0 wait 0 1 0', '0 finalize', '1 init', '1 finalize']
+    >>> list(lines_of([[Send(1, 0, 8), WaitAll()], []]))
+    ['0 init', '0 isend 1 0 8', '0 waitall', '0 finalize', '1 init', '1 finalize']
     """
     for rank, actions in enumerate(schedule):
         yield f"{rank} init"
@@ -60,12 +56,13 @@ def lines_of(schedule: Schedule) -> Iterator[str]:
 
 
 def _text(action: Action) -> str:
+    # A size of 0 says that it is unknown, and the receiver waits at once until it is known.
     if isinstance(action, Send):
-        return f"isend {action.to} {action.tag} {action.nbytes}"
+        return f"isend {action.to} {action.tag} {action.nbytes or 1}"
     if isinstance(action, Receive):
-        return f"irecv {action.source} {action.tag} {action.nbytes}"
-    if isinstance(action, Wait):
-        return f"wait {action.source} {action.to} {action.tag}"
+        return f"irecv {action.source} {action.tag} {action.nbytes or 1}"
+    if isinstance(action, WaitAll):
+        return "waitall"
     return f"compute {1e9 * action.seconds:.9g}"
 
 
@@ -89,7 +86,7 @@ def schedule_of(lines: Iterable[str]) -> Schedule:
 _READERS = {
     "isend": lambda rest: Send(*map(int, rest)),
     "irecv": lambda rest: Receive(*map(int, rest)),
-    "wait": lambda rest: Wait(*map(int, rest)),
+    "waitall": lambda _: WaitAll(),
     "compute": lambda rest: Compute(float(rest[0]) / 1e9),
 }
 
