@@ -1,7 +1,7 @@
 """The ranks of a rail in one process: their messages lie in memory, and what each does is written down.
 
-A way between nodes is a generator that yields while it waits, so that one loop can run those of many ranks. What was sent
-is compared with what the way says that it costs, and can be replayed elsewhere.
+A way between nodes is a generator that yields while it waits, so that one loop can run those of many ranks. Their
+messages can be compared with the cost that the way gives for itself, or replayed elsewhere.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ class InMemory:
 
     def _post(self, request: _Request) -> None:
         """Put one side of a message beside the other if that is there already."""
+        self._moved += 1
         mine, theirs = (self._sent, self._awaited) if request.kind == "isend" else (self._awaited, self._sent)
         if not theirs[request.key]:
             mine[request.key].append(request)
@@ -119,7 +120,6 @@ class InMemory:
         received.memory[:] = sent.memory
         received.step = sent.step
         sent.is_matched = received.is_matched = True
-        self._moved += 1
 
     def _has_done(self, request: _Request) -> None:
         rank, at = request.rank, request.number

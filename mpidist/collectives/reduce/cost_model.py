@@ -1,13 +1,12 @@
-"""The cost model of an all-reduce on several nodes: what it sends, how long that takes, which way is fastest.
+"""The cost model of an all-reduce on several nodes: the rounds of each way, their time, and the fastest.
 
-Each way between nodes says what its busiest rank does, as :class:`Round` s; ``mpidist.tune`` measures the
-:class:`Network`. A round takes the latency of a message, the time of a processor for each message, and that of the bytes
-on the link, which the rails of a node share (the model of Hockney, doi:10.1016/S0167-8191(06)80021-9, with an overhead).
-Slices are under way together: what takes longest of the wire, the processor and the latencies of a slice, of which only
-so many are under way, sets the pace. Nothing here needs MPI: ``python -m benchmarks predict`` asks for nodes that are not
-there.
+Each way between nodes says what its busiest rank does, in rounds; ``mpidist.tune`` measures the network. A round takes
+the latency of a message, the time of a processor for each message, and that of the bytes on the link, which the rails
+of a node share (the model of Hockney, doi:10.1016/S0167-8191(06)80021-9, with an overhead). Slices are under way
+together: the wire, the processor, or the latencies of a slice, of which only so many are under way, set the pace,
+whichever takes longest. Nothing here needs MPI: ``python -m benchmarks predict`` asks about nodes that are not there.
 
-Ranks compare sums and products of the same numbers, which IEEE 754 rounds alike everywhere, so all choose the same.
+All ranks compare sums and products of the same numbers, which IEEE 754 rounds alike everywhere: all choose the same.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import NamedTuple
 from mpidist.collectives.node.node import LANES_BETWEEN_NODES, SLICE_BYTES_BETWEEN_NODES
 
 # Between nodes less than this is not worth a message to each of them.
-SMALLEST_SLICE = 64 << 10
+SMALLEST_SLICE_BETWEEN_NODES = 64 << 10
 
 
 class Network(NamedTuple):
@@ -171,7 +170,7 @@ def fastest(
     nbytes: int,
     network: Network,
     limit: int = SLICE_BYTES_BETWEEN_NODES,
-    smallest: int | None = None,
+    smallest: int = SMALLEST_SLICE_BETWEEN_NODES,
 ) -> Way:
     """Return the fastest way between nodes with the slices for it, the same on every rank.
 
@@ -182,9 +181,8 @@ def fastest(
         nbytes: Of the message.
         network: The costs.
         limit: Bytes of a slice, at most.
-        smallest: Bytes of a slice, at least, by default :data:`SMALLEST_SLICE`.
+        smallest: Bytes of a slice, at least.
     """
-    smallest = min(SMALLEST_SLICE if smallest is None else smallest, limit)
     sizes = [limit]
     while sizes[-1] // 2 >= smallest:
         sizes.append(sizes[-1] // 2)

@@ -17,7 +17,7 @@ from mpidist.collectives.mpi.mpi_types import message, tag_of
 from mpidist.collectives.mpi.waiting import Comm, Steps, until_all_done
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import PackedReduction
-from mpidist.collectives.reduce.cost_model import Cost
+from mpidist.collectives.reduce.cost_model import Cost, Network
 from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import AlgorithmError
 from mpidist.core.options import CommunicationOptions
@@ -111,12 +111,12 @@ class Site:
     Attributes:
         comm: The communicator.
         node: Its node of this rank.
-        between_nodes: The row of the table for the ways between nodes.
+        between_nodes: The costs of messages between nodes.
     """
 
     comm: Comm
     node: Node
-    between_nodes: Row
+    between_nodes: Network
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class AlgorithmEntry:
         make: Returns the steps that make it for a site (collective), which end in an AlgorithmError on all ranks where
             it does not work. A way between nodes is made at once, of a communicator, the ranks of a rail there, the
             position of this one among them, and, where it rounds, the dtype in which sums travel.
-        places: The rows of a table that may name it; none for one that nobody names.
+        places: The rows of a table that may name it, or ``between_nodes``; none for one that nobody names.
         tuned_at: The rows for which ``mpidist.tune`` measures it.
         is_ordered: Whether sums are formed in a fixed order.
         rounds: Whether it can send sums between nodes in 16 bits.

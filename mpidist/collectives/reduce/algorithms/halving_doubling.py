@@ -71,6 +71,4 @@ def cost(nodes: int, count: int) -> list[Round]:
     return there + [each._replace(reduced=0) for each in reversed(there)]
 
 
-wire_algorithms.register(
-    AlgorithmEntry("halving_doubling", HalvingDoubling, ("between_nodes",), ("several_nodes",), cost=cost)
-)
+wire_algorithms.register(AlgorithmEntry("halving_doubling", HalvingDoubling, ("between_nodes",), cost=cost))

@@ -72,7 +72,5 @@ def cost(nodes: int, count: int) -> list[Round]:
 
 
 wire_algorithms.register(
-    AlgorithmEntry(
-        "pairwise", Pairwise, ("between_nodes",), ("several_nodes",), is_ordered=True, rounds=True, cost=cost
-    )
+    AlgorithmEntry("pairwise", Pairwise, ("between_nodes",), is_ordered=True, rounds=True, cost=cost)
 )

@@ -46,4 +46,4 @@ def cost(nodes: int, count: int) -> list[Round]:
     ]
 
 
-wire_algorithms.register(AlgorithmEntry("ring", Ring, ("between_nodes",), ("several_nodes",), cost=cost))
+wire_algorithms.register(AlgorithmEntry("ring", Ring, ("between_nodes",), cost=cost))
