@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from benchmarks.measuring.rows import OURS, Row
-from benchmarks.measuring.sizes import MIB
+from benchmarks.measuring.sizes import MIB, size_text
 from benchmarks.predicting.reductions import LEADERS, Prediction, predicted
 from mpidist.collectives.reduce.cost_model import Network
 from mpidist.collectives.reduce.registry import wire_algorithms
@@ -21,6 +21,8 @@ class Compared(NamedTuple):
 
     prediction: Prediction
     """Of the algorithm that ran."""
+    variant: str
+    """Of the row: how the ranks were placed."""
     measured: float
     """Seconds, the median."""
     chosen: str
@@ -68,7 +70,7 @@ def _problem(row: Row, nodes: int) -> str | None:
 def _beside(row: Row, network: Network, nodes: int) -> Compared:
     place = network, nodes, row.ranks // nodes, row.size
     chosen = row.algorithm if _FORCED in row.variant else predicted(*place).algorithm
-    return Compared(predicted(*place, algorithm=row.algorithm), row.median / 1e6, chosen)
+    return Compared(predicted(*place, algorithm=row.algorithm), row.variant, row.median / 1e6, chosen)
 
 
 def summary(all_compared: Sequence[Compared]) -> list[str]:
@@ -78,7 +80,7 @@ def summary(all_compared: Sequence[Compared]) -> list[str]:
         errors = [abs(each.error) for each in all_compared if each.bar == bar]
         if errors:
             passed = sum(error <= bar for error in errors)
-            sizes = f"from {size} bytes" if upper is None else f"below {upper} bytes"
+            sizes = f"from {size_text(size)}" if upper is None else f"below {size_text(upper)}"
             lines.append(
                 f"{sizes}: {passed} of {len(errors)} within {bar:.0%}, largest error {max(errors):.1%}, "
                 f"median {sorted(errors)[len(errors) // 2]:.1%}"

@@ -36,6 +36,15 @@ class Predictions(NamedTuple):
     """What of the measured results was not compared."""
 
 
+def seconds_text(seconds: float) -> str:
+    """Return a time with three digits.
+
+    >>> seconds_text(0.0123), seconds_text(1.076)
+    ('12.3 ms', '1.08 s')
+    """
+    return time_text(1e6 * seconds) if seconds < 1 else f"{seconds:.3g} s"
+
+
 def text_of(found: Predictions) -> str:
     """Return all of it as text."""
     parts = [f"# {network_text(found.network)}"]
@@ -46,9 +55,20 @@ def text_of(found: Predictions) -> str:
         header = ("nodes", "step", "reductions", "not hidden", "efficiency")
         parts += ["", aligned(header, [_step_cells(nodes, step) for nodes, step in found.steps], ())]
     if found.compared:
-        header = ("nodes", "ranks", "size", "algorithm", "measured", "predicted", "error", "within", "model takes")
+        header = (
+            "nodes",
+            "ranks",
+            "placement",
+            "size",
+            "algorithm",
+            "measured",
+            "predicted",
+            "error",
+            "within",
+            "takes",
+        )
         lines = [_compared_cells(each) for each in found.compared]
-        parts += ["", aligned(header, lines, {"algorithm", "model takes"})]
+        parts += ["", aligned(header, lines, {"placement", "algorithm", "takes"})]
         parts += [f"# {line}" for line in summary(found.compared)]
     return "\n".join([*parts, *(f"# not compared: {reason}" for reason in found.left_out)])
 
@@ -58,7 +78,7 @@ def _cells(each: Prediction) -> tuple[str, ...]:
     return (
         *(str(each.nodes), str(ranks), size_text(each.nbytes), each.algorithm),
         size_text(each.slice_bytes) if each.slice_bytes else "-",
-        time_text(1e6 * each.seconds),
+        seconds_text(each.seconds),
         f"{2 * (ranks - 1) / ranks * each.nbytes / each.seconds / 1e9:.3g}",
         f"{each.sent / MIB:.3g}",
     )
@@ -66,14 +86,15 @@ def _cells(each: Prediction) -> tuple[str, ...]:
 
 def _step_cells(nodes: int, step: Step) -> tuple[str, ...]:
     times = (step.seconds, step.communication, step.exposed)
-    return str(nodes), *(time_text(1e6 * seconds) for seconds in times), f"{step.efficiency:.1%}"
+    return str(nodes), *(seconds_text(seconds) for seconds in times), f"{step.efficiency:.1%}"
 
 
 def _compared_cells(each: Compared) -> tuple[str, ...]:
     prediction = each.prediction
     return (
-        *(str(prediction.nodes), str(prediction.nodes * prediction.ranks_per_node), size_text(prediction.nbytes)),
-        *(prediction.algorithm, time_text(1e6 * each.measured), time_text(1e6 * prediction.seconds)),
+        *(str(prediction.nodes), str(prediction.nodes * prediction.ranks_per_node), each.variant),
+        *(size_text(prediction.nbytes), prediction.algorithm),
+        *(seconds_text(each.measured), seconds_text(prediction.seconds)),
         *(f"{each.error:+.1%}", "yes" if abs(each.error) <= each.bar else "NO", each.chosen),
     )
 
@@ -89,6 +110,7 @@ def document_of(found: Predictions) -> dict[str, object]:
         "compared": [
             {
                 **each.prediction._asdict(),
+                "variant": each.variant,
                 "measured": each.measured,
                 "error": each.error,
                 "bar": each.bar,

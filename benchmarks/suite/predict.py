@@ -20,8 +20,7 @@ from benchmarks.predicting.reductions import LEADERS, Prediction, predicted, red
 from benchmarks.predicting.steps import Step, buckets_of, step_of, work_of
 from benchmarks.predicting.trace import bytes_sent
 from benchmarks.reports.files import load
-from benchmarks.reports.predictions import Predictions, document_of, plot, save, text_of
-from benchmarks.reports.text import time_text
+from benchmarks.reports.predictions import Predictions, document_of, plot, save, seconds_text, text_of
 from mpidist.collectives.reduce.cost_model import Network, handshake_seconds
 from mpidist.training.gradients import BUCKET_BYTES
 
@@ -146,13 +145,13 @@ def _simulate(options: argparse.Namespace, network: Network) -> int:
     print(f"# {each.nodes} nodes x {each.ranks_per_node} ranks, {size_text(each.nbytes)}, {each.algorithm}")
     print(f"# {written.lanes} ranks of the trace for each rank: slices under way; {written.sent} bytes from a node")
     print(f"# {' '.join(written.command)}")
-    print(f"predicted, without handshake: {time_text(1e6 * written.seconds)}")
+    print(f"predicted, without handshake: {seconds_text(written.seconds)}")
     if options.replay is not None:
         reason = simgrid.problem()
         if reason is not None:
             raise SystemExit(f"nothing was replayed: {reason}")
         seconds = simgrid.replay(written.command, options.replay)
-        print(f"SimGrid: {time_text(1e6 * seconds)}; the prediction is off by {written.seconds / seconds - 1:+.1%}")
+        print(f"SimGrid: {seconds_text(seconds)}; the prediction is off by {written.seconds / seconds - 1:+.1%}")
     return 0
 
 
