@@ -18,8 +18,8 @@ _MODEL = (
     *("--cfg=network/model:CM02", "--cfg=network/crosstraffic:0"),
     # The time that the simulator itself takes is none of the ranks'.
     *("--cfg=smpi/cpu-threshold:-1", "--cfg=smpi/host-speed:1Gf"),
-    # In KiB: with the usual 8 MiB of stack, ten thousand ranks do not fit.
-    "--cfg=contexts/stack-size:256",
+    # Ten thousand ranks shall fit: KiB of stack, and no page behind it that the kernel would have to count.
+    *("--cfg=contexts/stack-size:256", "--cfg=contexts/guard-size:0"),
     "--log=xbt_cfg.thresh:warning",
 )
 _PLATFORM = """<?xml version='1.0'?>

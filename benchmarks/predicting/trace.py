@@ -7,7 +7,7 @@ A line is ``RANK init``, ``RANK isend TO TAG BYTES``, ``RANK irecv FROM TAG BYTE
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 
@@ -83,7 +83,7 @@ def schedule_of(lines: Iterable[str]) -> Schedule:
     return [found[rank] for rank in range(len(found))]
 
 
-_READERS = {
+_READERS: dict[str, Callable[[list[str]], Action]] = {
     "isend": lambda rest: Send(*map(int, rest)),
     "irecv": lambda rest: Receive(*map(int, rest)),
     "waitall": lambda _: WaitAll(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FORMAT = 1
+_REDUCTIONS = ("nodes", "ranks", "size", "algorithm", "slice", "time", "busbw(GB/s)", "sent(MiB/node)")
+_STEPS = ("nodes", "step", "reductions", "not hidden", "efficiency")
+_COMPARED = ("nodes", "ranks", "placement", "size", "algorithm", "measured", "predicted", "error", "within", "takes")
 
 
 class Predictions(NamedTuple):
@@ -147,15 +150,12 @@ def plot(found: Predictions, folder: Path, name: str) -> Path:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise SystemExit(f"plots need matplotlib ({error}); type: {pip_install('bench')}") from None
-    panels = [
-        (draw, given)
-        for draw, given in (
-            (_draw_reductions, found.reductions),
-            (_draw_steps, found.steps),
-            (_draw_compared, found.compared),
-        )
-        if given
+    every: list[tuple[Callable[..., None], Sequence[object]]] = [
+        (_draw_reductions, found.reductions),
+        (_draw_steps, found.steps),
+        (_draw_compared, found.compared),
     ]
+    panels = [(draw, given) for draw, given in every if given]
     figure = Figure(figsize=(5.5 * len(panels), 4.5), layout="constrained")
     for axes, (draw, given) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw(axes, given)
