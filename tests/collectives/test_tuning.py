@@ -107,7 +107,7 @@ def test_candidates_are_algorithms() -> None:
         *host_names(),
         *gpu_names(),
     }
-    assert candidates_at("several_nodes") == ("mpi", "hierarchical")
+    assert candidates_at("several_nodes") == ("mpi", "hierarchical", "leaders")
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------

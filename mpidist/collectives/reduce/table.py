@@ -41,7 +41,7 @@ _PLACES = tuple(name for name in Table._fields if name != "between_nodes")
 BY_NETWORK = "by_network"
 SHIPPED = Table(
     one_node=((None, "hierarchical"),),
-    several_nodes=((128 * KiB, "mpi"), (None, "hierarchical")),
+    several_nodes=((64 * KiB, "leaders"), (None, "hierarchical")),
     between_nodes=SHIPPED_NETWORK,
     one_node_gpu=((None, "nccl"),),
     several_nodes_gpu=((None, BY_NETWORK),),
@@ -86,7 +86,7 @@ def row_text(row: Row) -> str:
     """Return a row as text.
 
     >>> row_text(SHIPPED.several_nodes)
-    'up to 128 KiB mpi, above hierarchical'
+    'up to 64 KiB leaders, above hierarchical'
     """
     if len(row) == 1:
         return f"{row[0][1]} at any size"
@@ -132,7 +132,7 @@ def table_to_json(table: Table) -> dict[str, object]:
     """Return the rows of a table by place, as lists for JSON, and the network as a dict.
 
     >>> table_to_json(SHIPPED)["several_nodes"]
-    [[131072, 'mpi'], [None, 'hierarchical']]
+    [[65536, 'leaders'], [None, 'hierarchical']]
     """
     rows = {place: [list(entry) for entry in getattr(table, place)] for place in _PLACES}
     return {**rows, "between_nodes": table.between_nodes._asdict()}
