@@ -15,6 +15,7 @@ _TIMES = {
     "latency": "of a message without bytes between nodes",
     "overhead": "of the processor, for each message",
     "meeting": "in which the ranks of a node meet",
+    "exchange": "of a round of the handshake; as --latency and --overhead together unless given",
 }
 _LINKS = {
     "bandwidth": "out of a node to the next",
@@ -80,7 +81,10 @@ def network_of(options: argparse.Namespace) -> Network:
     given = {name: value for name in Network._fields if (value := getattr(options, name)) is not None}
     if "bandwidth" in given:
         given = {**dict.fromkeys(_LINKS, given["bandwidth"]), **given}
-    return found._replace(**given)
+    network = found._replace(**given)
+    if "exchange" not in given and ("latency" in given or "overhead" in given):
+        network = network._replace(exchange=network.latency + network.overhead)
+    return network
 
 
 def _network_in(path: Path, layout: str | None) -> Network:

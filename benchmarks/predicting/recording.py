@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.measuring.in_memory import Event, InMemory
-from benchmarks.predicting.trace import Action, Compute, Receive, Schedule, Send, WaitAll
+from benchmarks.predicting.trace import Action, Compute, Receive, Schedule, Send, Sleep, WaitAll
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.node import LANES_BETWEEN_NODES
 from mpidist.collectives.reduce import algorithms  # noqa: F401  # which register themselves
@@ -69,7 +69,12 @@ def rail_schedule(name: str, nodes: int, rails: int, slices: Slices, network: Ne
 
 
 def _lane(wire: Wire, events: list[Event], number: int, lane: int, rails: int, slices: Slices) -> Steps[None]:
-    """Take the slices of one lane over the wire, one after the other."""
+    """Take the slices of one lane over the wire, one after the other.
+
+    A rank combines them in their order: the first slice of a lane comes after those of the lanes before.
+    """
+    if rails > 1 and lane:
+        events.append(Event("others", number, 0, lane * slices.nbytes * rails, 0))
     for chunk in range(lane, slices.number, slices.lanes):
         if rails > 1:
             events.append(Event("reduce", number, 0, slices.nbytes * rails, 0))
@@ -99,6 +104,8 @@ def _actions(events: list[Event], network: Network) -> Iterator[Action]:
             yield Receive(event.peer, event.tag, event.nbytes)
         elif event.kind == "wait":
             waits = True
+        elif event.kind == "others":
+            yield Sleep(event.nbytes * network.reduce)
         else:
             yield Compute(event.nbytes * (network.reduce if event.kind == "reduce" else network.copy))
 

@@ -13,12 +13,12 @@ from mpidist.collectives.reduce.cost_model import (
     hierarchical_seconds,
     leaders_seconds,
     recursive_doubling,
+    recursive_halving,
 )
 from mpidist.collectives.reduce.registry import wire_algorithms
+from mpidist.collectives.reduce.table import SHIPPED, look_up
 
 LEADERS = "leaders"
-# The most that the leaders carry with the handshake.
-LEADERS_BYTES = 64 << 10
 
 
 class Prediction(NamedTuple):
@@ -47,7 +47,8 @@ def predicted(
         network: The costs.
         nodes, ranks_per_node: Where the ranks are, as many on each.
         nbytes: Of the message on each rank.
-        algorithm: A way between nodes, or ``leaders``; by default the one that the library takes.
+        algorithm: A way between nodes, or ``leaders``; by default the one that the library takes where its table is
+            the shipped one.
 
     Raises:
         ValueError: There is no such way.
@@ -55,14 +56,16 @@ def predicted(
     names = [LEADERS, *sorted(wire_algorithms.costs)]
     if algorithm not in (None, *names):
         raise ValueError(f"algorithm is {algorithm!r}; expected one of {', '.join(names)}")
-    found = []
-    if algorithm == LEADERS or (algorithm is None and nbytes <= LEADERS_BYTES):
+    name = algorithm or look_up(SHIPPED.several_nodes, nbytes)
+    if name == LEADERS:
         seconds = leaders_seconds(nodes, ranks_per_node, nbytes, network)
-        sent = sum(each.times * each.elements for each in recursive_doubling(nodes, nbytes))
-        found.append(Prediction(nodes, ranks_per_node, nbytes, LEADERS, nbytes, seconds, sent))
-    if algorithm != LEADERS:
-        found.append(_in_slices(network, nodes, ranks_per_node, nbytes, algorithm))
-    return min(found, key=lambda prediction: prediction.seconds)
+        return Prediction(nodes, ranks_per_node, nbytes, LEADERS, nbytes, seconds, _sent_by_leader(nodes, nbytes))
+    return _in_slices(network, nodes, ranks_per_node, nbytes, algorithm)
+
+
+def _sent_by_leader(nodes: int, nbytes: int) -> int:
+    ways = (recursive_doubling, recursive_halving)
+    return min(sum(each.times * each.elements for each in way(nodes, nbytes)) for way in ways)
 
 
 def _in_slices(network: Network, nodes: int, rails: int, nbytes: int, algorithm: str | None) -> Prediction:

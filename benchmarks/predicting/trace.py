@@ -1,7 +1,8 @@
 """Traces for SimGrid: what each rank does, a line each, as ``smpireplaymain`` reads them (time-independent traces).
 
 A line is ``RANK init``, ``RANK isend TO TAG BYTES``, ``RANK irecv FROM TAG BYTES``, ``RANK waitall``,
-``RANK compute NANOSECONDS`` (on hosts of one operation per nanosecond and core), or ``RANK finalize``.
+``RANK compute NANOSECONDS`` (on hosts of one operation per nanosecond and core), ``RANK sleep SECONDS``,
+or ``RANK finalize``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,13 @@ class Compute(NamedTuple):
     seconds: float
 
 
-Action = Send | Receive | WaitAll | Compute
+class Sleep(NamedTuple):
+    """A rank does nothing."""
+
+    seconds: float
+
+
+Action = Send | Receive | WaitAll | Compute | Sleep
 Schedule = list[list[Action]]
 """What each rank does, by rank."""
 
@@ -63,6 +70,8 @@ def _text(action: Action) -> str:
         return f"irecv {action.source} {action.tag} {action.nbytes or 1}"
     if isinstance(action, WaitAll):
         return "waitall"
+    if isinstance(action, Sleep):
+        return f"sleep {action.seconds:.9g}"
     return f"compute {1e9 * action.seconds:.9g}"
 
 
@@ -87,6 +96,7 @@ _READERS: dict[str, Callable[[list[str]], Action]] = {
     "isend": lambda rest: Send(*map(int, rest)),
     "irecv": lambda rest: Receive(*map(int, rest)),
     "waitall": lambda _: WaitAll(),
+    "sleep": lambda rest: Sleep(float(rest[0])),
     "compute": lambda rest: Compute(float(rest[0]) / 1e9),
 }
 

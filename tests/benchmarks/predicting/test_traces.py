@@ -12,6 +12,7 @@ from benchmarks.predicting.trace import (
     Compute,
     Receive,
     Send,
+    Sleep,
     WaitAll,
     bytes_sent,
     lines_of,
@@ -50,7 +51,7 @@ def test_a_trace_comes_back_as_it_was() -> None:
     assert bytes_sent(again, 3) == bytes_sent(schedule, 3)
     for before, after in zip(schedule, again, strict=True):
         for one, other in zip(before, after, strict=True):
-            assert one == (pytest.approx(other) if isinstance(one, Compute) else other)
+            assert one == (pytest.approx(other) if isinstance(one, (Compute, Sleep)) else other)
 
 
 def test_messages_without_an_other_end_are_found() -> None:
