@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -37,6 +38,7 @@ networks = st.builds(
     reduce=st.floats(1e-11, 1e-8),
     copy=st.floats(1e-11, 1e-8),
     meeting=st.floats(1e-7, 1e-3),
+    exchange=st.floats(1e-7, 1e-3),
 )
 
 
@@ -112,3 +114,17 @@ def test_leaders_double_and_fold_what_is_beyond_a_power_of_two() -> None:
 def test_a_way_without_a_cost_is_refused() -> None:
     with pytest.raises(ValueError, match="way 'star' between nodes has no cost, by which it is chosen; give it one"):
         wire_algorithms.register(AlgorithmEntry("star", object, ("between_nodes",)))
+
+
+def test_the_documentation_has_the_ways_that_are_taken() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text("utf-8")
+    head, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text[text.index("| nodes | 4 KiB") :].splitlines()
+        if line.startswith("|")
+    ]
+    for nodes, *cells in rows:
+        for size, cell in zip(head[1:], cells, strict=True):
+            number, unit = size.split()
+            best = fastest(COSTS, int(nodes), 8, int(number) * {"KiB": KiB, "MiB": MiB}[unit], SHIPPED_NETWORK)
+            assert cell == f"`{best.name}` {1e3 * best.seconds:.3g} ms"

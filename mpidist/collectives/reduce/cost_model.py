@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from mpidist.collectives.node.core import SMALL_BETWEEN_NODES
 from mpidist.collectives.node.node import LANES_BETWEEN_NODES, SLICE_BYTES_BETWEEN_NODES
 
 # Between nodes less than this is not worth a message to each of them.
@@ -39,21 +40,24 @@ class Network(NamedTuple):
     """Seconds to copy a byte inside a node."""
     meeting: float
     """Seconds in which the ranks of a node meet."""
+    exchange: float
+    """Seconds of a round in which the first ranks of the nodes exchange small messages, as the handshake does."""
 
 
 SHIPPED_NETWORK = Network(
-    latency=170e-6,
+    latency=150e-6,
     overhead=100e-6,
     bandwidth=120e6,
     far_bandwidth=118e6,
     rail_bandwidth=120e6,
     reduce=0.09e-9,
     copy=0.08e-9,
-    meeting=80e-6,
+    meeting=130e-6,
+    exchange=30e-6,
 )
-"""Measured by ``mpidist.tune`` on four virtual hosts of a 2-core x86-64 machine, two ranks and 1 Gbit/s each.
+"""Of four virtual hosts of one 2-core x86-64 machine, with two ranks and 1 Gbit/s each, measured by ``mpidist.tune``.
 
-On a cluster of another kind all of these are smaller by much the same factor, and the choice depends on ratios alone.
+Times on a real cluster are shorter; the choice depends on their ratios alone, which differ less.
 """
 
 
@@ -86,18 +90,29 @@ class Way(NamedTuple):
 
 
 def recursive_doubling(nodes: int, count: int) -> list[Round]:
-    """Return the rounds of ``leaders``: the whole payload, to a rank twice as far each time.
-
-    Nodes beyond a power of two hand theirs over first and get the result last.
+    """Return the rounds of ``leaders`` for the smallest data: all of it, to a node twice as far each time.
 
     >>> [(r.times, r.elements) for r in recursive_doubling(6, 100)]
     [(2, 100), (1, 100), (1, 100)]
     """
-    power = nodes.bit_length() - 1
-    doubling = [Round(1, 1, count, count, is_far=step > 0) for step in range(power)]
-    # One of the two combines; the other brings the result.
-    folding = [Round(2, 1, count, count, is_far=True)] if nodes > 1 << power else []
-    return folding + doubling
+    doubling = [Round(1, 1, count, count, is_far=step > 0) for step in range(nodes.bit_length() - 1)]
+    return _folded(nodes, count) + doubling
+
+
+def recursive_halving(nodes: int, count: int) -> list[Round]:
+    """Return the rounds of ``leaders`` for larger data: a half of what is left each time, and the same way back.
+
+    >>> [(r.times, r.elements) for r in recursive_halving(4, 100)]
+    [(1, 50), (1, 25), (1, 25), (1, 50)]
+    """
+    parts = [(step, -(-count // (2 << step))) for step in range(nodes.bit_length() - 1)]
+    forth = [Round(1, 1, part, part, is_far=step > 0) for step, part in parts]
+    return _folded(nodes, count) + forth + [each._replace(reduced=0) for each in reversed(forth)]
+
+
+def _folded(nodes: int, count: int) -> list[Round]:
+    """Return the rounds in which nodes beyond a power of two hand theirs over first, and get the result last."""
+    return [Round(2, 1, count, count, is_far=True)] if nodes & (nodes - 1) else []
 
 
 # Seconds --------------------------------------------------------------------------------------------------------------
@@ -149,13 +164,24 @@ def hierarchical_seconds(cost: Cost, nodes: int, rails: int, nbytes: int, slice_
 
 def handshake_seconds(nodes: int, network: Network) -> float:
     """Return how long all ranks take to see that all make the same call."""
-    return 2 * network.meeting + rounds_seconds(recursive_doubling(nodes, 0), 1, network)
+    return leaders_seconds(nodes, 1, 0, network)
 
 
 def leaders_seconds(nodes: int, per_node: int, nbytes: int, network: Network) -> float:
-    """Return how long an all-reduce inside the handshake takes, one leader of each node carrying the data."""
-    in_node = nbytes * (per_node * network.reduce + network.copy)
-    return 2 * network.meeting + in_node + rounds_seconds(recursive_doubling(nodes, nbytes), 1, network)
+    """Return how long ``leaders`` takes, an all-reduce inside handshakes, one for each part of large data.
+
+    Args:
+        nodes: Their number.
+        per_node: Ranks of a node.
+        nbytes: Of the message.
+        network: The costs.
+    """
+    parts = max(1, -(-nbytes // SMALL_BETWEEN_NODES))
+    each = -(-nbytes // parts)
+    in_node = each * (per_node * network.reduce + network.copy)
+    quick = network._replace(latency=network.exchange, overhead=0.0)
+    between = min(rounds_seconds(way(nodes, each), 1, quick) for way in (recursive_doubling, recursive_halving))
+    return parts * (network.meeting + in_node + between)
 
 
 def _seconds_per_byte(each: Round, rails: int, network: Network) -> float:

@@ -16,7 +16,7 @@ from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.gathering import agreed_minimum
 from mpidist.collectives.mpi.waiting import Comm, Steps, pause, until_done
 from mpidist.collectives.node.node import Node
-from mpidist.collectives.reduce.cost_model import Network
+from mpidist.collectives.reduce.cost_model import Network, recursive_doubling
 from mpidist.collectives.reduce.registry import Rail
 
 # Of each figure the median of so many.
@@ -56,12 +56,7 @@ class _Probe(Rail):
             (np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)) for _ in range(messages if takes_part else 0)
         ]
         rounds = _ROUNDS if nbytes == _SMALL_BYTES else 1
-
-        def passes() -> Steps[None]:
-            for _ in range(rounds):
-                yield from self._passed(buffers, distance)
-
-        return (yield from _median(self._comm, passes)) / rounds
+        return (yield from _median(self._comm, lambda: self._passed(buffers, distance), rounds))
 
     def _passed(self, buffers: Sequence[tuple[Array, Array]], distance: int) -> Steps[None]:
         n, me = len(self._ranks), self._position
@@ -101,7 +96,9 @@ def measured_network(comm: Comm, node: Node) -> Steps[Network]:
     source, target = np.ones(_WORK_BYTES // 4, np.float32), np.ones(_WORK_BYTES // 4, np.float32)
     reduce = yield from _median(comm, lambda: _done(lambda: np.add(target, source, out=target)))
     copy = yield from _median(comm, lambda: _done(lambda: np.copyto(target, source)))
-    meeting = yield from _median(comm, lambda: until_done(node.comm.Ibarrier()))
+    meeting = yield from _median(comm, lambda: _meeting(comm, node, of_all=False), _ROUNDS)
+    everyone = yield from _median(comm, lambda: _meeting(comm, node, of_all=True), _ROUNDS)
+    exchanges = sum(each.times for each in recursive_doubling(len(node.ranks), 0))
     return Network(
         latency=max(one - overhead, _LEAST_SECONDS),
         overhead=overhead,
@@ -111,20 +108,36 @@ def measured_network(comm: Comm, node: Node) -> Steps[Network]:
         reduce=reduce / _WORK_BYTES,
         copy=copy / _WORK_BYTES,
         meeting=meeting,
+        exchange=max((everyone - meeting) / exchanges, _LEAST_SECONDS),
     )
 
 
-def _median(comm: Comm, act: Callable[[], Steps[None]]) -> Steps[float]:
-    """Return the median time of an act, each time that of the slowest rank (collective)."""
+def _median(comm: Comm, act: Callable[[], Steps[None]], rounds: int = 1) -> Steps[float]:
+    """Return the median time of an act, each time that of the slowest rank (collective).
+
+    Short ones are done in rounds, as ranks do not leave a barrier at the same time.
+    """
     times = []
     for _ in range(1 + _REPETITIONS):
         yield from until_done(comm.Ibarrier())
         start = time.perf_counter()
-        yield from act()
+        for _ in range(rounds):
+            yield from act()
         slowest = yield from agreed_minimum(comm, -int(1e9 * (time.perf_counter() - start)))
         times.append(max(-slowest / 1e9, _LEAST_SECONDS))
     # The first brings memory and connections about.
-    return statistics.median(times[1:])
+    return statistics.median(times[1:]) / rounds
+
+
+def _meeting(comm: Comm, node: Node, of_all: bool) -> Steps[None]:
+    """Meet the ranks of the node, or all, as the handshake does."""
+    if node.core is None:
+        yield from until_done((comm if of_all else node.comm).Ibarrier())
+    elif of_all:
+        node.core.meet(0)
+        yield from node.core.go_on()
+    else:
+        yield from node.core.meeting()
 
 
 def _done(work: Callable[[], object]) -> Steps[None]:

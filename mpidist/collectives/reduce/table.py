@@ -107,12 +107,15 @@ def network_text(network: Network) -> str:
     >>> network_text(SHIPPED_NETWORK).split(",")[0]
     'latency 50 us and 10 us a message'
     """
-    times = [f"{1e6 * seconds:.3g} us" for seconds in (network.latency, network.overhead, network.meeting)]
+    times = [
+        f"{1e6 * seconds:.3g} us" for seconds in (network.latency, network.overhead, network.meeting, network.exchange)
+    ]
     rates = (network.bandwidth, network.far_bandwidth, network.rail_bandwidth, 1 / network.reduce, 1 / network.copy)
     next_node, far, rank, reduced, copied = [f"{rate / 1e6:.3g}" for rate in rates]
     return (
         f"latency {times[0]} and {times[1]} a message, {next_node} MB/s a node ({far} to a far one, {rank} by one rank)"
-        f"; in a node {reduced} MB/s reduced, {copied} MB/s copied, {times[2]} a meeting"
+        f", {times[3]} a round of the handshake; in a node {reduced} MB/s reduced, {copied} MB/s copied"
+        f", {times[2]} a meeting"
     )
 
 
