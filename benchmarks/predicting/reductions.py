@@ -14,6 +14,7 @@ from mpidist.collectives.reduce.cost_model import (
     leaders_seconds,
     recursive_doubling,
     recursive_halving,
+    rounds_seconds,
 )
 from mpidist.collectives.reduce.registry import wire_algorithms
 from mpidist.collectives.reduce.table import SHIPPED, look_up
@@ -59,13 +60,16 @@ def predicted(
     name = algorithm or look_up(SHIPPED.several_nodes, nbytes)
     if name == LEADERS:
         seconds = leaders_seconds(nodes, ranks_per_node, nbytes, network)
-        return Prediction(nodes, ranks_per_node, nbytes, LEADERS, nbytes, seconds, _sent_by_leader(nodes, nbytes))
+        sent = _sent_by_leader(network, nodes, nbytes)
+        return Prediction(nodes, ranks_per_node, nbytes, LEADERS, nbytes, seconds, sent)
     return _in_slices(network, nodes, ranks_per_node, nbytes, algorithm)
 
 
-def _sent_by_leader(nodes: int, nbytes: int) -> int:
-    ways = (recursive_doubling, recursive_halving)
-    return min(sum(each.times * each.elements for each in way(nodes, nbytes)) for way in ways)
+def _sent_by_leader(network: Network, nodes: int, nbytes: int) -> int:
+    quick = network._replace(latency=network.exchange, overhead=0.0)
+    ways = (recursive_doubling(nodes, nbytes), recursive_halving(nodes, nbytes))
+    rounds = min(ways, key=lambda way: rounds_seconds(way, 1, quick))
+    return sum(each.times * each.elements for each in rounds)
 
 
 def _in_slices(network: Network, nodes: int, rails: int, nbytes: int, algorithm: str | None) -> Prediction:
