@@ -85,6 +85,8 @@ def _in_slices(network: Network, nodes: int, rails: int, nbytes: int, algorithm:
     return Prediction(nodes, rails, nbytes, way.name, slices.nbytes, way.seconds, rails * slices.number * sent)
 
 
-def reduction_seconds(network: Network, nodes: int, ranks_per_node: int) -> Callable[[int], float]:
-    """Return the function that gives the time of an all-reduce of so many bytes there."""
-    return lambda nbytes: predicted(network, nodes, ranks_per_node, nbytes).seconds
+def reduction_seconds(
+    network: Network, nodes: int, ranks_per_node: int, algorithm: str | None = None
+) -> Callable[[int], float]:
+    """Return the function that gives the time of an all-reduce of so many bytes there; see :func:`predicted`."""
+    return lambda nbytes: predicted(network, nodes, ranks_per_node, nbytes, algorithm).seconds

@@ -172,20 +172,29 @@ def _draw_reductions(axes: Axes, reductions: Sequence[Prediction]) -> None:
     for index, nbytes in enumerate(dict.fromkeys(each.nbytes for each in reductions)):
         line = [each for each in reductions if each.nbytes == nbytes]
         axes.plot([each.nodes for each in line], [1e3 * each.seconds for each in line], color=f"C{index}")
-        axes.annotate(size_text(nbytes), (line[-1].nodes, 1e3 * line[-1].seconds), fontsize=8, color=f"C{index}")
+        at = (line[0].nodes, 1e3 * line[0].seconds)
+        axes.annotate(size_text(nbytes), at, (0, 6), textcoords="offset points", fontsize=8, color=f"C{index}")
     for name, marker in zip(names, "o^svDP*X", strict=False):
         of_name = [each for each in reductions if each.algorithm == name]
         nodes, times = [each.nodes for each in of_name], [1e3 * each.seconds for each in of_name]
         axes.plot(nodes, times, linestyle="", marker=marker, markersize=4, color="black", label=name)
-    axes.set(xscale="log", yscale="log", xlabel="nodes", ylabel="time of an all-reduce (ms)")
+    axes.set(xscale="log", yscale="log", ylabel="time of an all-reduce (ms)")
+    _show_nodes(axes, sorted({each.nodes for each in reductions}))
     axes.legend(fontsize=8)
+
+
+def _show_nodes(axes: Axes, nodes: Sequence[int]) -> None:
+    axes.set_xlabel("nodes")
+    axes.set_xticks(nodes, list(map(str, nodes)), rotation=60, fontsize=8)
+    axes.tick_params(axis="x", which="minor", bottom=False)
 
 
 def _draw_steps(axes: Axes, steps: Sequence[tuple[int, Step]]) -> None:
     """Draw the efficiency of a training step over nodes."""
     nodes = [nodes for nodes, _ in steps]
     axes.plot(nodes, [100 * step.efficiency for _, step in steps], marker="o", markersize=4)
-    axes.set(xscale="log", ylim=(0, 105), xlabel="nodes", ylabel="efficiency of a step (%)")
+    axes.set(xscale="log", ylim=(0, 105), ylabel="efficiency of a step (%)")
+    _show_nodes(axes, nodes)
 
 
 def _draw_compared(axes: Axes, compared: Sequence[Compared]) -> None:

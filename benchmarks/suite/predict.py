@@ -114,7 +114,10 @@ def _steps(options: argparse.Namespace, network: Network) -> list[tuple[int, Ste
     work = work_of(options.gradients or gradients_of(options.model), options.compute, options.backward)
     buckets = buckets_of(work.gradients, options.bucket, options.first_bucket)
     return [
-        (nodes, step_of(work, buckets, reduction_seconds(network, nodes, options.ranks_per_node)))
+        (
+            nodes,
+            step_of(work, buckets, reduction_seconds(network, nodes, options.ranks_per_node, options.algorithm)),
+        )
         for nodes in options.nodes
     ]
 
