@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidist.arrays.device_ops import DeviceOps, ops_for
+from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.operation import Operation, describe
 from mpidist.collectives.communicator import Communicator
 from mpidist.collectives.reduce import tuning_file
@@ -142,12 +143,12 @@ def _run(
     if isinstance(goal, ValueError):
         return goal
     timings: list[Timing] = []
-    table, node, told = goal.before, comm._channel.node, report if comm.rank == 0 else _ignore
-    place = place_of(node, ops.kind)
-    if not node.is_alone:
+    table, channel, told = goal.before, _channel_of(comm), report if comm.rank == 0 else _ignore
+    place = place_of(channel.node, ops.kind)
+    if not channel.node.is_alone:
         told("messages between nodes")
-        channel, measuring = comm._channel, describe("measuring the messages between nodes")
-        network: Network = channel.run(Operation(measured_network(channel.comm, node), measuring))
+        measuring = describe("measuring the messages between nodes")
+        network: Network = channel.run(Operation(measured_network(channel.comm, channel.node), measuring))
         table = table._replace(between_nodes=network)
     if comm.size > 1:
         # The ways between nodes are those that the costs make the fastest.
@@ -184,8 +185,12 @@ def _goal(comm: Communicator, path: str | os.PathLike[str] | None, seconds: floa
         tables = tuning_file.read_if_there(target)
     except ValueError as error:
         return error
-    setup = tuning_file.setup_of(comm._channel.node)
+    setup = tuning_file.setup_of(_channel_of(comm).node)
     return _Goal(tables.get(setup, SHIPPED), str(Path(target).absolute()), seconds)
+
+
+def _channel_of(comm: Communicator) -> Channel:
+    return comm._channel
 
 
 def _kept(
@@ -194,7 +199,7 @@ def _kept(
     """Write the file on rank 0, and return the outcome there."""
     if comm.rank > 0:
         return None
-    setup = tuning_file.setup_of(comm._channel.node)
+    setup = tuning_file.setup_of(_channel_of(comm).node)
     if goal.path is not None:
         try:
             tuning_file.merge(goal.path, setup, table)

@@ -1,4 +1,4 @@
-"""The cost model of an all-reduce on several nodes: the rounds of each way, their time, and the fastest.
+"""The cost model of an all-reduce on several nodes.
 
 Each way between nodes says what its busiest rank does, in rounds; ``mpidist.tune`` measures the network. A round takes
 the latency of a message, the time of a processor for each message, and that of the bytes on the link, which the rails
@@ -19,6 +19,8 @@ from mpidist.collectives.node.node import LANES_BETWEEN_NODES, SLICE_BYTES_BETWE
 
 # Between nodes less than this is not worth a message to each of them.
 SMALLEST_SLICE_BETWEEN_NODES = 64 << 10
+# Slices of which no more than the lanes are on their way do well everywhere; others have to promise so much more.
+_WORTH_WHILE = 1.05
 
 
 class Network(NamedTuple):
@@ -29,7 +31,7 @@ class Network(NamedTuple):
     overhead: float
     """Seconds of the processor for each message that is sent and received."""
     bandwidth: float
-    """Bytes per second out of a node, each sending to the next, by all its rails."""
+    """Bytes per second out of each node to the next, by all its rails."""
     far_bandwidth: float
     """The same, each node sending to the one half-way round: less where switches are oversubscribed."""
     rail_bandwidth: float
@@ -41,7 +43,7 @@ class Network(NamedTuple):
     meeting: float
     """Seconds in which the ranks of a node meet."""
     exchange: float
-    """Seconds of a round in which the first ranks of the nodes exchange small messages, as the handshake does."""
+    """Seconds of a round of the handshake, between the first ranks of nodes."""
 
 
 SHIPPED_NETWORK = Network(
@@ -55,9 +57,10 @@ SHIPPED_NETWORK = Network(
     meeting=130e-6,
     exchange=30e-6,
 )
-"""Of four virtual hosts of one 2-core x86-64 machine, with two ranks and 1 Gbit/s each, measured by ``mpidist.tune``.
+"""Of virtual hosts at 1 Gbit/s, measured by ``mpidist.tune``.
 
-Times on a real cluster are shorter; the choice depends on their ratios alone, which differ less.
+There were four, of two ranks each, on one 2-core x86-64 machine. Times on a real cluster are shorter; the choice
+depends on their ratios alone, which differ less.
 """
 
 
@@ -90,7 +93,7 @@ class Way(NamedTuple):
 
 
 def recursive_doubling(nodes: int, count: int) -> list[Round]:
-    """Return the rounds of ``leaders`` for the smallest data: all of it, to a node twice as far each time.
+    """Return the rounds of ``leaders`` for small data, which all goes ever farther.
 
     >>> [(r.times, r.elements) for r in recursive_doubling(6, 100)]
     [(2, 100), (1, 100), (1, 100)]
@@ -100,7 +103,7 @@ def recursive_doubling(nodes: int, count: int) -> list[Round]:
 
 
 def recursive_halving(nodes: int, count: int) -> list[Round]:
-    """Return the rounds of ``leaders`` for larger data: a half of what is left each time, and the same way back.
+    """Return the rounds of ``leaders`` for larger data, half as much each time, and back.
 
     >>> [(r.times, r.elements) for r in recursive_halving(4, 100)]
     [(1, 50), (1, 25), (1, 25), (1, 50)]
@@ -111,7 +114,7 @@ def recursive_halving(nodes: int, count: int) -> list[Round]:
 
 
 def _folded(nodes: int, count: int) -> list[Round]:
-    """Return the rounds in which nodes beyond a power of two hand theirs over first, and get the result last."""
+    """Return the rounds of nodes beyond a power of two, which hand theirs to another."""
     return [Round(2, 1, count, count, is_far=True)] if nodes & (nodes - 1) else []
 
 
@@ -119,7 +122,7 @@ def _folded(nodes: int, count: int) -> list[Round]:
 
 
 def rounds_seconds(rounds: Sequence[Round], rails: int, network: Network) -> float:
-    """Return how long a slice takes on its way between nodes, nothing else being under way there but the other rails'.
+    """Return how long a slice takes between nodes, beside those of the other rails.
 
     Args:
         rounds: For a slice in bytes.
@@ -168,7 +171,7 @@ def handshake_seconds(nodes: int, network: Network) -> float:
 
 
 def leaders_seconds(nodes: int, per_node: int, nbytes: int, network: Network) -> float:
-    """Return how long ``leaders`` takes, an all-reduce inside handshakes, one for each part of large data.
+    """Return how long ``leaders`` takes: a handshake with data, or several for larger ones.
 
     Args:
         nodes: Their number.
@@ -201,7 +204,7 @@ def fastest(
     limit: int = SLICE_BYTES_BETWEEN_NODES,
     smallest: int = SMALLEST_SLICE_BETWEEN_NODES,
 ) -> Way:
-    """Return the fastest way between nodes with the slices for it, the same on every rank.
+    """Return the fastest way between nodes and its slices, the same on every rank.
 
     Args:
         costs: The ways, by name.
@@ -215,9 +218,10 @@ def fastest(
     sizes = [limit]
     while sizes[-1] // 2 >= smallest:
         sizes.append(sizes[-1] // 2)
+    usual = next((size for size in sizes if size * LANES_BETWEEN_NODES * rails <= nbytes), sizes[-1])
     ways = [
         Way(name, size, hierarchical_seconds(costs[name], nodes, rails, nbytes, size, network))
         for name in sorted(costs)
         for size in sizes
     ]
-    return min(ways, key=lambda way: way.seconds)
+    return min(ways, key=lambda way: way.seconds * (1.0 if way.slice_bytes == usual else _WORTH_WHILE))

@@ -135,7 +135,7 @@ class AlgorithmEntry:
         is_general: Whether it takes every dtype and operation that can be reduced.
         instead: Names of its substitutes, of which the first that works is taken.
         stands_for: Returns the name of the entry that does its work on a node, if that is another.
-        cost: Returns what a way between nodes sends, by which it is chosen; see ``cost_model``.
+        cost: Returns the rounds of a way between nodes, by which it is chosen; see ``cost_model``.
     """
 
     name: str

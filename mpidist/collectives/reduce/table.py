@@ -105,7 +105,7 @@ def network_text(network: Network) -> str:
     """Return the costs between nodes as text.
 
     >>> network_text(SHIPPED_NETWORK).split(",")[0]
-    'latency 50 us and 10 us a message'
+    'latency 150 us and 100 us a message'
     """
     times = [
         f"{1e6 * seconds:.3g} us" for seconds in (network.latency, network.overhead, network.meeting, network.exchange)
@@ -132,7 +132,7 @@ def check_table(table: object) -> None:
 
 
 def table_to_json(table: Table) -> dict[str, object]:
-    """Return the rows of a table by place, as lists for JSON, and the network as a dict.
+    """Return the rows of a table by place, as lists for JSON, and the network.
 
     >>> table_to_json(SHIPPED)["several_nodes"]
     [[65536, 'leaders'], [None, 'hierarchical']]

@@ -1,8 +1,8 @@
-"""Between nodes, for many of them: halving, then doubling, in 2 ceil(log2(n)) steps for any number of nodes.
+"""Between nodes, for many of them: halving, then doubling, in 2 ceil(log2(n)) steps.
 
-Each step of the first half sends the sums of the farther half of the segments that a rank still has to the rank that
-is to have them, until each has the sum of its own segment; the second half goes the same way back. As many bytes as the
-ring. On a power of two the partners are as far apart as in recursive halving; no number needs ranks to be folded in.
+There may be any number of nodes. Each step of the first half sends the sums of the farther half of the segments that a
+rank still has to the rank that is to have them, until each has the sum of its own segment; the second half goes the
+same way back. As many bytes as the ring. On a power of two the partners are as far apart as in recursive halving.
 (Träff, arXiv 2410.14234)
 """
 

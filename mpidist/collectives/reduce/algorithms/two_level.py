@@ -46,7 +46,7 @@ class Wires:
     """The ways between the nodes for one rank.
 
     Args:
-        site: Where they are taken, which says what messages cost there.
+        site: Where they are taken, with the costs of messages there.
         costs: Of the ways, by name.
     """
 
@@ -59,7 +59,7 @@ class Wires:
         self._made: dict[tuple[str, str | None], Wire] = {}
 
     def choose(self, nbytes: int, options: CommunicationOptions, limit: int, smallest: int) -> Way:
-        """Return the fastest way that the options allow, with slices for a message; the same on every rank.
+        """Return the fastest way that the options allow; the same on every rank.
 
         Args:
             nbytes: Of the message.
