@@ -126,15 +126,17 @@ def document_of(found: Predictions) -> dict[str, object]:
 
 
 def save(found: Predictions, folder: Path, name: str) -> list[Path]:
-    """Write ``name.json`` (everything) and ``name.csv`` (the reductions) into a folder; return their paths."""
+    """Write ``name.json`` (everything) and, of reductions, ``name.csv`` into a folder; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    json_path, csv_path = folder / f"{name}.json", folder / f"{name}.csv"
-    json_path.write_text(json.dumps(document_of(found), indent=1) + "\n")
-    with csv_path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(Prediction._fields)
-        writer.writerows(found.reductions)
-    return [json_path, csv_path]
+    paths = [folder / f"{name}.json"]
+    paths[0].write_text(json.dumps(document_of(found), indent=1) + "\n")
+    if found.reductions:
+        paths.append(folder / f"{name}.csv")
+        with paths[1].open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(Prediction._fields)
+            writer.writerows(found.reductions)
+    return paths
 
 
 # Plots ----------------------------------------------------------------------------------------------------------------
@@ -199,13 +201,15 @@ def _draw_steps(axes: Axes, steps: Sequence[tuple[int, Step]]) -> None:
 
 def _draw_compared(axes: Axes, compared: Sequence[Compared]) -> None:
     """Draw measured times as marks and predicted ones as lines, over sizes."""
-    keys = dict.fromkeys((each.prediction.nodes, each.prediction.algorithm) for each in compared)
-    for index, key in enumerate(keys):
-        line = [each for each in compared if (each.prediction.nodes, each.prediction.algorithm) == key]
+    for index, nodes in enumerate(sorted({each.prediction.nodes for each in compared})):
+        line = [each for each in compared if each.prediction.nodes == nodes]
         line.sort(key=lambda each: each.prediction.nbytes)
         sizes = [each.prediction.nbytes for each in line]
-        label = f"{key[0]} nodes, {key[1]}"
-        axes.plot(sizes, [1e3 * each.prediction.seconds for each in line], color=f"C{index}", label=label)
+        times = [1e3 * each.prediction.seconds for each in line]
+        axes.plot(sizes, times, color=f"C{index}", label=f"{nodes} nodes")
         axes.plot(sizes, [1e3 * each.measured for each in line], color=f"C{index}", linestyle="", marker="o")
-    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="ms: predicted (lines), measured (dots)")
+    axes.set(xscale="log", yscale="log", ylabel="ms: predicted (lines), measured (dots)")
+    sizes = sorted({each.prediction.nbytes for each in compared})
+    axes.set_xticks(sizes, [size_text(size) for size in sizes], rotation=60, fontsize=8)
+    axes.tick_params(axis="x", which="minor", bottom=False)
     axes.legend(fontsize=8)
