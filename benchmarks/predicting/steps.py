@@ -1,8 +1,7 @@
 """Training steps: how much of the reductions of a step's gradients hides behind its backward pass.
 
 A gradient is ready when backward has computed it, last layers first; each takes as much of backward as it has bytes. A
-bucket is reduced as soon as its last gradient is ready and the one before has arrived, as mpidist's buckets are. The
-optimizer is counted as computation after all sums are there.
+bucket is reduced as soon as its last gradient is ready and the one before has arrived, as mpidist's buckets are.
 """
 
 from __future__ import annotations
@@ -21,13 +20,11 @@ class Work(NamedTuple):
     """The time before backward."""
     backward_seconds: float
     """The time in which gradients become ready."""
-    other_seconds: float = 0.0
-    """The time after the sums: the optimizer."""
 
     @property
     def seconds(self) -> float:
         """The time of a step without communication."""
-        return self.forward_seconds + self.backward_seconds + self.other_seconds
+        return self.forward_seconds + self.backward_seconds
 
 
 class Step(NamedTuple):
@@ -93,5 +90,5 @@ def step_of(work: Work, buckets: Sequence[Sequence[int]], reduction_seconds: Cal
     for computed, seconds in zip(accumulate(sizes), times, strict=True):
         ready = work.forward_seconds + work.backward_seconds * computed / total
         end = max(ready, end) + seconds
-    exposed = max(0.0, end - work.forward_seconds - work.backward_seconds)
+    exposed = max(0.0, end - work.seconds)
     return Step(work.seconds + exposed, sum(times), exposed, work.seconds / (work.seconds + exposed))

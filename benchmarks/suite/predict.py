@@ -22,22 +22,24 @@ from benchmarks.predicting.trace import bytes_sent
 from benchmarks.reports.files import load
 from benchmarks.reports.predictions import Predictions, document_of, plot, save, seconds_text, text_of
 from mpidist.collectives.reduce.cost_model import Network, handshake_seconds
+from mpidist.collectives.reduce.registry import wire_algorithms
 from mpidist.training.gradients import BUCKET_BYTES
 
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m benchmarks predict", description=__doc__)
     top.add_argument("--nodes", type=_numbers, default=[2, 4, 8, 16, 64, 256, 1250], metavar="A,B", help="of how many")
-    top.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="on each node (8)")
+    top.add_argument("--ranks-per-node", type=_number, default=8, metavar="N", help="on each node (8)")
     top.add_argument("--sizes", type=sizes_of_text, default=sizes_of_text("4K,64K,1M,16M,64M"), metavar="A,B")
-    top.add_argument("--algorithm", help="force one way between nodes, or leaders")
+    names = [LEADERS, *sorted(wire_algorithms.costs)]
+    top.add_argument("--algorithm", choices=names, help="force one way between nodes, or leaders")
     top.add_argument("--compare", type=Path, nargs="+", default=[], metavar="JSON", help="results to be held against")
     parameters.add_arguments(top)
     step = top.add_argument_group("a training step", "its efficiency, given its time without communication")
     step.add_argument("--compute", type=parameters.seconds_of_text, metavar="TIME", help="of a step of one rank: 120ms")
     step.add_argument("--model", choices=list(MODELS), help="whose gradients, of float32")
     step.add_argument("--gradients", type=sizes_of_text, metavar="A,B", help="or their bytes, first layers first")
-    step.add_argument("--backward", type=float, default=2 / 3, help="share of backward in --compute (2/3)")
+    step.add_argument("--backward", type=_share, default=2 / 3, help="share of backward in --compute (2/3)")
     step.add_argument(
         "--bucket", type=size_of_text, default=BUCKET_BYTES, help="of gradients, 25M in mpidist.torch (16M)"
     )
@@ -53,11 +55,24 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _number(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"number is {text!r}; expected a whole one above 0, such as 16")
+    return int(text)
+
+
 def _numbers(text: str) -> list[int]:
-    numbers = text.split(",")
-    if not all(number.isdigit() and int(number) > 0 for number in numbers):
-        raise argparse.ArgumentTypeError(f"numbers are {text!r}; expected some above 0, such as 2,4,16")
-    return [int(number) for number in numbers]
+    return [_number(part) for part in text.split(",")]
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"share is {text!r}; expected more than 0 and at most 1, such as 0.67")
+    return share
 
 
 def main(arguments: list[str]) -> int:
@@ -147,6 +162,8 @@ def _simulate(options: argparse.Namespace, network: Network) -> int:
     each = written.prediction
     print(f"# {each.nodes} nodes x {each.ranks_per_node} ranks, {size_text(each.nbytes)}, {each.algorithm}")
     print(f"# {written.lanes} ranks of the trace for each rank: slices under way; {written.sent} bytes from a node")
+    if network.far_bandwidth < network.bandwidth:
+        print("# the platform has no switches that would slow far nodes down, which the prediction counts")
     print(f"# {' '.join(written.command)}")
     print(f"predicted, without handshake: {seconds_text(written.seconds)}")
     if options.replay is not None:

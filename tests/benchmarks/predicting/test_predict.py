@@ -148,8 +148,10 @@ def test_options_that_do_not_go_together(arguments: tuple[str, ...], says: str) 
         main(["predict", *arguments])
 
 
-@pytest.mark.parametrize("option", [("--latency", "20"), ("--bandwidth", "fast"), ("--nodes", "0")])
-def test_unknown_units(option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "option", [("--latency", "20"), ("--bandwidth", "fast"), ("--nodes", "0"), ("--backward", "2")]
+)
+def test_values_that_cannot_be(option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["predict", *option])
     assert "expected" in capsys.readouterr().err
