@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import programs
 from tests.support.ranks.jobs import run_script
 
 pytestmark = pytest.mark.one_rank
@@ -16,7 +17,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 @pytest.mark.jobs
 def test_the_training_loop_runs_everywhere() -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (program,) = programs(README)
     outputs = []
     for ranks in (1, 3):
         job = run_script(program, ranks)

@@ -46,6 +46,11 @@ def blocks(recipe: str) -> Iterator[Block]:
             yield Block(fence[1], file, fence[2])
 
 
+def commands_of_recipe(recipe: str) -> list[tuple[str, str]]:
+    """Return the commands of a recipe: numbers of ranks, and programs."""
+    return _COMMAND.findall(recipe)
+
+
 def apply(block: Block, folder: Path) -> None:
     """Do in ``folder`` what a block says."""
     path = folder / block.file
@@ -72,6 +77,6 @@ def test_a_recipe_typed_in(title: str, tmp_path: Path) -> None:
         shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
     for block in blocks(recipe):
         apply(block, tmp_path)
-    for ranks, program in _COMMAND.findall(recipe):
+    for ranks, program in commands_of_recipe(recipe):
         done = run_script(tmp_path / program, int(ranks), env={"PYTHONPATH": str(tmp_path)})
         assert done.returncode == 0, done.stderr

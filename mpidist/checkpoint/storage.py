@@ -35,15 +35,15 @@ class Found:
     unusable: dict[str, str] = field(default_factory=dict)
 
 
-def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
-    """Return the path of the checkpoint of ``directory`` that was saved last (tf.train.latest_checkpoint).
+def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
+    """Return the path of the checkpoint of a folder that was saved last (tf.train.latest_checkpoint).
 
     Only this process looks: on several ranks use ``Checkpoint.restore_latest(directory)``, where one rank looks for
     all. Which is the last one stands in the checkpoints; times and names do not count. Their data are not read, but
     for their sizes: ``restore_latest`` also notices altered ones, and takes the one before.
 
     Args:
-        directory: Where ``Checkpoint.save("directory/name")`` wrote.
+        checkpoint_dir: Where ``Checkpoint.save("directory/name")`` wrote.
 
     Returns:
         The path, None where there is no checkpoint.
@@ -54,7 +54,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     >>> latest_checkpoint("no/such/directory") is None
     True
     """
-    found = checkpoints_in(Path(directory))
+    found = checkpoints_in(Path(checkpoint_dir))
     for path, reason in found.unusable.items():
         warnings.warn(f"checkpoint {path} is left out: {reason}", stacklevel=2)
     return str(found.checkpoints[-1][0]) if found.checkpoints else None

@@ -18,7 +18,7 @@ from mpidist.collectives.move.host_movement import HostMovement
 from mpidist.collectives.mpi import gathering
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
-from mpidist.collectives.node.core import MET, MOST_INPUTS, NO_SHORT, Core, GoOn, Short
+from mpidist.collectives.node.core import MET, MOST_INPUTS, NO_SHORT, SMALL_BETWEEN_NODES, Core, GoOn, Short
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import Pack, are_in_place, copies_of_overlapping
 from mpidist.collectives.reduce.choice import Choice, place_of
@@ -74,7 +74,7 @@ class Engine:
         return node.core if node.is_alone else None
 
     def core_of_short(self, operation: str) -> Core | None:
-        """Return the core that can carry out calls of an operation the short way, if one can."""
+        """Return the core that carries out calls the short way, if one can."""
         node = self.channel.node
         if operation == "all_reduce":
             return node.core
@@ -204,14 +204,19 @@ class Engine:
     def _goes_in_place(self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array]) -> bool:
         """Whether all arrays go in one call that results over inputs do no harm.
 
-        The core sees where they overlap otherwise. A rank that is alone on its node takes them one over the other.
+        The core sees where they overlap otherwise. A rank that is alone on its node takes them one over the other, but
+        for small ones, of which all is read first.
         """
         if len(plan.packs) > 1 or plan.device_packs:
             return False
-        names = self._names_for(plan, plan.packs[0])
-        if self.choice.first_working(names) not in (BY_CORE, BY_LEADERS) or self.choice.made(names) is None:
+        pack = plan.packs[0]
+        names = self._names_for(plan, pack)
+        if self.choice.made(names) is None:
             return False
-        return self.channel.node.core is not None or are_in_place(arrays, out)
+        name, node = self.choice.first_working(names), self.channel.node
+        if name == BY_LEADERS:
+            return pack.nbytes <= SMALL_BETWEEN_NODES
+        return name == BY_CORE and (node.has_neighbours or are_in_place(arrays, out))
 
     def _names_for(self, plan: ReductionPlan, pack: Pack) -> Sequence[str]:
         if pack.algorithms is None:

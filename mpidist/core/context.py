@@ -307,8 +307,8 @@ def require_replica(context: ReplicaContextLike, method: str) -> None:
 
 
 @contextmanager
-def variable_creator_scope(creator: Callable[..., object]) -> Iterator[None]:
-    """Pass the creation of variables in the block through ``creator(next_creator, **kwargs)``.
+def variable_creator_scope(variable_creator: Callable[..., object]) -> Iterator[None]:
+    """Pass the creation of variables in the block through ``variable_creator(next_creator, **kwargs)``.
 
     >>> import mpidist
     >>> def name_it(next_creator, **kwargs):
@@ -319,11 +319,11 @@ def variable_creator_scope(creator: Callable[..., object]) -> Iterator[None]:
     """
     # A block that was never left is ended whenever Python collects it, in any run or thread.
     creators = _stack.creators
-    creators.append(creator)
+    creators.append(variable_creator)
     try:
         yield
     finally:
-        creators.remove(creator)
+        creators.remove(variable_creator)
 
 
 def variable_creators() -> list[Callable[..., object]]:

@@ -386,7 +386,7 @@ static nc_state begin_to_lead(nc *c)
 static nc_state follow(nc *c)
 {
     uint64_t settled = counted(c, 0, SETTLED);
-    return settled >> 1 != c->meeting ? NC_NOT_YET : take_settled(c, c->bytes ? shown_by(c, 0) : NULL, settled & 1);
+    return settled >> 1 != c->meeting ? NC_NOT_YET : take_settled(c, shown_by(c, 0), (int)(settled & 1));
 }
 
 /* Calls ---------------------------------------------------------------------------------------------------------- */

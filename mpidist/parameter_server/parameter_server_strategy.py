@@ -278,7 +278,7 @@ class ClusterCoordinator:
         """
         return fetch(val)
 
-    def create_per_worker_dataset(self, dataset_or_dataset_fn: object) -> PerWorkerDataset:
+    def create_per_worker_dataset(self, dataset_fn: object) -> PerWorkerDataset:
         """Return a dataset that each worker has for itself.
 
         It is built there when it is first used. Every worker sees all of the data; shard it by
@@ -286,22 +286,22 @@ class ClusterCoordinator:
         one it begins anew.
 
         Args:
-            dataset_or_dataset_fn: A Dataset; the result of a ``distribute_`` method of the strategy; or a function
-                without arguments that returns either, called on each worker.
+            dataset_fn: A function without arguments that is called on each worker, and returns a Dataset or the result
+                of a ``distribute_`` method of the strategy; or one of these itself.
 
         Returns:
             A PerWorkerDataset; ``iter()`` of it gives iterators to pass to ``schedule``.
         """
-        if not callable(dataset_or_dataset_fn) and not isinstance(dataset_or_dataset_fn, Dataset):
+        if not callable(dataset_fn) and not isinstance(dataset_fn, Dataset):
             raise TypeError(
-                f"create_per_worker_dataset() was given {dataset_or_dataset_fn!r}; expected a Dataset, or a function "
+                f"create_per_worker_dataset() was given {dataset_fn!r}; expected a Dataset, or a function "
                 "without arguments that returns one"
             )
 
         def iterators(dataset: PerWorkerDataset) -> PerWorkerValues:
             return self._kept_while_used(PerWorkerValues(*self._to_build("iterator", dataset)))
 
-        return self._kept_while_used(PerWorkerDataset(*self._to_build("dataset", dataset_or_dataset_fn), iterators))
+        return self._kept_while_used(PerWorkerDataset(*self._to_build("dataset", dataset_fn), iterators))
 
     def create_per_worker_resource(self, fn: Callable[[], object]) -> PerWorkerValues:
         """Return the value of ``fn()`` on each worker, such as a lookup table.

@@ -111,8 +111,9 @@ def _begin(info: LauncherInfo, seconds: tuple[float, float]) -> int | None:
 def _start(reading: int, writing: int, seconds: tuple[float, float], me: str) -> None:
     rank = os.getpid()
     with warnings.catch_warnings():
-        # Python 3.12 warns of threads, such as those of a BLAS, which the child has no use for.
-        warnings.simplefilter("ignore", DeprecationWarning)
+        # Python 3.12 warns of threads, such as those of a BLAS, and JAX of its own: the child has no use for them.
+        for category in (DeprecationWarning, RuntimeWarning):
+            warnings.simplefilter("ignore", category)
         child = os.fork()
     if child:
         # Gone already where the program ignores SIGCHLD.
@@ -120,6 +121,7 @@ def _start(reading: int, writing: int, seconds: tuple[float, float], me: str) ->
             os.waitpid(child, 0)
         return
     try:
+        warnings.simplefilter("ignore")
         # A child of a child, so that nobody has to wait for it, in a group of its own.
         if os.fork() == 0:
             os.setsid()

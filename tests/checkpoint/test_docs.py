@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from tests.support.ranks.jobs import ROOT, run_script
+from tests.docs.pages import programs
+from tests.support.ranks.jobs import run_script
 from tests.support.ranks.programs import run_program
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
-TEXT = (ROOT / "docs" / "checkpoints.md").read_text()
-RESUMABLE, PREEMPTED, PER_EPOCH = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+RESUMABLE, PREEMPTED, PER_EPOCH = programs("docs/checkpoints.md")
 
 
 def run(program: str, ranks: int, *arguments: str) -> str:

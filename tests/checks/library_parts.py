@@ -46,7 +46,7 @@ SHARES = [
 # Those that take longest as jobs of their own.
 _PROGRAMS = ["tests/torch/test_frameworks.py", "tests/torch/test_compiling.py"]
 _LEAKS = "tests/torch/test_leaks.py"
-_JOBS = ["tests/torch/test_jobs.py", "tests/torch/test_leaving.py", "tests/torch/test_horovod_page.py"]
+_JOBS = [f"tests/torch/test_{name}.py" for name in ("jobs", "leaving", "horovod_page", "pages")]
 # Tests of other rooms that skip what they have for torch and JAX where these are missing.
 _ROOMS = (
     "tests/training/test_losses_with_gradients.py",
@@ -68,7 +68,7 @@ _COMPILED_BY_JAX = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
-_KERAS, _KERAS_JOBS = "tests/keras", "tests/keras/test_jobs.py"
+_KERAS, _KERAS_JOBS = "tests/keras", ["tests/keras/test_jobs.py", "tests/keras/test_pages.py"]
 _JAX_TRAINING = "tests/jax/test_training.py"
 
 
@@ -101,10 +101,12 @@ def keras() -> list[Part]:
         replace(part, environment={"KERAS_BACKEND": backend, "JAX_PLATFORMS": "cpu", **_COMPILED_BY_JAX})
         for backend in ("torch", "jax")
         for part in (
-            one_rank(f"keras on {backend}, jobs", [_KERAS_JOBS]),
+            one_rank(f"keras on {backend}, jobs", _KERAS_JOBS),
             session(f"keras on {backend}, 3 ranks", 3, paths=[_KERAS]),
             session(f"keras on {backend}, 2 ranks", 2, paths=[_KERAS]),
-            one_rank(f"keras on {backend}, 1 rank", [_KERAS, "mpidist/keras"], f"--ignore={_KERAS_JOBS}"),
+            one_rank(
+                f"keras on {backend}, 1 rank", [_KERAS, "mpidist/keras"], *(f"--ignore={path}" for path in _KERAS_JOBS)
+            ),
         )
     ]
 

@@ -50,7 +50,7 @@ def everything() -> list[Part]:
         _make("binding", "test-binding"),
         _make("MPICH", "test-mpich"),
         _make("types", "test-types"),
-        _make("docs", "docs"),
+        _make("docs", "docs", "TEST_ARGS=--long"),
         _release("on this machine", "archives", "installed", "recipes"),
         _release("on others", "clean_root", "other_machines"),
         one_rank("core in C, more", GROUPS["core in C"], "--long", "-m", "long", seconds=_SECONDS),
@@ -102,7 +102,8 @@ _LONG_1 = [*GROUPS["collectives and launching"], "tests/support"]
 
 
 def _others_than_long_1() -> list[str]:
-    return [f"--ignore={path}" for path in (*_LONG_1, *GROUPS["core in C"], _AARCH64, "tests/chaos", "tests/packaging")]
+    in_others = ("tests/chaos", "tests/docs", "tests/packaging")
+    return [f"--ignore={path}" for path in (*_LONG_1, *GROUPS["core in C"], _AARCH64, *in_others)]
 
 
 _HOSTS = ("all_reduce", "doctor", "faults", "lab", "launch", "slurm_scripts")

@@ -65,21 +65,6 @@ def test_the_program_of_the_start_page_has_twelve_lines_and_one_result() -> None
     assert Counter(line.partition(": ")[2] for line in three.splitlines()) == {alone.strip().partition(": ")[2]: 3}
 
 
-@pytest.mark.jobs
-def test_the_program_of_mpi4py() -> None:
-    (program,) = programs("docs/get_started.md")
-    assert printed(program, 2) == "1.5 2.0\n"
-
-
-@pytest.mark.jobs
-def test_the_program_about_rank_and_size_prints_what_the_page_says() -> None:
-    (program,) = programs("docs/rank_and_size.md")
-    (said,) = re.findall(
-        r"^```\n(rank 0.*?)^```", (ROOT / "docs/rank_and_size.md").read_text(), re.DOTALL | re.MULTILINE
-    )
-    assert sorted(printed(program, 2).splitlines()) == said.splitlines()
-
-
 def symbols() -> list[dict[str, str]]:
     """Return the rows of the table of TensorFlow's symbols."""
     lines = (ROOT / "docs/tf_distribute.md").read_text().split("\n## ", 1)[1].splitlines()

@@ -13,7 +13,7 @@ import pytest
 import mpidist
 from mpidist import elastic
 from mpidist.topology import import_mpi
-from tests.support.ranks.jobs import ROOT, run_script
+from tests.support.ranks.jobs import run_script
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(120)]
 
@@ -211,10 +211,3 @@ def test_wrong_arguments() -> None:
         elastic.run(lambda state: None, elastic.State(), min_ranks=9)
     with pytest.raises(AttributeError, match="has no object 'missing'"):
         _ = elastic.State(step=0).missing
-
-
-def test_the_program_of_the_docs() -> None:
-    text = (ROOT / "docs" / "elastic.md").read_text()
-    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    found = run_script(program.replace("1000:", "50:") + "print(weights[0] == weights[2] > 0)\n", 2)
-    assert (found.returncode, found.stdout.split()) == (0, ["True", "True"]), found.stderr

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
 
-from tests.support.ranks.jobs import ROOT, run_script
+from tests.docs.pages import programs
+from tests.support.ranks.jobs import run_script
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 
 @pytest.mark.parametrize("jobs", ["", "chief:1,evaluator:1"])
 def test_the_program(jobs: str, tmp_path: Path) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "evaluation.md").read_text(), re.DOTALL)
+    (program,) = programs("docs/evaluation.md")
     done = run_script(program, 2, str(tmp_path), env={"MPIDIST_JOBS": jobs})
     assert done.returncode == 0, done.stderr
     found = [ast.literal_eval(line) for line in done.stdout.splitlines()]

@@ -1,24 +1,15 @@
-"""The programs of docs/parameter_servers.md run as they are printed there."""
+"""The programs of docs/parameter_servers.md with servers that go on after their job."""
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from tests.support.ranks.jobs import ROOT, run_script
+from tests.docs.pages import programs
+from tests.support.ranks.jobs import run_script
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(120)]
 
-TEXT = (ROOT / "docs" / "parameter_servers.md").read_text()
-PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-
-
-@pytest.mark.parametrize("number", range(2))
-def test_a_program(number: int) -> None:
-    job = run_script(PROGRAMS[number], 4, env={"MPIDIST_TIMEOUT": "60"})
-    assert (job.returncode, job.stderr) == (0, "")
-    assert "weights [ 1. -2.  3.]" in job.stdout
+PROGRAMS = programs("docs/parameter_servers.md")
 
 
 @pytest.mark.parametrize("number", range(2))

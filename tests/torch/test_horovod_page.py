@@ -1,9 +1,7 @@
-"""The program of docs/horovod.md, and the calls of its table, over mpidist."""
+"""The calls in the table of docs/horovod.md, over mpidist."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -13,20 +11,6 @@ from tests.support.ranks import jobs
 pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
 
 pytestmark = [pytest.mark.torch, pytest.mark.one_rank, pytest.mark.jobs, pytest.mark.timeout(300)]
-
-PAGE = (jobs.ROOT / "docs/horovod.md").read_text()
-
-
-def test_the_program(tmp_path: Path) -> None:
-    program = tmp_path / "after.py"
-    (text,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    program.write_text(text.replace('"model.pt"', repr(str(tmp_path / "model.pt"))))
-    done = jobs.run_script(program, 2, timeout=120)
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"epoch \d: loss ([\d.]+)", done.stdout)]
-    assert len(losses) == 5
-    assert losses[-1] < losses[0] / 2
-    assert (tmp_path / "model.pt").exists()
 
 
 def test_calls_of_the_table() -> None:

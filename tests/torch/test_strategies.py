@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import mpidist
-from tests.support.ranks.jobs import ROOT
-from tests.support.ranks.programs import run_program
 from tests.torch.strategy_training import train, train_plainly
 
 torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
@@ -65,17 +62,6 @@ def test_numbers_are_those_of_one_process(strategy: Any, layout: str, case: str)
             same, same_losses = train(alone, kind, dtype, **settings)
         assert torch.equal(weights, same)
         assert losses == same_losses
-
-
-@pytest.mark.one_rank
-@pytest.mark.jobs
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_program_of_the_docs(ranks: int) -> None:
-    text = (ROOT / "docs" / "torch.md").read_text()
-    (program,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "adopt" in block)
-    done = run_program(program + "print(round(float(loss), 9))", ranks)
-    assert done.returncode == 0, done.stderr
-    assert len(set(done.stdout.split())) == 1
 
 
 @pytest.mark.parametrize("name", ["AdamW", "RMSprop", "Adagrad", "NAdam", "Adadelta", "Rprop", "ASGD", "Adafactor"])

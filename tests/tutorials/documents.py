@@ -6,7 +6,6 @@ others. A block of text behind a block of code is what that prints with two repl
 
 from __future__ import annotations
 
-import doctest
 import io
 import re
 from collections.abc import Iterator
@@ -18,6 +17,8 @@ import pytest
 
 import mpidist
 from tests.checkpoint.shared_folder import of_all_ranks
+from tests.docs import pages
+from tests.docs.programs import check_printed, unordered
 from tests.support.ranks.jobs import ROOT
 
 FOLDER = ROOT / "docs" / "tutorials"
@@ -47,26 +48,30 @@ class Block(NamedTuple):
 
 def blocks(document: str) -> Iterator[Block]:
     """Return the blocks of code of a document, by its name without the ending."""
-    lines = (FOLDER / f"{document}.md").read_text().splitlines()
-    readers: tuple[str, ...] = ()
-    level, number, last = 0, 0, None
-    while number < len(lines):
-        heading = _HEADING.match(lines[number])
-        if heading and (heading[2] or len(heading[1]) <= level or not readers):
-            readers, level = tuple(heading[2].split(" and ")) if heading[2] else (), len(heading[1])
-        elif lines[number].startswith("```"):
-            end = lines.index("```", number + 1)
-            text = "\n".join(lines[number + 1 : end]) + "\n"
-            if lines[number] == "```python":
-                if last is not None:
-                    yield last
-                last = Block(number + 2, readers, text, None)
-            elif lines[number] == "```text" and last is not None:
-                last = last._replace(output=text)
-            number = end
-        number += 1
+    path = FOLDER / f"{document}.md"
+    readers = list(_readers(path.read_text().splitlines()))
+    last = None
+    for block in pages.blocks(path):
+        if block.kind == "python":
+            if last is not None:
+                yield last
+            last = Block(block.line, readers[block.line - 1], block.text, None)
+        elif block.kind == "text" and last is not None:
+            last = last._replace(output=block.text)
     if last is not None:
         yield last
+
+
+def _readers(lines: list[str]) -> Iterator[tuple[str, ...]]:
+    """Yield for each line who follows it."""
+    readers: tuple[str, ...] = ()
+    level, is_code = 0, False
+    for line in lines:
+        is_code ^= line.startswith("```")
+        heading = None if is_code else _HEADING.match(line)
+        if heading and (heading[2] or len(heading[1]) <= level or not readers):
+            readers, level = tuple(heading[2].split(" and ")) if heading[2] else (), len(heading[1])
+        yield readers
 
 
 def follow(document: str, reader: str, folder: Path, local_replicas: int = 1) -> dict[str, Any]:
@@ -115,13 +120,8 @@ def _compare(shown: list[str], printed: list[str]) -> None:
     """
     from mpi4py import MPI
 
-    checker = doctest.OutputChecker()
     if MPI.COMM_WORLD.size > 1:
-        shown = [_unordered(text) for text in shown]
-        printed = [_unordered("".join(texts)) for texts in zip(*MPI.COMM_WORLD.allgather(printed), strict=True)]
+        shown = [unordered(text) for text in shown]
+        printed = [unordered("".join(texts)) for texts in zip(*MPI.COMM_WORLD.allgather(printed), strict=True)]
     for want, got in zip(shown, printed, strict=True):
-        assert checker.check_output(want, got, doctest.ELLIPSIS), f"shown:\n{want}\nprinted:\n{got}"
-
-
-def _unordered(text: str) -> str:
-    return "\n".join(sorted(set(text.splitlines())))
+        check_printed(want, got)

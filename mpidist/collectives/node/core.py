@@ -157,7 +157,7 @@ class Core:
         """What short calls look at and leave behind; ``mpidist.collectives.channel.short_calls`` has their meaning."""
 
     def lead(self, comm: MPI.Intracomm, leaders: list[int], node: int) -> None:
-        """Exchange small data with the leaders of other nodes from now on, as the first rank of this one.
+        """Exchange small data with other nodes, as the first rank of this one.
 
         Args:
             comm: The ranks of all nodes.
@@ -165,23 +165,26 @@ class Core:
             node: The number of this one.
         """
         mpi = import_mpi()
-        library, handles = ctypes.CDLL(mpi.__file__), (comm, mpi.BYTE)
+        library = ctypes.CDLL(mpi.__file__)
         functions = [
             ctypes.cast(getattr(library, name), ctypes.c_void_p).value
             for name in ("MPI_Isend", "MPI_Irecv", "MPI_Test")
         ]
         self._calls["lead"](
-            *functions, *map(mpi._handleof, handles), mpi._sizeof(comm), leaders, node, LEADERS, SMALL_BETWEEN_NODES
+            *functions, comm.handle, mpi.BYTE.handle, mpi._sizeof(comm), leaders, node, LEADERS, SMALL_BETWEEN_NODES
         )
 
     def halve_from(self, nbytes: int) -> None:
-        """Exchange data of so many bytes or more by recursive halving, as the first rank of the node."""
+        """Exchange so many bytes or more by recursive halving, as the first rank."""
         self._calls["halve_from"](nbytes)
 
     # Meeting ----------------------------------------------------------------------------------------------------
 
     def meet(self, identity: int) -> None:
-        """Begin a meeting of all ranks, whose ``state`` is MISMATCH where another one passes another identity."""
+        """Begin a meeting of all ranks.
+
+        Its ``state`` is MISMATCH where another rank passes another identity.
+        """
         self._set(self._calls["meet"](identity, self._over_nodes))
 
     def _set(self, state: int) -> None:

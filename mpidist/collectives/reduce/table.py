@@ -98,24 +98,25 @@ def table_text(table: Table, place: str) -> str:
     text = row_text(getattr(table, place))
     if place != "several_nodes":
         return text
-    return f"{text}; between nodes {network_text(table.between_nodes)}"
+    network = table.between_nodes
+    latency, rate = 1e6 * (network.latency + network.overhead), network.bandwidth / 1e6
+    return f"{text}; between nodes {latency:.3g} us a message, {rate:.3g} MB/s a node"
 
 
 def network_text(network: Network) -> str:
-    """Return the costs between nodes as text.
+    """Return all costs between nodes as text.
 
-    >>> network_text(SHIPPED_NETWORK).split(",")[0]
-    'latency 150 us and 100 us a message'
+    >>> network_text(SHIPPED_NETWORK).split("; ")[0]
+    'latency 150 us, overhead 100 us, meeting 130 us, exchange 30 us'
     """
-    times = [
-        f"{1e6 * seconds:.3g} us" for seconds in (network.latency, network.overhead, network.meeting, network.exchange)
+    times = ("latency", "overhead", "meeting", "exchange")
+    seconds = ", ".join(f"{name} {1e6 * getattr(network, name):.3g} us" for name in times)
+    near, far, alone = [
+        f"{rate / 1e6:.3g}" for rate in (network.bandwidth, network.far_bandwidth, network.rail_bandwidth)
     ]
-    rates = (network.bandwidth, network.far_bandwidth, network.rail_bandwidth, 1 / network.reduce, 1 / network.copy)
-    next_node, far, rank, reduced, copied = [f"{rate / 1e6:.3g}" for rate in rates]
+    reduced, copied = [f"{1e-6 / cost:.3g}" for cost in (network.reduce, network.copy)]
     return (
-        f"latency {times[0]} and {times[1]} a message, {next_node} MB/s a node ({far} to a far one, {rank} by one rank)"
-        f", {times[3]} a round of the handshake; in a node {reduced} MB/s reduced, {copied} MB/s copied"
-        f", {times[2]} a meeting"
+        f"{seconds}; MB/s of a node {near}, to a far one {far}, of a rank {alone}, reduced {reduced}, copied {copied}"
     )
 
 

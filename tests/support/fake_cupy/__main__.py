@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import runpy
 import sys
 
 import mpidist  # noqa: F401 - it sets what the MPI of this machine needs, before MPI starts
+from mpidist.collectives.channel.shutdown import leave_all
 from tests.support import fake_cupy
 
 
@@ -23,6 +25,9 @@ def main() -> None:
     sys.argv = [given.script, *given.arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(given.script)))
     runpy.run_path(given.script, run_name="__main__")
+    # What the end of the process would do, while the GPUs are still there; programs need not close what they open.
+    leave_all()
+    gc.collect()
     fake_cupy.uninstall()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import runpy
 import sys
 import tempfile
@@ -39,6 +40,7 @@ def run_program(
     env: Mapping[str, str] | None = None,
     timeout: float = 60.0,
     ranks_per_node: int | None = None,
+    folder: Path | None = None,
 ) -> Ended:
     """Run a Python program on warm ranks.
 
@@ -49,31 +51,37 @@ def run_program(
         env: Environment variables to add.
         timeout: Seconds until the ranks are killed.
         ranks_per_node: Lets the ranks count as several virtual nodes of this many ranks.
+        folder: Where it runs; otherwise where the ranks do.
     """
     if isinstance(program, str) and "\n" in program:
         with tempfile.TemporaryDirectory(prefix="mpidist-program-") as folder:
             path = Path(folder, "script.py")
             path.write_text(textwrap.dedent(program))
-            return run_program(path, ranks, *arguments, env=env, timeout=timeout, ranks_per_node=ranks_per_node)
+            return run_program(
+                path, ranks, *arguments, env=env, timeout=timeout, ranks_per_node=ranks_per_node, folder=folder
+            )
     is_file = isinstance(program, Path)
-    told = run(
-        carry_out, ranks, str(program), is_file, arguments, env=env, timeout=timeout, ranks_per_node=ranks_per_node
-    )
+    task = (str(program), is_file, arguments, None if folder is None else str(folder))
+    told = run(carry_out, ranks, *task, env=env, timeout=timeout, ranks_per_node=ranks_per_node)
     codes, outputs, errors = zip(*told, strict=True)
     return Ended(max(codes), "".join(outputs), "".join(errors))
 
 
-def carry_out(program: str, is_file: bool, arguments: tuple[str, ...]) -> tuple[int, str, str]:
-    """Run a program in this process; return exit code and output."""
-    argv, path, modules = sys.argv, list(sys.path), set(sys.modules)
+def carry_out(
+    program: str, is_file: bool, arguments: tuple[str, ...], folder: str | None = None
+) -> tuple[int, str, str]:
+    """Run a program in this process, in ``folder``; return exit code and output."""
+    argv, path, modules, place = sys.argv, list(sys.path), set(sys.modules), os.getcwd()
     output, errors = io.StringIO(), io.StringIO()
     try:
+        os.chdir(folder or place)
         with redirect_stdout(output), redirect_stderr(errors), warnings.catch_warnings():
             code = _exit_code(program, is_file, arguments)
             # What the end of its process would do; programs need not close what they open.
             leave_all()
     finally:
         sys.argv, sys.path[:] = argv, path
+        os.chdir(place)
         # Modules beside the script keep what the program put into them.
         for name in set(sys.modules) - modules:
             if str(Path(program).parent) == str(Path(getattr(sys.modules[name], "__file__", None) or "/").parent):

@@ -1,6 +1,6 @@
-"""All-reduce of small data over nodes: while the ranks meet, in one exchange of the first ranks of the nodes.
+"""All-reduce of small data over nodes, in one exchange of their first ranks.
 
-The node's core does it; see ``mpidist/native/leaders.c``.
+It goes with the meeting of the ranks. The node's core does it; see ``mpidist/native/leaders.c``.
 """
 
 from __future__ import annotations
