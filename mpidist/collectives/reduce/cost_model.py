@@ -47,15 +47,15 @@ class Network(NamedTuple):
 
 
 SHIPPED_NETWORK = Network(
-    latency=150e-6,
-    overhead=100e-6,
+    latency=140e-6,
+    overhead=90e-6,
     bandwidth=120e6,
     far_bandwidth=118e6,
     rail_bandwidth=120e6,
     reduce=0.09e-9,
     copy=0.08e-9,
-    meeting=130e-6,
-    exchange=30e-6,
+    meeting=25e-6,
+    exchange=40e-6,
 )
 """Of virtual hosts at 1 Gbit/s, measured by ``mpidist.tune``.
 

@@ -107,7 +107,7 @@ def network_text(network: Network) -> str:
     """Return all costs between nodes as text.
 
     >>> network_text(SHIPPED_NETWORK).split("; ")[0]
-    'latency 150 us, overhead 100 us, meeting 130 us, exchange 30 us'
+    'latency 140 us, overhead 90 us, meeting 25 us, exchange 40 us'
     """
     times = ("latency", "overhead", "meeting", "exchange")
     seconds = ", ".join(f"{name} {1e6 * getattr(network, name):.3g} us" for name in times)
