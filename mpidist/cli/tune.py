@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from mpidist.cli.json_output import add_json_argument, json_text
-from mpidist.collectives.reduce.table import size_text, table_text, table_to_json
+from mpidist.collectives.reduce.table import network_text, size_text, table_text, table_to_json
 from mpidist.collectives.tuning import SIZES, Timing, Tuned
 from mpidist.collectives.tuning import run as measure
 from mpidist.core.errors import LaunchError
@@ -98,6 +98,8 @@ def report(tuned: Tuned) -> str:
         largest, wanted = size_text(tuned.timings[-1].nbytes), size_text(SIZES[-1])
         lines.append(f"time sufficed up to {largest} of {wanted}; --seconds gives more")
     lines += ["", f"table: {table_text(tuned.table, tuned.place)}"]
+    if not tuned.place.startswith("one_node"):
+        lines.append(f"costs between nodes: {network_text(tuned.table.between_nodes)}")
     if tuned.path is None:
         lines.append("not kept; to keep it name a file: python -m mpidist tune --out FILE")
     else:

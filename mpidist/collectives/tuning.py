@@ -10,19 +10,22 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from mpidist.arrays.device_ops import DeviceOps, ops_for
+from mpidist.collectives.channel.channel import Channel
+from mpidist.collectives.channel.operation import Operation, describe
 from mpidist.collectives.communicator import Communicator
-from mpidist.collectives.node.node import SLICE_BYTES_BETWEEN_NODES, Node
 from mpidist.collectives.reduce import tuning_file
 from mpidist.collectives.reduce.choice import place_of
-from mpidist.collectives.reduce.registry import Row, candidates_at, wire_algorithms
-from mpidist.collectives.reduce.table import SHIPPED, KiB, Table, look_up, size_text
+from mpidist.collectives.reduce.cost_model import Network
+from mpidist.collectives.reduce.measured_network import measured_network
+from mpidist.collectives.reduce.registry import Row, candidates_at
+from mpidist.collectives.reduce.table import SHIPPED, KiB, Table, size_text
 from mpidist.collectives.reduce.tuning_file import Setup
 from mpidist.core.devices import parse_device
 from mpidist.core.enums import ReduceOp
@@ -140,13 +143,20 @@ def _run(
     if isinstance(goal, ValueError):
         return goal
     timings: list[Timing] = []
+    table, channel, told = goal.before, _channel_of(comm), report if comm.rank == 0 else _ignore
+    place = place_of(channel.node, ops.kind)
+    if not channel.node.is_alone:
+        told("messages between nodes")
+        measuring = describe("measuring the messages between nodes")
+        network: Network = channel.run(Operation(measured_network(channel.comm, channel.node), measuring))
+        table = table._replace(between_nodes=network)
     if comm.size > 1:
-        place = place_of(_node_of(comm), ops.kind)
-        told = report if comm.rank == 0 else _ignore
-        timings = _Measuring(comm, candidates_at(place), goal.seconds, ops, device, told).timings()
+        # The ways between nodes are those that the costs make the fastest.
+        with Communicator(table=table) as tuned:
+            timings = _Measuring(tuned, candidates_at(place), goal.seconds, ops, device, told).timings()
     outcome: Tuned | ValueError
     # One rank decides: on hosts of different kinds the last bit of a logarithm may differ.
-    outcome = comm.broadcast_object(_kept(comm, goal, ops.kind, timings) if comm.rank == 0 else None)
+    outcome = comm.broadcast_object(_kept(comm, goal, decide(table, place, timings), place, timings))
     return outcome
 
 
@@ -175,20 +185,21 @@ def _goal(comm: Communicator, path: str | os.PathLike[str] | None, seconds: floa
         tables = tuning_file.read_if_there(target)
     except ValueError as error:
         return error
-    setup = tuning_file.setup_of(_node_of(comm))
+    setup = tuning_file.setup_of(_channel_of(comm).node)
     return _Goal(tables.get(setup, SHIPPED), str(Path(target).absolute()), seconds)
 
 
-def _node_of(comm: Communicator) -> Node:
-    return comm._channel.node
+def _channel_of(comm: Communicator) -> Channel:
+    return comm._channel
 
 
-def _kept(comm: Communicator, goal: _Goal, kind: str, timings: Sequence[Timing]) -> Tuned | ValueError:
-    """Decide on one rank, write the file, and return the outcome."""
-    node = _node_of(comm)
-    setup, place = tuning_file.setup_of(node), place_of(node, kind)
-    rails = min(len(ranks) for ranks in node.ranks)
-    table = decide(goal.before, place, rails, timings)
+def _kept(
+    comm: Communicator, goal: _Goal, table: Table, place: str, timings: Sequence[Timing]
+) -> Tuned | ValueError | None:
+    """Write the file on rank 0, and return the outcome there."""
+    if comm.rank > 0:
+        return None
+    setup = tuning_file.setup_of(_channel_of(comm).node)
     if goal.path is not None:
         try:
             tuning_file.merge(goal.path, setup, table)
@@ -325,44 +336,9 @@ class _Measuring:
 # Deciding -------------------------------------------------------------------------------------------------------------
 
 
-def decide(before: Table, place: str, rails: int, timings: Sequence[Timing]) -> Table:
-    """Return ``before`` with the rows that ``timings`` tell about.
-
-    Args:
-        before: The table so far.
-        place: Where the timings come from.
-        rails: How many slices a chunk is cut into.
-        timings: At sizes that rise.
-    """
-    if not timings:
-        return before
-    if place != "several_nodes":
-        return before._replace(**{place: best_row(timings)})
-    ways = [way for way in wire_algorithms.names if way in timings[0].seconds]
-    if not ways:
-        return before._replace(several_nodes=((None, "mpi"),))
-    between = best_row([_at_slice(same, ways) for same in _by_slice(timings, rails)])
-    compared = []
-    for nbytes, seconds in timings:
-        way = look_up(between, _slice_bytes(nbytes, rails))
-        whole = [name for name in seconds if name not in ways]
-        compared.append(Timing(nbytes, {**{name: seconds[name] for name in whole}, "hierarchical": seconds[way]}))
-    return before._replace(several_nodes=best_row(compared), between_nodes=between)
-
-
-def _slice_bytes(nbytes: int, rails: int) -> int:
-    return min(-(-nbytes // rails), SLICE_BYTES_BETWEEN_NODES)
-
-
-def _by_slice(timings: Sequence[Timing], rails: int) -> list[list[Timing]]:
-    """Return the timings by the size of their slices, which replaces their own."""
-    cut = [timing._replace(nbytes=_slice_bytes(timing.nbytes, rails)) for timing in timings]
-    return [list(same) for _, same in groupby(cut, key=lambda timing: timing.nbytes)]
-
-
-def _at_slice(same: Sequence[Timing], ways: Sequence[str]) -> Timing:
-    means = {way: statistics.geometric_mean([timing.seconds[way] for timing in same]) for way in ways}
-    return Timing(same[0].nbytes, means)
+def decide(before: Table, place: str, timings: Sequence[Timing]) -> Table:
+    """Return ``before`` with the row of a place by its timings, whose sizes rise."""
+    return Table(**{**before._asdict(), place: best_row(timings)}) if timings else before
 
 
 def best_row(timings: Sequence[Timing]) -> Row:

@@ -44,6 +44,7 @@ def test_it_measures_prints_and_keeps_the_table(tmp_path: Path, ranks_per_node: 
     assert lines[2].split()[:2] == ["size", "mpi"]
     assert [line.split()[:2] for line in lines[3:5]] == [["1", "KiB"], ["64", "KiB"]]
     assert done.stdout.count("table: ") == 1
+    assert ("costs between nodes: latency " in done.stdout) == (ranks_per_node == 1)
     assert lines[-1] == f"written to {path}; to use it type: export {SETTING}={path}"
     assert done.stderr.count("tune: first look at 1 KiB") == 1
     assert done.stderr.count("tune: round 1, ") == 1

@@ -75,7 +75,7 @@ def test_a_power_cut_and_the_boot_after_it(lab: Lab) -> None:
 def test_a_limit_shows_in_the_queue_of_the_interface(lab: Lab) -> None:
     question = ["tc", "qdisc", "show", "dev", "eth0"]
     lab.rate("node0", "100mbit")
-    assert "rate 100Mbit" in lab.run("node0", question).stdout
+    assert "rate 100Mbit burst 128Kb" in lab.run("node0", question).stdout
     assert "rate" not in lab.run("node1", question).stdout
     lab.rate("node0", "100gbit")
 

@@ -83,7 +83,7 @@ def test_any_message(
         patch.setattr(node_module, "SLICE_BYTES_BETWEEN_NODES", slice_bytes)
         patch.setattr(node_module, "_SMALLEST_SLICE_BYTES", 64)
         patch.setattr(node_module, "_SMALL_BYTES", max(slice_bytes, 1024))
-        patch.setattr(two_level, "_SMALLEST_SLICE_ON_WIRE", 64)
+        patch.setattr(two_level, "SMALLEST_SLICE_BETWEEN_NODES", 64)
         patch.setattr(packing, "SMALL_ARRAY_BYTES", 2000)
         names = usable(comm)
         options = CommunicationOptions(algorithm=names[pick % len(names)], bytes_per_pack=bytes_per_pack)

@@ -159,7 +159,7 @@ def some_layout(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "aware"),
     [
-        ("hierarchical", "0"),
+        ("halving_doubling", "0"),
         pytest.param("hierarchical", "1", marks=pytest.mark.long),
         ("ring", "0"),
         ("staged", "0"),
@@ -188,7 +188,7 @@ def test_nothing_is_wrong_as_it_is(
 )
 def test_the_hierarchical_way(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, mutate: Any, late: Late) -> None:
     some_layout(monkeypatch)
-    assert run(fake_gpus, monkeypatch, "hierarchical", mutate, late) > 0
+    assert run(fake_gpus, monkeypatch, "halving_doubling", mutate, late) > 0
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_the_hierarchical_way_on_device_memory(
 ) -> None:
     some_layout(monkeypatch)
     monkeypatch.setenv("MPIDIST_GPU_AWARE_MPI", "1")
-    assert run(fake_gpus, monkeypatch, "hierarchical", mutate, late) > 0
+    assert run(fake_gpus, monkeypatch, "halving_doubling", mutate, late) > 0
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpidist.collectives.reduce.cost_model import Network
 from mpidist.collectives.reduce.registry import (
     GPU_PLACES,
     HOST_PLACES,
@@ -39,7 +41,9 @@ def rows(place: str) -> st.SearchStrategy[Row]:
     return st.builds(lambda first, last: (*first, (None, last)), entries, names)
 
 
-tables = st.builds(Table, **{place: rows(place) for place in Table._fields})
+PLACES = (*HOST_PLACES, *GPU_PLACES)
+networks = st.builds(Network, **dict.fromkeys(Network._fields, st.floats(1e-12, 1e12)))
+tables = st.builds(Table, between_nodes=networks, **{place: rows(place) for place in PLACES})
 
 
 @given(tables)
@@ -56,7 +60,7 @@ def test_looking_up(row: Row, nbytes: int) -> None:
 
 def test_the_shipped_table_is_right_and_every_place_names_algorithms_that_exist() -> None:
     check_table(SHIPPED)
-    assert {*HOST_PLACES, *GPU_PLACES, "between_nodes"} == set(Table._fields)
+    assert {*PLACES, "between_nodes"} == set(Table._fields)
     assert algorithms_at("between_nodes") == ("halving_doubling", "pairwise", "ring")
     assert algorithms_at("one_node") == ("hierarchical", "mpi", "reduce_broadcast")
     assert algorithms_at("several_nodes") == ("hierarchical", "leaders", "mpi", "reduce_broadcast")
@@ -95,6 +99,20 @@ def test_a_wrong_row(row: Any, message: str) -> None:
         table_from_json({**table_to_json(SHIPPED), "several_nodes": row}, "tuning.json, table 1")
 
 
+@pytest.mark.parametrize(
+    "costs",
+    [
+        [[None, "ring"]],
+        {},
+        {**SHIPPED.between_nodes._asdict(), "gap": 1.0},
+        *({**SHIPPED.between_nodes._asdict(), "latency": wrong} for wrong in (0.0, -1.0, "1", None, True, math.inf)),
+    ],
+)
+def test_wrong_costs_between_nodes(costs: Any) -> None:
+    with pytest.raises(ValueError, match=r"^here: between_nodes is .*; expected latency, overhead, .* above 0$"):
+        table_from_json({**table_to_json(SHIPPED), "between_nodes": costs}, "here")
+
+
 def test_a_row_that_is_missing_and_one_too_many() -> None:
     few = table_to_json(SHIPPED)
     del few["one_node"]
@@ -120,5 +138,8 @@ def test_text() -> None:
     assert row_text(SHIPPED.several_nodes) == "up to 64 KiB leaders, above hierarchical"
     assert row_text(((None, "mpi"),)) == "mpi at any size"
     assert table_text(SHIPPED, "one_node") == "hierarchical at any size"
-    between = "between nodes, slices: up to 64 KiB halving_doubling, above ring"
-    assert table_text(SHIPPED, "several_nodes") == f"up to 64 KiB leaders, above hierarchical; {between}"
+    table = SHIPPED._replace(
+        between_nodes=SHIPPED.between_nodes._replace(latency=3e-6, overhead=1e-6, bandwidth=12.5e9)
+    )
+    between = "between nodes 4 us a message, 1.25e+04 MB/s a node"
+    assert table_text(table, "several_nodes") == f"up to 64 KiB leaders, above hierarchical; {between}"

@@ -23,8 +23,8 @@ HERE = Setup("some CPU, 4 cores", "some MPI 1.0", "1 node x 4 ranks")
 SETTING = "MPIDIST_TUNING_FILE"
 # Works at every place, and is in no shipped row of one node.
 GPU = [((None, "nccl"),)] * 2
-MPI_ONLY = Table(*[((None, "mpi"),)] * 2, ((None, "ring"),), *GPU)
-REDUCE_BROADCAST = Table(*[((None, "reduce_broadcast"),)] * 2, ((None, "ring"),), *GPU)
+MPI_ONLY = Table(*[((None, "mpi"),)] * 2, SHIPPED.between_nodes, *GPU)
+REDUCE_BROADCAST = Table(*[((None, "reduce_broadcast"),)] * 2, SHIPPED.between_nodes._replace(latency=1e-3), *GPU)
 
 
 def taken(comm: Communicator, **options: Any) -> str:
@@ -59,6 +59,18 @@ def test_a_file_has_a_line_per_row(tmp_path: Path) -> None:
     lines = (tmp_path / "t").read_text().splitlines()
     assert '      "several_nodes": [[65536, "leaders"], [null, "hierarchical"]],' in lines
     assert '      "layout": "1 node x 4 ranks",' in lines
+
+
+def test_a_file_of_an_older_mpidist_is_read_with_the_shipped_costs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [[65536, "halving_doubling"], [None, "ring"]]
+    (tmp_path / "t").write_text(json.dumps({"tables": [entry(between_nodes=rows)]}))
+    with caplog.at_level(logging.INFO, "mpidist"):
+        assert read(tmp_path / "t") == {HERE: SHIPPED}
+    assert "is of an older mpidist and has no costs of messages between nodes" in caplog.text
+    merge(tmp_path / "t", HERE._replace(host="another"), MPI_ONLY)
+    assert '"version": 2' in (tmp_path / "t").read_text()
 
 
 def test_a_link_is_read_and_not_written(tmp_path: Path) -> None:
@@ -99,6 +111,7 @@ BAD = {
         "table 1: one_node is .*sizes in bytes that rise",
     ),
     "last": (json.dumps({"tables": [entry(one_node=[[9, "mpi"]])]}), "table 1: one_node is .*null, which is any size"),
+    "another version": ('{"version": 3, "tables": []}', "has version 3, of another mpidist; expected a file that"),
     "twice": (json.dumps({"tables": [entry(), entry()]}), "table 2, is a second one for some CPU"),
 }
 

@@ -236,7 +236,7 @@ class DeviceSite(Site):
     Attributes:
         comm: The communicator.
         node: Its node of this rank.
-        between_nodes: The row of the table for the ways between nodes.
+        between_nodes: The costs of messages between nodes.
         streams: Of the communicator, on its device.
         on_host: The choice for arrays in host memory.
         pool: Host memory.

@@ -17,6 +17,7 @@ from mpidist.collectives.mpi.mpi_types import message, tag_of
 from mpidist.collectives.mpi.waiting import Comm, Steps, until_all_done
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import PackedReduction
+from mpidist.collectives.reduce.cost_model import Cost, Network
 from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import AlgorithmError
 from mpidist.core.options import CommunicationOptions
@@ -110,12 +111,12 @@ class Site:
     Attributes:
         comm: The communicator.
         node: Its node of this rank.
-        between_nodes: The row of the table for the ways between nodes.
+        between_nodes: The costs of messages between nodes.
     """
 
     comm: Comm
     node: Node
-    between_nodes: Row
+    between_nodes: Network
 
 
 @dataclass(frozen=True)
@@ -127,13 +128,14 @@ class AlgorithmEntry:
         make: Returns the steps that make it for a site (collective), which end in an AlgorithmError on all ranks where
             it does not work. A way between nodes is made at once, of a communicator, the ranks of a rail there, the
             position of this one among them, and, where it rounds, the dtype in which sums travel.
-        places: The rows of a table that may name it; none for one that nobody names.
+        places: The rows of a table that may name it, or ``between_nodes``; none for one that nobody names.
         tuned_at: The rows for which ``mpidist.tune`` measures it.
         is_ordered: Whether sums are formed in a fixed order.
         rounds: Whether it can send sums between nodes in 16 bits.
         is_general: Whether it takes every dtype and operation that can be reduced.
         instead: Names of its substitutes, of which the first that works is taken.
         stands_for: Returns the name of the entry that does its work on a node, if that is another.
+        cost: Returns the rounds of a way between nodes, by which it is chosen; see ``cost_model``.
     """
 
     name: str
@@ -145,6 +147,7 @@ class AlgorithmEntry:
     is_general: bool = True
     instead: tuple[str, ...] = ("mpi", "hierarchical")
     stands_for: Callable[[Node], str] | None = None
+    cost: Cost | None = None
 
 
 class Registry(dict[str, AlgorithmEntry]):
@@ -162,6 +165,8 @@ class Registry(dict[str, AlgorithmEntry]):
         """Add an algorithm; its name must be new."""
         if entry.name in self:
             raise ValueError(f"there is an algorithm {entry.name!r} for arrays {self.where}; expected a new name")
+        if "between_nodes" in entry.places and entry.cost is None:
+            raise ValueError(f"way {entry.name!r} between nodes has no cost, by which it is chosen; give it one")
         self[entry.name] = entry
 
     @property
@@ -176,6 +181,11 @@ class Registry(dict[str, AlgorithmEntry]):
     def tuned_at(self, place: str) -> tuple[str, ...]:
         """Return the names that are measured for a row of the table, sorted."""
         return tuple(sorted(name for name, entry in self.items() if place in entry.tuned_at))
+
+    @property
+    def costs(self) -> dict[str, Cost]:
+        """Return the costs of the ways between nodes."""
+        return {name: entry.cost for name, entry in self.items() if entry.cost is not None}
 
 
 def _say_instead(name: str) -> str:

@@ -2,15 +2,18 @@
 
 Each row is a list of ``(largest number of bytes, algorithm)``, in rising order; None is any number. The crossing
 points of the shipped table are where the measured curves of ``python -m benchmarks`` cross on a 2-core x86-64 virtual
-machine; ``mpidist.tune`` finds those of another (see ``mpidist.collectives.reduce.tuning_file``).
+machine; ``mpidist.tune`` finds those of another (see ``mpidist.collectives.reduce.tuning_file``). Ways between nodes
+are chosen by their cost (see ``mpidist.collectives.reduce.cost_model``), for which a table has that of messages.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from itertools import pairwise
 from typing import NamedTuple
 
+from mpidist.collectives.reduce.cost_model import SHIPPED_NETWORK, Network
 from mpidist.collectives.reduce.registry import Row, algorithms_at
 
 KiB = 1 << 10
@@ -24,21 +27,22 @@ class Table(NamedTuple):
     """All ranks on one node."""
     several_nodes: Row
     """Ranks on several nodes."""
-    between_nodes: Row
-    """The ways between nodes of ``hierarchical``, by the bytes of one slice."""
+    between_nodes: Network
+    """The costs by which ``hierarchical`` chooses its way between nodes."""
     one_node_gpu: Row
     """Arrays on GPUs, all ranks on one node."""
     several_nodes_gpu: Row
     """Arrays on GPUs, ranks on several nodes."""
 
 
+_PLACES = tuple(name for name in Table._fields if name != "between_nodes")
 # In the row for arrays on GPUs on several nodes: "nccl" where it has RDMA between them on all ranks, "hierarchical"
 # elsewhere, as NCCL would take sockets.
 BY_NETWORK = "by_network"
 SHIPPED = Table(
     one_node=((None, "hierarchical"),),
     several_nodes=((64 * KiB, "leaders"), (None, "hierarchical")),
-    between_nodes=((64 * KiB, "halving_doubling"), (None, "ring")),
+    between_nodes=SHIPPED_NETWORK,
     one_node_gpu=((None, "nccl"),),
     several_nodes_gpu=((None, BY_NETWORK),),
 )
@@ -94,7 +98,26 @@ def table_text(table: Table, place: str) -> str:
     text = row_text(getattr(table, place))
     if place != "several_nodes":
         return text
-    return f"{text}; between nodes, slices: {row_text(table.between_nodes)}"
+    network = table.between_nodes
+    latency, rate = 1e6 * (network.latency + network.overhead), network.bandwidth / 1e6
+    return f"{text}; between nodes {latency:.3g} us a message, {rate:.3g} MB/s a node"
+
+
+def network_text(network: Network) -> str:
+    """Return all costs between nodes as text.
+
+    >>> network_text(SHIPPED_NETWORK).split("; ")[0]
+    'latency 140 us, overhead 90 us, meeting 25 us, exchange 40 us'
+    """
+    times = ("latency", "overhead", "meeting", "exchange")
+    seconds = ", ".join(f"{name} {1e6 * getattr(network, name):.3g} us" for name in times)
+    near, far, alone = [
+        f"{rate / 1e6:.3g}" for rate in (network.bandwidth, network.far_bandwidth, network.rail_bandwidth)
+    ]
+    reduced, copied = [f"{1e-6 / cost:.3g}" for cost in (network.reduce, network.copy)]
+    return (
+        f"{seconds}; MB/s of a node {near}, to a far one {far}, of a rank {alone}, reduced {reduced}, copied {copied}"
+    )
 
 
 def check_table(table: object) -> None:
@@ -109,13 +132,14 @@ def check_table(table: object) -> None:
 # JSON -----------------------------------------------------------------------------------------------------------------
 
 
-def table_to_json(table: Table) -> dict[str, list[list[int | str | None]]]:
-    """Return the rows of a table by place, as lists for JSON.
+def table_to_json(table: Table) -> dict[str, object]:
+    """Return the rows of a table by place, as lists for JSON, and the network.
 
     >>> table_to_json(SHIPPED)["several_nodes"]
     [[65536, 'leaders'], [None, 'hierarchical']]
     """
-    return {place: [list(entry) for entry in row] for place, row in table._asdict().items()}
+    rows = {place: [list(entry) for entry in getattr(table, place)] for place in _PLACES}
+    return {**rows, "between_nodes": table.between_nodes._asdict()}
 
 
 def table_from_json(rows: object, where: str) -> Table:
@@ -131,7 +155,21 @@ def table_from_json(rows: object, where: str) -> Table:
     if not isinstance(rows, dict) or set(rows) != set(Table._fields):
         given = ", ".join(sorted(map(str, rows))) if isinstance(rows, dict) else json.dumps(rows)
         raise ValueError(f"{where} has {given or 'nothing'}; expected {', '.join(Table._fields)}")
-    return Table(**{place: _row_from_json(rows[place], place, where) for place in Table._fields})
+    network = _network_from_json(rows["between_nodes"], where)
+    return Table(between_nodes=network, **{place: _row_from_json(rows[place], place, where) for place in _PLACES})
+
+
+def _network_from_json(costs: object, where: str) -> Network:
+    names = Network._fields
+    if (
+        not isinstance(costs, dict)
+        or set(costs) != set(names)
+        or not all(type(cost) in (int, float) and 0 < cost < math.inf for cost in costs.values())
+    ):
+        raise ValueError(
+            f"{where}: between_nodes is {json.dumps(costs)}; expected {', '.join(names)}, each a number above 0"
+        )
+    return Network(**{name: float(costs[name]) for name in names})
 
 
 def _row_from_json(row: object, place: str, where: str) -> Row:

@@ -22,6 +22,8 @@ from mpidist.core.settings import TUNING_FILE
 from mpidist.topology import import_mpi
 
 _log = logging.getLogger("mpidist")
+# Files without a version have a row of algorithms in place of the costs between nodes.
+_VERSION = 2
 _logged: set[str] = set()
 
 
@@ -76,9 +78,18 @@ def read(path: str | Path) -> dict[Setup, Table]:
         raise ValueError(f"{path} is not JSON ({error}); {expected}") from error
     if not isinstance(content, dict) or not isinstance(content.get("tables"), list):
         raise ValueError(f'{path} has no list "tables"; {expected}')
+    version = content.get("version", 1)
+    if version not in (1, _VERSION):
+        raise ValueError(f"{path} has version {json.dumps(version)}, of another mpidist; {expected} of this one")
     tables: dict[Setup, Table] = {}
     for number, entry in enumerate(content["tables"], 1):
         setup = _setup_from_json(entry, f"{path}, table {number}")
+        if version == 1 and "between_nodes" in entry:
+            entry["between_nodes"] = SHIPPED.between_nodes._asdict()
+            _log_once(
+                f"mpidist: {path} is of an older mpidist and has no costs of messages between nodes; the shipped ones "
+                f"are taken, and 'python -m mpidist tune --out {path}' measures them"
+            )
         if setup in tables:
             raise ValueError(f"{path}, table {number}, is a second one for {', '.join(setup)}; expected one")
         rows = {name: value for name, value in entry.items() if name not in Setup._fields}
@@ -134,7 +145,7 @@ def _text(entries: list[dict[str, object]]) -> str:
     for entry in entries:
         lines = [f"      {json.dumps(name)}: {json.dumps(value)}" for name, value in entry.items()]
         tables.append("    {\n" + ",\n".join(lines) + "\n    }")
-    return '{\n  "tables": [\n' + ",\n".join(tables) + "\n  ]\n}\n"
+    return f'{{\n  "version": {_VERSION},\n  "tables": [\n' + ",\n".join(tables) + "\n  ]\n}\n"
 
 
 # In force -------------------------------------------------------------------------------------------------------------

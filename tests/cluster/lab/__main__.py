@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument("--memory", type=int, default=Settings.memory, help="MiB each claims to have")
         parser.add_argument("--gpus", type=int, default=Settings.gpus, help="GPUs each claims to have")
         parser.add_argument("--rate", help="what each sends at most, such as 1gbit")
+        parser.add_argument("--burst", default=Settings.burst, help=f"and at once, after a pause ({Settings.burst})")
         parser.add_argument("--enforce-memory", action="store_true", help="end steps that take more than asked for")
         parser.add_argument("--share", action="append", default=[], metavar="FOLDER", help="below /tmp, for all hosts")
     commands.add_parser("down", help="take it down")
@@ -56,6 +57,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         memory=options.memory,
         gpus=options.gpus,
         rate=options.rate,
+        burst=options.burst,
         enforce_memory=options.enforce_memory,
         shared=tuple(options.share),
     )

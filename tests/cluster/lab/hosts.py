@@ -45,7 +45,7 @@ def connect(settings: Settings, host: str) -> None:
 
 def limit(settings: Settings, host: str, rate: str) -> None:
     """Set what a host sends at most, such as 100mbit."""
-    shaping = ("root", "tbf", "rate", rate, "burst", "128k", "latency", "20ms")
+    shaping = ("root", "tbf", "rate", rate, "burst", settings.burst, "latency", "20ms")
     command("ip", "netns", "exec", settings.namespace(host), "tc", "qdisc", "replace", "dev", "eth0", *shaping)
 
 

@@ -23,6 +23,8 @@ class Settings:
         memory: MiB that each host claims to have.
         gpus: Device files on each host that Slurm hands out as GPUs.
         rate: What each host sends at most, such as 1gbit; None does not limit it.
+        burst: How much it may send at once after a pause. On a slow link less than messages have, as 8k: what a pause
+            has saved goes faster than any link.
         enforce_memory: Kill steps that take more memory than they asked for (needs cgroup v1).
         shared: Folders below /tmp that all hosts see, beside the checkout and the Python that runs this.
     """
@@ -33,6 +35,7 @@ class Settings:
     memory: int = 2000
     gpus: int = 2
     rate: str | None = None
+    burst: str = "128k"
     enforce_memory: bool = False
     shared: tuple[str, ...] = ()
 

@@ -29,7 +29,8 @@ from mpidist.collectives.mpi.waiting import Steps, pause, until_event
 from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.reduce.algorithms.two_level import Wires, moved
-from mpidist.collectives.reduce.registry import AlgorithmEntry, Wire, gpu_algorithms
+from mpidist.collectives.reduce.cost_model import Round
+from mpidist.collectives.reduce.registry import AlgorithmEntry, Wire, gpu_algorithms, wire_algorithms
 from mpidist.core.errors import AlgorithmError
 
 
@@ -61,7 +62,7 @@ class DeviceHierarchical:
             AlgorithmError: NCCL does not work on some node, or a rank has no memory for it; on all ranks.
         """
         comm, node, streams = site.comm, site.node, site.streams
-        wires = Wires(site)
+        wires = Wires(site, {**wire_algorithms.costs, "ring": _ring_on_device})
         aware = yield from takes_device_memory(comm)
         slice_bytes = yield from agreed_staging_bytes(comm)
         made: NcclComm | str | None = None
@@ -89,9 +90,9 @@ class DeviceHierarchical:
     def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
         """See ``DeviceAlgorithm``."""
         streams, nbytes = self.streams, self.staging.nbytes
-        name, wire = self.wires.choose(min(-(-job.nbytes // self.level.rails), nbytes), job.options)
+        name = self.wires.choose(job.nbytes, job.options, nbytes, nbytes).name
         on_device = job.options.wire_dtype is None and (self.ring.takes_device_memory or name == "ring")
-        run = _Run(job, self, None if on_device else wire)
+        run = _Run(job, self, None if on_device else self.wires.made(name, job.options))
         with streams.on():
             run.start(nbytes // job.dtype.itemsize)
         looks = 0
@@ -109,6 +110,11 @@ class DeviceHierarchical:
         """Destroy the NCCL communicator (collective over the node) and let go of the memory."""
         if self.level.nccl is not None:
             self.level.nccl.close()
+
+
+def _ring_on_device(nodes: int, count: int) -> list[Round]:
+    """Return the rounds of the ring, whose sums take no time of the processor."""
+    return [each._replace(reduced=0) for each in wire_algorithms.costs["ring"](nodes, count)]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Between nodes, for middle sizes: recursive halving, then recursive doubling, in 2 log2(n) steps.
+"""Between nodes, for many of them: halving, then doubling, in 2 ceil(log2(n)) steps.
 
-Partners at half the distance each time exchange halves of the part that they still have to reduce, then the same way
-back the sums. Ranks beyond a power of two hand their input to a partner first and get the result from it last.
-(Thakur, Rabenseifner and Gropp, doi:10.1177/1094342005051521)
+There may be any number of nodes. Each step of the first half sends the sums of the farther half of the segments that a
+rank still has to the rank that is to have them, until each has the sum of its own segment; the second half goes the
+same way back. As many bytes as the ring. On a power of two the partners are as far apart as in recursive halving.
+(Träff, arXiv 2410.14234)
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.reduce.cost_model import Round
 from mpidist.collectives.reduce.registry import AlgorithmEntry, Rail, wire_algorithms
 from mpidist.core.enums import ReduceOp
 
@@ -21,51 +23,52 @@ class HalvingDoubling(Rail):
 
     def all_reduce(self, source: Array, flat: Array, op: ReduceOp, chunk: int, residual: Array | None) -> Steps[None]:
         """See ``Wire``."""
-        me, power = self._position, 1 << (len(self._ranks).bit_length() - 1)
-        extra = len(self._ranks) - power
-        if source is not flat:
-            flat[:] = source
-        if me >= power:
-            yield from self._exchange({}, {me - power: flat}, chunk)
-            yield from self._exchange({me - power: flat}, {}, chunk)
-            return
-        received = np.empty(flat.size if me < extra else (flat.size + 1) // 2, flat.dtype)
-        if me < extra:
-            yield from self._exchange({me + power: received}, {}, chunk)
-            # In the order of the ranks, though it is the same: addition commutes.
-            NUMPY_OPS[op](flat, received, out=flat)
-        kept = yield from self._halve(flat, received, op, power // 2, chunk)
-        yield from self._double(flat, kept, chunk)
-        if me < extra:
-            yield from self._exchange({}, {me + power: flat}, chunk)
+        n, me, combine = len(self._ranks), self._position, NUMPY_OPS[op]
+        length, more = divmod(flat.size, n)
 
-    def _halve(
-        self, flat: Array, received: Array, op: ReduceOp, distance: int, chunk: int
-    ) -> Steps[list[tuple[int, int, int]]]:
-        """Reduce ever smaller parts; return the borders of each and where it was cut."""
-        start, stop, steps = 0, flat.size, []
-        while distance:
-            middle = (start + stop) // 2
-            steps.append((start, middle, stop))
-            if self._position & distance:
-                (start, stop), (a, b) = (middle, stop), (start, middle)
-            else:
-                (start, stop), (a, b) = (start, middle), (middle, stop)
-            part = received[: stop - start]
-            partner = self._position ^ distance
-            yield from self._exchange({partner: part}, {partner: flat[a:b]}, chunk)
-            NUMPY_OPS[op](flat[start:stop], part, out=flat[start:stop])
-            distance //= 2
-        return steps
+        def border(segment: int) -> int:
+            """Return where a segment begins, of those that follow one another round and round."""
+            rounds, number = divmod(segment, n)
+            return rounds * flat.size + number * length + min(number, more)
 
-    def _double(self, flat: Array, steps: list[tuple[int, int, int]], chunk: int) -> Steps[None]:
-        distance = 1
-        for start, middle, stop in reversed(steps):
-            low, high = flat[start:middle], flat[middle:stop]
-            mine, theirs = (high, low) if self._position & distance else (low, high)
-            partner = self._position ^ distance
-            yield from self._exchange({partner: theirs}, {partner: mine}, chunk)
-            distance *= 2
+        # This rank's segment is the first, so that all that is sent lies side by side.
+        first = border(me)
+        starts = {
+            segments: border(me + segments) - first for step in halved(n) for segments in (*step, step[1] - step[0])
+        }
+        turned = np.concatenate((source[first:], source[:first]))
+        received = np.empty_like(turned[: starts[n // 2]])
+        for kept, had in halved(n):
+            part = received[: starts[had - kept]]
+            yield from self._exchange(
+                {(me - kept) % n: part}, {(me + kept) % n: turned[starts[kept] : starts[had]]}, chunk
+            )
+            combine(turned[: part.size], part, out=turned[: part.size])
+        for kept, had in reversed(halved(n)):
+            there, back = turned[starts[kept] : starts[had]], turned[: starts[had - kept]]
+            yield from self._exchange({(me + kept) % n: there}, {(me - kept) % n: back}, chunk)
+        flat[first:], flat[:first] = turned[: flat.size - first], turned[flat.size - first :]
 
 
-wire_algorithms.register(AlgorithmEntry("halving_doubling", HalvingDoubling, ("between_nodes",), ("several_nodes",)))
+def halved(nodes: int) -> list[tuple[int, int]]:
+    """Return of each step how many segments a rank keeps, and how many it had.
+
+    >>> halved(5)
+    [(3, 5), (2, 3), (1, 2)]
+    """
+    steps = []
+    while nodes > 1:
+        steps.append(((nodes + 1) // 2, nodes))
+        nodes = (nodes + 1) // 2
+    return steps
+
+
+def cost(nodes: int, count: int) -> list[Round]:
+    """Return its rounds: each half as large as the one before."""
+    length, more = divmod(count, nodes)
+    sent = [(kept, (had - kept) * length + min(had - kept, more)) for kept, had in halved(nodes)]
+    there = [Round(1, 1, elements, elements, is_far=kept > 1) for kept, elements in sent]
+    return there + [each._replace(reduced=0) for each in reversed(there)]
+
+
+wire_algorithms.register(AlgorithmEntry("halving_doubling", HalvingDoubling, ("between_nodes",), cost=cost))

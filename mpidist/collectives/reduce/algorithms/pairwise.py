@@ -13,6 +13,7 @@ from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.chunks import slices
+from mpidist.collectives.reduce.cost_model import Round
 from mpidist.collectives.reduce.registry import AlgorithmEntry, Rail, wire_algorithms
 from mpidist.core.enums import ReduceOp
 
@@ -61,6 +62,15 @@ class Pairwise(Rail):
         return self._wire_dtype if rounds and self._wire_dtype is not None else dtype
 
 
+def cost(nodes: int, count: int) -> list[Round]:
+    """Return its rounds: two, but with a message to each other node."""
+    others = (nodes - 1) * -(-count // nodes)
+    return [
+        Round(1, nodes - 1, others, others, is_far=nodes > 2),
+        Round(1, nodes - 1, others, 0, is_far=nodes > 2),
+    ]
+
+
 wire_algorithms.register(
-    AlgorithmEntry("pairwise", Pairwise, ("between_nodes",), ("several_nodes",), is_ordered=True, rounds=True)
+    AlgorithmEntry("pairwise", Pairwise, ("between_nodes",), is_ordered=True, rounds=True, cost=cost)
 )

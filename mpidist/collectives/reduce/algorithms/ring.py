@@ -12,6 +12,7 @@ from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.chunks import slices
+from mpidist.collectives.reduce.cost_model import Round
 from mpidist.collectives.reduce.registry import AlgorithmEntry, Rail, wire_algorithms
 from mpidist.core.enums import ReduceOp
 
@@ -36,4 +37,13 @@ class Ring(Rail):
             yield from self._exchange({before: segments[theirs]}, {after: segments[mine]}, chunk)
 
 
-wire_algorithms.register(AlgorithmEntry("ring", Ring, ("between_nodes",), ("several_nodes",)))
+def cost(nodes: int, count: int) -> list[Round]:
+    """Return its rounds: as many as there are nodes, so that it is for few."""
+    segment = -(-count // nodes)
+    return [
+        Round(nodes - 1, 1, segment, segment, is_far=False),
+        Round(nodes - 1, 1, segment, 0, is_far=False),
+    ]
+
+
+wire_algorithms.register(AlgorithmEntry("ring", Ring, ("between_nodes",), cost=cost))

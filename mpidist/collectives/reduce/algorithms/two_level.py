@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
@@ -23,6 +23,7 @@ from mpidist.collectives.node.chunks import pieces
 from mpidist.collectives.node.core import CHUNK, DONE, MET, OVERLAP, SHARED_BYTES, SLICE, Core
 from mpidist.collectives.node.node import LANES_BETWEEN_NODES
 from mpidist.collectives.node.packing import PackedReduction, divided
+from mpidist.collectives.reduce.cost_model import SMALLEST_SLICE_BETWEEN_NODES, Cost, Way, fastest
 from mpidist.collectives.reduce.registry import (
     HOST_PLACES,
     Algorithm,
@@ -32,46 +33,59 @@ from mpidist.collectives.reduce.registry import (
     host_algorithms,
     wire_algorithms,
 )
-from mpidist.collectives.reduce.table import look_up
 from mpidist.core.errors import AlgorithmError
 from mpidist.core.options import CommunicationOptions
 
 # The way that sums in a fixed order, and rounds every contribution once.
 _IN_ORDER = "pairwise"
-# Between nodes less than this is not worth a message to each of them.
-_SMALLEST_SLICE_ON_WIRE = 64 << 10
-# Slices begin at multiples of the largest element.
-_ALIGNMENT = 64
+# Messages of so many sizes are remembered.
+_MOST_CHOSEN = 1024
 
 
 class Wires:
     """The ways between the nodes for one rank.
 
     Args:
-        site: Where they are taken, which says which one at which size of a slice.
+        site: Where they are taken, with the costs of messages there.
+        costs: Of the ways, by name.
     """
 
-    def __init__(self, site: Site) -> None:
-        node, self._comm, self._row = site.node, site.comm, site.between_nodes
+    def __init__(self, site: Site, costs: Mapping[str, Cost]) -> None:
+        node, self._comm, self._network = site.node, site.comm, site.between_nodes
         self._rail = [ranks[node.rank] if node.rank < len(ranks) else -1 for ranks in node.ranks]
-        self._position = node.topology.node_index
+        self._position, self._rails = node.topology.node_index, node.rails
+        self._costs = costs
+        self._chosen: dict[tuple[int, int, int, str | None], Way] = {}
         self._made: dict[tuple[str, str | None], Wire] = {}
 
-    def choose(self, slice_bytes: int, options: CommunicationOptions) -> tuple[str, Wire]:
-        """Return the way for slices of this size, after its name."""
+    def choose(self, nbytes: int, options: CommunicationOptions, limit: int, smallest: int) -> Way:
+        """Return the fastest way that the options allow; the same on every rank.
+
+        Args:
+            nbytes: Of the message.
+            options: Of the call.
+            limit: Bytes of a slice, at most.
+            smallest: Bytes of a slice, at least.
+        """
+        name = options.algorithm if options.algorithm in self._costs else None
         if options.wire_dtype is not None or options.deterministic:
             name = _IN_ORDER
-        elif options.algorithm is not None and wire_algorithms.get(options.algorithm):
-            name = options.algorithm
-        else:
-            name = look_up(self._row, slice_bytes)
+        key = (nbytes, limit, smallest, name)
+        if key not in self._chosen:
+            if len(self._chosen) == _MOST_CHOSEN:
+                self._chosen.clear()
+            costs = self._costs if name is None else {name: self._costs[name]}
+            self._chosen[key] = fastest(costs, len(self._rail), self._rails, nbytes, self._network, limit, smallest)
+        return self._chosen[key]
+
+    def made(self, name: str, options: CommunicationOptions) -> Wire:
+        """Return the way of a name."""
         key = name, options.wire_dtype
         if key not in self._made:
-            entry = wire_algorithms.get(name)
-            assert entry is not None, name
+            entry = wire_algorithms[name]
             rounding = () if options.wire_dtype is None else (as_dtype(options.wire_dtype),)
             self._made[key] = entry.make(self._comm, self._rail, self._position, *rounding)
-        return name, self._made[key]
+        return self._made[key]
 
 
 class TwoLevel(Algorithm):
@@ -83,7 +97,7 @@ class TwoLevel(Algorithm):
 
     def __init__(self, site: Site) -> None:
         self._comm, self._node = site.comm, site.node
-        self._wires = Wires(site)
+        self._wires = Wires(site, wire_algorithms.costs)
         self.takes_replicas = site.node.is_alone and site.node.core is not None
 
     @classmethod
@@ -132,7 +146,7 @@ class TwoLevel(Algorithm):
             [job.pieces, *job.more],
             None if job.may_share else outs,
             divisor=job.divisor,
-            per_slice=0 if self._node.is_alone else self._slice_bytes(job) // job.dtype.itemsize,
+            per_slice=0 if self._node.is_alone else self._way(job).slice_bytes // job.dtype.itemsize,
             held=self._node.results.held() if job.may_share else 0,
             is_wanted=job.is_wanted,
             is_watched=job.tell_chunk is not None,
@@ -141,14 +155,8 @@ class TwoLevel(Algorithm):
             job.copy_inputs()
             self._begin(job, core, identity)
 
-    def _slice_bytes(self, job: PackedReduction) -> int:
-        """Return the bytes of a slice between nodes.
-
-        Of a small message, too, several shall be on their way.
-        """
-        node = self._node
-        share = -(-job.nbytes // (node.rails * LANES_BETWEEN_NODES * _ALIGNMENT)) * _ALIGNMENT
-        return min(node.slice_bytes, max(share, _SMALLEST_SLICE_ON_WIRE))
+    def _way(self, job: PackedReduction) -> Way:
+        return self._wires.choose(job.nbytes, job.options, self._node.slice_bytes, SMALLEST_SLICE_BETWEEN_NODES)
 
     def _settle_result(self, job: PackedReduction, core: Core) -> Steps[Array | None]:
         """Return the result that the ranks of the node share, once they have met.
@@ -174,9 +182,8 @@ class TwoLevel(Algorithm):
         return None
 
     def _to_wire(self, job: PackedReduction) -> _InFlight:
-        slice_bytes = self._slice_bytes(job)
-        job.took, wire = self._wires.choose(min(-(-job.nbytes // self._node.rails), slice_bytes), job.options)
-        return _InFlight(job, wire)
+        job.took = self._way(job).name
+        return _InFlight(job, self._wires.made(job.took, job.options))
 
     def _finish(
         self, job: PackedReduction, core: Core, in_flight: _InFlight | None, shared: Array | None
@@ -222,7 +229,7 @@ class TwoLevel(Algorithm):
                 np.copyto(target, piece)
                 divided(target, job.divisor)
             return
-        in_flight, per_slice = self._to_wire(job), self._slice_bytes(job) // job.dtype.itemsize
+        in_flight, per_slice = self._to_wire(job), self._way(job).slice_bytes // job.dtype.itemsize
         start = looks = 0
         while start < job.count or len(in_flight):
             while start < job.count and len(in_flight) < LANES_BETWEEN_NODES:
@@ -306,5 +313,5 @@ def moved(steps: Steps[None]) -> Steps[None] | None:
 
 
 host_algorithms.register(
-    AlgorithmEntry("hierarchical", TwoLevel.made, HOST_PLACES, HOST_PLACES[:1], is_ordered=True, rounds=True)
+    AlgorithmEntry("hierarchical", TwoLevel.made, HOST_PLACES, HOST_PLACES, is_ordered=True, rounds=True)
 )
