@@ -316,7 +316,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
     """
     job = run_script(program, 2, env={"MPIDIST_TRACE": str(tmp_path), "MPIDIST_REPORT": "1"})
     assert "collectives of 1 of 2 ranks (without 1)" in job.stderr
-    assert "the traces are not merged: ranks 1 have not told that their files are complete; once all" in job.stderr
+    assert "the traces are not merged: rank 1 did not tell that their files are complete; once all" in job.stderr
     assert f"python -m mpidist trace {tmp_path}" in job.stderr
     assert [call["name"] for call in calls_of(events_of(path_of(tmp_path, 0)))] == ["barrier", "close"]
     assert of(events_of(path_of(tmp_path, 1)), name="process_name")

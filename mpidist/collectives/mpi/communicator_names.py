@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
+from array import array
+
 from mpidist.collectives.mpi.waiting import Comm
 from mpidist.core.wording import ranks_text
 from mpidist.topology import import_mpi
 
+# So that the flight record has room for a name.
+_RANKS_WIDTH = 40
 _counts: dict[tuple[int, ...], int] = {}
 
 
@@ -30,4 +35,7 @@ def first_name() -> str:
 
 
 def _name(number: int, ranks: tuple[int, ...]) -> str:
-    return f"communicator {number} of ranks {ranks_text(ranks)}"
+    text = ranks_text(ranks, _RANKS_WIDTH)
+    # A text that is cut is not of these ranks alone.
+    alone = f" ({zlib.crc32(array('q', ranks).tobytes()):08x})" if "..." in text else ""
+    return f"communicator {number} of ranks {text}{alone}"
