@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from hashlib import sha256
 
 from mpidist.collectives.mpi.waiting import Comm
 from mpidist.core.wording import ranks_text
@@ -11,7 +12,8 @@ from mpidist.topology import import_mpi
 
 # So that the flight record has room for a name.
 _RANKS_WIDTH = 40
-_counts: dict[tuple[int, ...], int] = {}
+# By a digest of the ranks, which are many.
+_counts: dict[bytes, int] = {}
 
 
 def ranks_in_job(comm: Comm) -> tuple[int, ...]:
@@ -25,7 +27,8 @@ def ranks_in_job(comm: Comm) -> tuple[int, ...]:
 
 def next_name(ranks: tuple[int, ...]) -> str:
     """Return the name of one more communicator of these ranks, with its number among theirs."""
-    number = _counts[ranks] = _counts.get(ranks, 0) + 1
+    key = sha256(array("q", ranks).tobytes()).digest()
+    number = _counts[key] = _counts.get(key, 0) + 1
     return _name(number, ranks)
 
 
