@@ -15,7 +15,7 @@ os.environ.setdefault("OMPI_MCA_coll_acoll_comm_size_thresh", "2")
 
 from benchmarks.reports import compare, plot, text  # noqa: E402
 from benchmarks.reports.files import load  # noqa: E402
-from benchmarks.suite import cluster, cluster_jobs, gpu, gpu_job, keras, parameter_server, reading, run, torch  # noqa: E402
+from benchmarks.suite import cluster, cluster_jobs, gpu, gpu_job, keras, parameter_server, reading, run, scale, torch  # noqa: E402
 
 _COMMANDS_OF_THEIR_OWN = {
     "cluster": cluster,
@@ -25,6 +25,7 @@ _COMMANDS_OF_THEIR_OWN = {
     "input": reading,
     "keras": keras,
     "parameter-server": parameter_server,
+    "scale": scale,
     "torch": torch,
 }
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 # The first rank of a rank's node, and the name of its host, of at most so many bytes on Linux.
-_PLACE = np.dtype([("first", np.int32), ("host", "S64")])
+PLACE = np.dtype([("first", np.int32), ("host", "S64")])
 
 
 class Topology:
@@ -63,10 +63,10 @@ class Topology:
         self.local_size = self.node.Get_size()
         # Found without the others of the node: where a rank is lost all that wait do so in calls of one communicator.
         self.job: str = self.world.bcast(uuid.uuid4().hex[:12] if self.rank == 0 else None)
-        mine, told = np.zeros(1, _PLACE), np.empty(self.size, _PLACE)
+        mine, told = np.zeros(1, PLACE), np.empty(self.size, PLACE)
         mine[0] = _first_rank(self.node, self.world), socket.gethostname().encode()
         self.world.Allgather([mine, mpi.BYTE], [told, mpi.BYTE])
-        self._map = _map_of(told)
+        self._map = map_of_ranks(told)
         self.node_of_rank = self._map.node_of_rank
         self.ranks_of_node = self._map.ranks_of_node
         self.host_of_rank = self._map.host_of_rank
@@ -80,7 +80,10 @@ class Topology:
 
 @dataclass(frozen=True)
 class _Map:
-    """The attributes of ``Topology`` that grow with the ranks; communicators of the same ranks share one map."""
+    """The attributes of ``Topology`` that grow with the ranks.
+
+    Communicators of the same ranks share one map.
+    """
 
     node_of_rank: tuple[int, ...]
     ranks_of_node: tuple[Sequence[int], ...]
@@ -90,7 +93,7 @@ class _Map:
 _maps: WeakValueDictionary[bytes, _Map] = WeakValueDictionary()
 
 
-def _map_of(places: NDArray[np.void]) -> _Map:
+def map_of_ranks(places: NDArray[np.void]) -> _Map:
     """Return the map of ranks, given the place of each."""
     key = sha256(places.tobytes()).digest()
     found = _maps.get(key)
