@@ -11,7 +11,6 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.measuring.rows import Figure
-from mpidist.checkpoint.agreement import Extent, plan_parts
 from mpidist.cli.doctor_facts.machine import facts_of_this_rank
 from mpidist.collectives.channel.executor import ChannelStatus
 from mpidist.collectives.channel.mismatch import mismatch_text
@@ -22,8 +21,6 @@ from mpidist.topology.topology import PLACE, map_of_ranks
 
 RANKS_PER_NODE = 8
 _TEXT, _SITE = "all_reduce SUM of 161 x float32 arrays", "/home/somebody/projects/net/train.py:41 (step)"
-# Tensors of ResNet-50, of about this many elements each.
-_TENSORS, _ELEMENTS = 161, 158_700
 
 
 def run(ranks: int) -> list[Figure]:
@@ -33,7 +30,6 @@ def run(ranks: int) -> list[Figure]:
         *_made("map of ranks and nodes", lambda: map_of_ranks(_places(ranks))),
         *_made("mismatch, message", lambda: mismatch_text(_calls(ranks))),
         *_made("hang report", lambda: report_text(17, {rank: _status(rank) for rank in range(ranks)}, ranks, range(1))),
-        *_made("plan of a sharded checkpoint", lambda: plan_parts(_extents(), ranks)),
     ]
     told = {
         "start of a communicator": np.zeros(1, PLACE).tobytes(),
@@ -48,7 +44,7 @@ def run(ranks: int) -> list[Figure]:
 
 
 def _made(name: str, make: Callable[[], object]) -> list[Figure]:
-    """Return what an object holds, and how long it takes to make."""
+    """Return how long it takes to make an object, and what it holds, or the characters of a text."""
     begin = time.perf_counter()
     make()
     took = time.perf_counter() - begin
@@ -56,8 +52,8 @@ def _made(name: str, make: Callable[[], object]) -> list[Figure]:
     made = make()
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    length = [Figure("made up", f"{name}, characters", len(made), "")] if isinstance(made, str) else []
-    return [Figure("made up", name, kept / 2**10, "KiB"), Figure("made up", f"{name}, time", took * 1e3, "ms"), *length]
+    size = (len(made), "characters") if isinstance(made, str) else (kept / 2**10, "KiB")
+    return [Figure("made up", name, *size), Figure("made up", f"{name}: time to make it", took * 1e3, "ms")]
 
 
 def _places(ranks: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
@@ -75,7 +71,3 @@ def _status(rank: int) -> RankStatus:
     wait = WaitState(rank, Wait("communicator 1", 17, _TEXT, _SITE), {"communicator 1 of ranks 0-9999": 17})
     status = ChannelStatus(17, 17, _TEXT, True, 60.0, False)
     return RankStatus(status, wait, _SITE, f"process {rank} on node{rank // RANKS_PER_NODE:05}")
-
-
-def _extents() -> dict[str, Extent]:
-    return {f"model/layer{number}/weights": Extent(_ELEMENTS, 4, True) for number in range(_TENSORS)}
