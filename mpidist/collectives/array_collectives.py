@@ -97,7 +97,7 @@ class ArrayCollectives:
 
     @property
     def last_algorithm(self) -> str:
-        """What the last all-reduce took: ``"handshake"``, where it fitted in there, or an algorithm's name."""
+        """The name of the algorithm that the last all-reduce took."""
         was_short = self._channel.executor.short.last() is not None
         return self._engine.short_name if was_short else self._engine.last_algorithm
 
@@ -171,13 +171,7 @@ class ArrayCollectives:
                 call = ReductionCall(plan, arrays, out, choice.streams, choice.multiple, seconds)
         steps = self._engine.all_reduce(plan, arrays, out, call, more)
         operation = self._operation(steps, plan.description, options, call)
-        if (
-            self._engine.core is not None
-            and options is None
-            and plan.may_be_short
-            and divisor == self.size
-            and not more
-        ):
+        if options is None and plan.may_be_short and divisor == self.size and not more:
             kind = flat_kind(note) or 0
             given = list(arrays) if kind or len(arrays) > 1 else arrays[0]
             operation.then(self._learns("all_reduce", given, operation, op, plan.divisor, kind))
@@ -196,11 +190,11 @@ class ArrayCollectives:
         before = signature_of(array if isinstance(array, list) else [array])
 
         def learn(result: T) -> T:
-            core, description = self._engine.core, operation.description
+            core, description = self._engine.core_of_short(name), operation.description
             if signature_of(array if isinstance(array, list) else [array]) != before:
                 return result  # the program has changed the shape meanwhile
-            expected = [self._engine.short_name] if name == "all_reduce" else []
-            if core is not None and self._channel.node.slots is not None and operation.algorithms == expected:
+            took = [self._engine.short_name] if name == "all_reduce" else []
+            if core is not None and operation.algorithms == took:
                 number = core.learn(name, array, description.id, op, divisor, root, description.text)
                 if number is not None:
                     self._channel.executor.short.learn(number, description)
@@ -511,8 +505,8 @@ class ArrayCollectives:
             check_options(merged)
             if are_copies and merged.algorithm in gpu_names():
                 merged = replace(merged, algorithm=None)
-            inline, by_core = self._channel.handshake.most_numbers, self._engine.core is not None
-            return ReductionPlan(operation, op, signature, merged, divisor, inline, on_device, note, root, by_core)
+            by_core = self._engine.core is not None
+            return ReductionPlan(operation, op, signature, merged, divisor, on_device, note, root, by_core)
 
         return self._kept(make, operation, op, divisor, signature, on_device, options, note, root, are_copies)
 

@@ -18,7 +18,7 @@ from mpidist.collectives.move.host_movement import HostMovement
 from mpidist.collectives.mpi import gathering
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
-from mpidist.collectives.node.core import MET, MOST_INPUTS, NO_SHORT, Core, GoOn, Short
+from mpidist.collectives.node.core import MET, MOST_INPUTS, NO_SHORT, SMALL_BETWEEN_NODES, Core, GoOn, Short
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import Pack, are_in_place, copies_of_overlapping
 from mpidist.collectives.reduce.choice import Choice, place_of
@@ -27,8 +27,8 @@ from mpidist.collectives.reduce.registry import Algorithm, Site, host_algorithms
 from mpidist.collectives.reduce.table import Table
 from mpidist.core.enums import ReduceOp
 
-BY_CORE, ALONE = "hierarchical", "alone"
-"""The algorithm that the core of a node carries out."""
+BY_CORE, BY_LEADERS, ALONE = "hierarchical", "leaders", "alone"
+"""The algorithms that the cores of nodes carry out."""
 
 
 class Engine:
@@ -59,12 +59,12 @@ class Engine:
     def open_short(self, go_on: GoOn) -> Short:
         """Return the functions of the short way.
 
-        Those of a channel of several nodes know nothing.
+        Without a native core they know nothing.
 
         Args:
             go_on: Carries on with a call whose ranks have not come soon, or differ.
         """
-        core = self.core
+        core = self.channel.node.core
         return NO_SHORT if core is None else core.open_short(self._pool.take, go_on)
 
     @property
@@ -73,14 +73,23 @@ class Engine:
         node = self.channel.node
         return node.core if node.is_alone else None
 
+    def core_of_short(self, operation: str) -> Core | None:
+        """Return the core that carries out calls the short way, if one can."""
+        node = self.channel.node
+        if operation == "all_reduce":
+            return node.core
+        return node.core if node.is_alone and node.slots is not None else None
+
     @property
     def short_name(self) -> str:
         """The algorithm of all-reduces that take the short way."""
+        if not self.channel.node.is_alone:
+            return BY_LEADERS
         return BY_CORE if self.channel.size > 1 else ALONE
 
     def rest_of_short(self, description: Description, state: int, value: Array, result: Array) -> Steps[Array]:
         """Return the result of a short call, which began and got as far as ``state``."""
-        core = self.core
+        core = self.channel.node.core
         assert core is not None
         self.channel.executor.short.carried_on()
         core.resume(state)
@@ -172,16 +181,8 @@ class Engine:
 
         Those on a GPU are there when ``call`` is done. ``more`` are the arrays of this rank's further replicas.
         """
-        channel = self.channel
-        if more and (plan.inline or self._is_alone(plan)):
+        if more and self._is_alone(plan):
             arrays, more = _combined(plan.op, [arrays, *more]), ()
-        if plan.inline:
-            self.last_algorithm = "handshake"
-            channel.current.algorithms = ["handshake"]
-            plan.fill_inline(arrays, channel.handshake.payload(plan.count))
-            if not channel.begin(plan.description):
-                yield from channel.finish(plan.description)
-            return plan.from_inline(channel.handshake.totals(plan.count, plan.formed[0][0]), out)
         if (
             out is not None
             and plan.read_late
@@ -203,14 +204,19 @@ class Engine:
     def _goes_in_place(self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array]) -> bool:
         """Whether all arrays go in one call that results over inputs do no harm.
 
-        The core sees where they overlap otherwise. A rank that is alone on its node takes them one over the other.
+        The core sees where they overlap otherwise. A rank that is alone on its node takes them one over the other, but
+        for small ones, of which all is read first.
         """
         if len(plan.packs) > 1 or plan.device_packs:
             return False
-        names = self._names_for(plan, plan.packs[0])
-        if self.choice.first_working(names) != BY_CORE or self.choice.made(names) is None:
+        pack = plan.packs[0]
+        names = self._names_for(plan, pack)
+        if self.choice.made(names) is None:
             return False
-        return self.channel.node.core is not None or are_in_place(arrays, out)
+        name, node = self.choice.first_working(names), self.channel.node
+        if name == BY_LEADERS:
+            return pack.nbytes <= SMALL_BETWEEN_NODES
+        return name == BY_CORE and (node.has_neighbours or are_in_place(arrays, out))
 
     def _names_for(self, plan: ReductionPlan, pack: Pack) -> Sequence[str]:
         if pack.algorithms is None:

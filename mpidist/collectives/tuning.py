@@ -345,7 +345,8 @@ def decide(before: Table, place: str, rails: int, timings: Sequence[Timing]) -> 
     compared = []
     for nbytes, seconds in timings:
         way = look_up(between, _slice_bytes(nbytes, rails))
-        compared.append(Timing(nbytes, {"mpi": seconds["mpi"], "hierarchical": seconds[way]}))
+        whole = [name for name in seconds if name not in ways]
+        compared.append(Timing(nbytes, {**{name: seconds[name] for name in whole}, "hierarchical": seconds[way]}))
     return before._replace(several_nodes=best_row(compared), between_nodes=between)
 
 

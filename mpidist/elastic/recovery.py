@@ -155,7 +155,6 @@ def _go_on(state: State, lost: BaseException | None, min_ranks: int) -> None:
     old.Revoke()
 
     def take_over(world: MPI.Intracomm) -> None:
-        state._forget_attempt()
         state._take_over(world)
         replace_world(world)
 

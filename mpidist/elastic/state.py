@@ -165,6 +165,7 @@ class State:
         """Give the first rank the newest commit, and every rank its values (collective)."""
         from mpi4py.util import pkl5
 
+        self._forget_attempt()
         world = pkl5.Intracomm(comm)
         rank = comm.Get_rank()
         with limited("handing the newest commit on"):

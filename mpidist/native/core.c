@@ -31,6 +31,7 @@ int64_t *nc_tell(nc *c) { return next_page(c)->words; }
 const int64_t *nc_told(const nc *c, int rank) { return page_of(c, rank)->words; }
 int64_t nc_note(const nc *c, int rank) { return page_of(c, rank)->note; }
 int nc_shares(const nc *c) { return c->shares; }
+int nc_is_on_wire(const nc *c) { return c->on_wire; }
 nc_piece *nc_pieces(nc *c) { return c->piece; }
 const char **nc_inputs(nc *c) { return c->in; }
 void nc_get_event(const nc *c, nc_event *event) { *event = c->event; }
@@ -50,7 +51,14 @@ nc *nc_open(void *control, int rank, int ranks, int spins, const int32_t *pids, 
     return c;
 }
 
-void nc_close(nc *c) { free(c); }
+void nc_close(nc *c)
+{
+    if (c != NULL)
+        leader_close(c->leader);
+    free(c);
+}
+
+static int is_over_nodes(const nc *c) { return c->on_wire && c->call.flags & NC_OVER_NODES; }
 
 /* Before the meeting ------------------------------------------------------------------------------------------- */
 
@@ -66,10 +74,10 @@ static int show(nc *c, page *p)
 {
     size_t all = c->bytes * (size_t)c->call.replicas;
     char *to = p->data;
-    if (c->on_wire)
+    if (c->on_wire && !(is_over_nodes(c) && c->rank > 0))
         return 0;
     if (all > IN_PAGE) {
-        size_t most = c->call.kind == NC_ALL_REDUCE ? most_shown(c) : c->sizes.small;
+        size_t most = c->call.kind == NC_ALL_REDUCE && !c->on_wire ? most_shown(c) : c->sizes.small;
         if (moves(c) && c->pids != NULL && most > SMALLEST_READ)
             most = SMALLEST_READ;
         if (!c->has_room || all > most)
@@ -113,7 +121,7 @@ static void announce(nc *c)
             p->words[1 + r] =
                 c->call.parts != NULL ? c->call.parts[r] : (int64_t)(c->bytes * (size_t)r / (size_t)c->ranks);
         flags = show(c, p);
-        if (!flags)
+        if (!flags && !is_over_nodes(c))
             flags = tell_places(c, p);
     }
     p->id = c->call.id;
@@ -123,7 +131,7 @@ static void announce(nc *c)
     c->meeting++;
     atomic_store_explicit(&p->met, c->meeting, memory_order_release);
     c->came = 0;
-    c->phase = MEETING;
+    c->phase = is_over_nodes(c) && c->rank > 0 ? FOLLOWING : MEETING;
 }
 
 static int all_came(nc *c)
@@ -137,11 +145,9 @@ static int all_came(nc *c)
 /* After the meeting -------------------------------------------------------------------------------------------- */
 
 /* What is shown lies on the page or in the slot, replica after replica. */
-static const char *shown_by(const nc *c, int rank)
+static char *shown_by(const nc *c, int rank)
 {
     size_t all = bytes_of(c, rank) * (size_t)replicas_of(c, rank);
-    if (rank == c->rank && c->inputs == 1)
-        return c->in[0]; /* which is nearer */
     return all <= IN_PAGE ? page_of(c, rank)->data : c->slots[rank] + small_at(c);
 }
 
@@ -183,20 +189,28 @@ static nc_state refuse(nc *c, int error)
     return NC_LOST;
 }
 
+/* Whether all ranks of the node have begun the same call. */
+static int all_agree(const nc *c)
+{
+    int is_reduction = c->call.kind != NC_MEET && !moves(c);
+    for (int r = 0; r < c->ranks; r++)
+        if (page_of(c, r)->id != c->call.id || flags_of(c, r) >> KIND_SHIFT != (int)c->call.kind ||
+            (is_reduction && bytes_of(c, r) != c->bytes))
+            return 0;
+    return 1;
+}
+
 /* Which way the data take, from what all ranks told. */
 static nc_state decide(nc *c)
 {
     int all_share = 1, readable = 1, replicas_of_all = 0;
     c->any_private = 0, c->all_shown = 1, c->most_replicas = 1;
+    if (!all_agree(c)) {
+        c->phase = IDLE;
+        return NC_MISMATCH;
+    }
     for (int r = 0; r < c->ranks; r++) {
-        page *p = page_of(c, r);
         int flags = flags_of(c, r), replicas = replicas_of(c, r);
-        int is_reduction = c->call.kind != NC_MEET && !moves(c);
-        if (p->id != c->call.id || flags >> KIND_SHIFT != (int)c->call.kind ||
-            (is_reduction && bytes_of(c, r) != c->bytes)) {
-            c->phase = IDLE;
-            return NC_MISMATCH;
-        }
         c->all_shown = c->all_shown && flags & SHOWN;
         all_share = all_share && flags & SHARES;
         readable = readable && flags & (SHOWN | TOLD_PLACES);
@@ -237,9 +251,19 @@ void nc_targets(nc *c, char *const *outs, char *shared)
 
 /* The other ways ------------------------------------------------------------------------------------------------ */
 
-static void reduce_shown(nc *c)
+/* What a rank shows of an element of one of its replicas; this rank's own is nearer where it lies. */
+static const char *shown_at(const nc *c, int rank, int replica, int piece, size_t element)
+{
+    if (rank == c->rank)
+        return c->in[piece * c->call.replicas + replica] + (element - c->first[piece]) * c->itemsize;
+    return shown_by(c, rank) + (size_t)replica * c->bytes + element * c->itemsize;
+}
+
+/* Reduce what the ranks of the node show, into the result, or flat. */
+static void reduce_shown(nc *c, char *flat)
 {
     size_t start = 0, end = c->count;
+    double divisor = flat == NULL ? c->call.divisor : 0;
     if (c->call.kind == NC_REDUCE_SCATTER)
         start = c->border[c->rank], end = c->border[c->rank + 1];
     for (size_t e = start; e < end;) {
@@ -248,10 +272,11 @@ static void reduce_shown(nc *c)
         int inputs = 0;
         for (int r = 0; r < c->ranks; r++)
             for (int q = 0; q < replicas_of(c, r); q++)
-                c->combined[inputs++] = shown_by(c, r) + (size_t)q * c->bytes + e * c->itemsize;
-        char *to = c->call.kind == NC_REDUCE_SCATTER ? c->piece[0].out + (e - start) * c->itemsize
-                                                     : c->piece[piece].out + (e - c->first[piece]) * c->itemsize;
-        nc_combine(to, c->combined, inputs, m, c->call.dtype, c->call.op, c->call.divisor);
+                c->combined[inputs++] = shown_at(c, r, q, piece, e);
+        char *to = flat != NULL                        ? flat + e * c->itemsize
+                   : c->call.kind == NC_REDUCE_SCATTER ? c->piece[0].out + (e - start) * c->itemsize
+                                                       : c->piece[piece].out + (e - c->first[piece]) * c->itemsize;
+        nc_combine(to, c->combined, inputs, m, c->call.dtype, c->call.op, divisor);
         e += m;
     }
 }
@@ -262,13 +287,14 @@ static nc_state take_shown(nc *c)
     if (c->call.flags & NC_UNWANTED)
         return NC_DONE;
     if (!moves(c)) {
-        reduce_shown(c);
+        reduce_shown(c, NULL);
         return NC_DONE;
     }
     for (int r = 0; r < c->ranks; r++) {
         size_t begin, n = given(c, r, &begin);
-        if (n && c->piece[0].out + c->border[r] != shown_by(c, r) + begin)
-            memcpy(c->piece[0].out + c->border[r], shown_by(c, r) + begin, n);
+        const char *from = r == c->rank ? c->in[0] : shown_by(c, r);
+        if (n && c->piece[0].out + c->border[r] != from + begin)
+            memcpy(c->piece[0].out + c->border[r], from + begin, n);
     }
     return NC_DONE;
 }
@@ -320,13 +346,56 @@ static nc_state leave(nc *c)
     return NC_DONE;
 }
 
+/* Over nodes: the leader shows the result where the others showed it what they have. */
+static nc_state take_settled(nc *c, const char *result, int refused)
+{
+    c->phase = IDLE;
+    if (refused)
+        return NC_MISMATCH;
+    for (int i = 0; i < c->call.pieces && !(c->call.flags & NC_UNWANTED); i++)
+        memcpy(c->piece[i].out, result + c->first[i] * c->itemsize, c->piece[i].count * c->itemsize);
+    return NC_DONE;
+}
+
+static nc_state lead(nc *c)
+{
+    int refused;
+    nc_state state = leader_go_on(c, &refused);
+    if (state != NC_MOVED)
+        return state;
+    if (c->bytes && !refused) {
+        if (c->call.divisor != 0)
+            nc_divide(c->sum, c->count, c->call.dtype, c->call.divisor);
+        if (c->ranks > 1)
+            memcpy(shown_by(c, c->rank), c->sum, c->bytes);
+    }
+    count(c, SETTLED, c->meeting << 1 | (uint64_t)refused);
+    return take_settled(c, c->sum, refused);
+}
+
+static nc_state begin_to_lead(nc *c)
+{
+    int refused = !all_agree(c);
+    c->sum = leader_begin(c, refused);
+    if (c->bytes && !refused)
+        reduce_shown(c, c->sum);
+    c->phase = LEADING;
+    return NC_MOVED;
+}
+
+static nc_state follow(nc *c)
+{
+    uint64_t settled = counted(c, 0, SETTLED);
+    return settled >> 1 != c->meeting ? NC_NOT_YET : take_settled(c, shown_by(c, 0), (int)(settled & 1));
+}
+
 /* Calls ---------------------------------------------------------------------------------------------------------- */
 
 static nc_state move(nc *c)
 {
     switch (c->phase) {
     case MEETING:
-        return all_came(c) ? begin_to_move(c) : NC_NOT_YET;
+        return !all_came(c) ? NC_NOT_YET : is_over_nodes(c) ? begin_to_lead(c) : begin_to_move(c);
     case SHOWN_ONCE:
         return take_shown(c);
     case CHUNKS:
@@ -335,6 +404,10 @@ static nc_state move(nc *c)
         return read_next(c);
     case LEAVING:
         return leave(c);
+    case LEADING:
+        return lead(c);
+    case FOLLOWING:
+        return follow(c);
     default:
         return NC_DONE;
     }

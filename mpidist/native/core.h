@@ -18,8 +18,8 @@ typedef _Atomic uint64_t counter;
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "the core needs lock-free counters of 64 bits");
 
 /* Chunks whose inputs a rank has laid out, read, reduced for others to take, and taken; exits from calls in which ranks
-   read one another's memory. */
-enum { FILLED, READ, REDUCED, TAKEN, LEFT, COUNTERS };
+   read one another's memory; of a leader, the meeting whose call over nodes has ended, << 1, and whether it is refused. */
+enum { FILLED, READ, REDUCED, TAKEN, LEFT, SETTLED, COUNTERS };
 
 /* Two lines of the cache, which travel together: to share one with another rank's costs more than its bytes do. */
 enum { LINES = 128, IN_PAGE = LINES - 4 * 8 };
@@ -53,7 +53,9 @@ enum { SEGMENT_SHIFT = 44 };
 /* From here on results are written past the cache, which they would only empty. */
 enum { STREAMED_BYTES = 8 << 20 };
 
-typedef enum { IDLE, MEETING, SHOWN_ONCE, CHUNKS, DIRECT, LEAVING } phase;
+typedef enum { IDLE, MEETING, SHOWN_ONCE, CHUNKS, DIRECT, LEAVING, LEADING, FOLLOWING } phase;
+
+typedef struct nc_leader leader;
 
 struct nc {
     row *rows;
@@ -64,6 +66,7 @@ struct nc {
     char *slots[NC_MOST_RANKS];
     nc_sizes sizes;
     int has_room;
+    leader *leader; /* of the first rank, where there are other nodes */
     int segments;
     size_t segment_bytes[NC_SEGMENTS];
     char *base[NC_SEGMENTS][NC_MOST_RANKS];
@@ -75,7 +78,7 @@ struct nc {
     size_t whole;                      /* bytes of the result */
     size_t first[NC_PIECES + 1];       /* elements before each piece */
     size_t border[NC_MOST_RANKS + 1];  /* elements before each stripe; of the result, before what each rank gives */
-    char *shared;
+    char *shared, *sum;                /* one result for the node; of the node, and then of all nodes */
     uint64_t begin, end, filled, reduced, crossed, taken; /* chunks */
     uint64_t chunks;                   /* of all calls before */
     int reader;                        /* DIRECT: whose data are read next, and from where */
@@ -160,6 +163,12 @@ static inline int streams(const nc *c) { return c->whole >= STREAMED_BYTES; }
 int64_t core_place_of(const nc *c, const char *address, size_t bytes);
 /* Copies, past the cache where the whole is large: nobody on this core reads the target soon. */
 void core_copy(char *to, const char *from, size_t bytes, int streamed);
+
+/* leaders.c */
+void leader_close(leader *l);
+/* Begin an exchange; returns where the sum of the node goes, and then that of all nodes is. */
+char *leader_begin(nc *c, int refused);
+nc_state leader_go_on(nc *c, int *refused); /* NC_MOVED when it is over */
 
 /* chunks.c: each goes on with a call in chunks. */
 int core_start_chunks(nc *c); /* 0 where a slice has no room for an element */

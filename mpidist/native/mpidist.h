@@ -1,8 +1,8 @@
 /* The native core of one node: what its ranks tell each other, and the data among them.
 
    Every rank maps one block of control memory, and later one segment of slots per rank. A collective is a call, which
-   all ranks begin with the same id; it goes on in steps, none of which waits for long. Nothing here knows MPI or
-   Python (python.c is the face for Python), makes a thread, or allocates memory once a core has been opened.
+   all ranks begin with the same id; it goes on in steps, none of which waits for long. Nothing here knows Python
+   (python.c is the face for Python), is built with MPI (leaders.c calls it by address), makes a thread, or allocates memory once a core has been opened.
 
    What nc_begin and nc_step return says what may follow. One thread at a time calls into a core. */
 
@@ -34,6 +34,7 @@ typedef enum {
     NC_SLICE,    /* a slice of this rank waits for other nodes: nc_get_slice, nc_crossed */
     NC_CHUNK,    /* watched: something was done with a chunk: nc_get_event */
     NC_MISMATCH, /* another id; the call has ended, and nothing was moved */
+    NC_MPI,      /* over nodes, a function of MPI failed: nc_mpi_error; the core cannot be used any more */
     NC_LOST      /* a rank's memory could not be read, errno says why; the core cannot be used any more. On all ranks:
                     slots without room for an element of each stripe and replica (ENOBUFS), or more than NC_INPUTS
                     replicas on the node (E2BIG) */
@@ -45,6 +46,7 @@ enum {
     NC_SHARE = 2,      /* the same; where inputs lie in shared memory, so may the result, one for the node */
     NC_UNWANTED = 4,   /* this rank takes part, but does not want the result; not of REDUCE_SCATTER */
     NC_WATCH = 8,      /* return NC_CHUNK for every chunk */
+    NC_OVER_NODES = 32, /* of MEET, and of ALL_REDUCE that is small: with the ranks of all nodes, see nc_lead */
     NC_EQUAL = 16      /* where bytes are moved: return NC_MET unless the result is as long as if all had given what
                           this rank gives, and of ALL_GATHER has that in the same place */
 };
@@ -119,6 +121,22 @@ size_t nc_segment_bytes(const nc_sizes *sizes);
    the node have a stripe, all where there are no other nodes. */
 nc *nc_open(void *control, int rank, int ranks, int spins, const int32_t *pids, int on_wire, int rails);
 void nc_close(nc *core);
+
+/* MPI of this process: MPI_Isend, MPI_Irecv and MPI_Test, and the handles of a communicator and of MPI_BYTE, which are as
+   large as pointers or as ints. */
+typedef struct {
+    void *isend, *irecv, *test;
+    intptr_t comm, byte;
+    int handle_bytes;
+} nc_mpi;
+
+/* Make this rank, the first of its node, the leader in calls OVER_NODES: `ranks` of all leaders in the communicator, by
+   node; the number of this node; a tag that no other messages have; `room` for the bytes of an ALL_REDUCE. 0, or -1
+   without memory. */
+int nc_lead(nc *core, const nc_mpi *mpi, const int32_t *ranks, int nodes, int me, int tag, size_t room);
+void nc_halve_from(nc *core, size_t bytes);   /* as a leader: data so large go by recursive halving; the same on all */
+int nc_mpi_error(const nc *core);             /* the code of the function that failed, after NC_MPI */
+int nc_is_on_wire(const nc *core);            /* whether there are other nodes */
 
 /* Give a core the slots of all ranks. */
 void nc_room(nc *core, char *const *segments, const nc_sizes *sizes);

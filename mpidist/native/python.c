@@ -101,7 +101,8 @@ static PyObject *begin(PyObject *self, PyObject *const *a, ssize_t n)
     call.pieces = read_inputs(f, a[10], call.replicas, nc_itemsize(call.dtype));
     if (call.pieces < 0 || (a[11] != NONE && read_outs(f, a[11]) < 0))
         return NULL;
-    if (call.kind == NC_ALL_REDUCE && a[11] != NONE && results_overlap(f, &call))
+    /* Over nodes all that is given is shown before results are written. */
+    if (call.kind == NC_ALL_REDUCE && a[11] != NONE && !(call.flags & NC_OVER_NODES) && results_overlap(f, &call))
         return PyLong_FromLongLong(-1);
     if (call.kind == NC_ALL_TO_ALL ? read_parts(f, a[12]) < 0 : a[12] != NONE && read_parts(f, a[12]) < 0)
         return NULL;
@@ -112,11 +113,11 @@ static PyObject *begin(PyObject *self, PyObject *const *a, ssize_t n)
     return state_or_error(state);
 }
 
-/* meet(id) -> state, without waiting longer than ranks need that come together */
+/* meet(id, flags) -> state, without waiting longer than ranks need that come together */
 static PyObject *meet(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
-    nc_call call = {.id = (uint64_t)whole(a[0]), .kind = NC_MEET, .replicas = 1};
+    nc_call call = {.id = (uint64_t)whole(a[0]), .kind = NC_MEET, .replicas = 1, .flags = (int)whole(a[1])};
     return PyErr_Occurred() ? NULL : PyLong_FromLongLong(nc_begin(face_of(self)->core, &call, KEEPS_LOCK / 3));
 }
 
@@ -267,6 +268,46 @@ static PyObject *segment(PyObject *self, PyObject *const *a, ssize_t n)
     return PyLong_FromLongLong(nc_segment(f->core, bases, bytes));
 }
 
+/* lead(addresses of MPI_Isend, MPI_Irecv and MPI_Test, handles of communicator and MPI_BYTE, their size, list of ranks,
+   number of this node, tag, room) */
+static PyObject *lead(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    ssize_t nodes = n == 10 ? PyList_Size(a[6]) : -1;
+    if (nodes < 1)
+        return PyErr_Format(PyExc_ValueError, "lead takes 10 arguments, of which one is a list of ranks");
+    nc_mpi mpi = {(void *)(intptr_t)whole(a[0]), (void *)(intptr_t)whole(a[1]), (void *)(intptr_t)whole(a[2]),
+                  (intptr_t)whole(a[3]), (intptr_t)whole(a[4]), (int)whole(a[5])};
+    int32_t *ranks = malloc(sizeof *ranks * (size_t)nodes);
+    for (ssize_t i = 0; i < nodes && ranks != NULL; i++)
+        ranks[i] = (int32_t)whole(PyList_GetItem(a[6], i));
+    int me = (int)whole(a[7]), tag = (int)whole(a[8]), failed = 0;
+    size_t bytes = (size_t)whole(a[9]);
+    if (!PyErr_Occurred())
+        failed = ranks == NULL || nc_lead(face_of(self)->core, &mpi, ranks, (int)nodes, me, tag, bytes) < 0;
+    free(ranks);
+    if (PyErr_Occurred())
+        return NULL;
+    return failed ? PyErr_Format(PyExc_MemoryError, "no memory for the leader of a node") : none();
+}
+
+/* halve_from(bytes) */
+static PyObject *halve_from(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    size_t bytes = (size_t)whole(a[0]);
+    if (PyErr_Occurred())
+        return NULL;
+    nc_halve_from(face_of(self)->core, bytes);
+    return none();
+}
+
+/* mpi_error() -> the code of the function of MPI that failed */
+static PyObject *mpi_error(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)a, (void)n;
+    return PyLong_FromLongLong(nc_mpi_error(face_of(self)->core));
+}
+
 static PyMethodDef of_core[] = {
     {"begin", begin, METH_FASTCALL, NULL},
     {"meet", meet, METH_FASTCALL, NULL},
@@ -282,6 +323,9 @@ static PyMethodDef of_core[] = {
     {"shares", shares, METH_FASTCALL, NULL},
     {"room", room, METH_FASTCALL, NULL},
     {"segment", segment, METH_FASTCALL, NULL},
+    {"lead", lead, METH_FASTCALL, NULL},
+    {"halve_from", halve_from, METH_FASTCALL, NULL},
+    {"mpi_error", mpi_error, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -116,7 +116,7 @@ static int is_known(face *f, short_call *c)
     c->known = *k;
     c->call = (nc_call){.id = k->id, .kind = s->kind == LIST ? NC_ALL_REDUCE : (nc_kind)k->kind,
                         .op = (nc_op)(k->op & KERNEL), .dtype = (nc_dtype)k->dtype, .pieces = pieces, .replicas = 1,
-                        .divisor = k->divisor};
+                        .divisor = k->divisor, .flags = nc_is_on_wire(f->core) ? NC_OVER_NODES : 0};
     return 1;
 }
 

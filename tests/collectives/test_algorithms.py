@@ -157,7 +157,7 @@ def test_deterministic_sums_do_not_depend_on_what_travels_together(comm: Communi
 def test_what_does_not_work_here_is_an_error_on_all_ranks(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     # On one rank, which the others are told.
     monkeypatch.setattr(node_module, "room_for_segments", lambda: 0 if comm.rank == comm.size - 1 else 1 << 40)
-    if comm.size > 1 and comm._channel.node.core is not None:
+    if comm.size > 1 and comm._channel.node.has_neighbours:
         with pytest.raises(AlgorithmError, match="'hierarchical'.*leave algorithm out"):
             comm.all_reduce("SUM", np.ones(100), options=CommunicationOptions(algorithm="hierarchical"))
     np.testing.assert_array_equal(comm.all_reduce("SUM", np.ones(10_000)), comm.size)
@@ -242,7 +242,7 @@ def test_without_room_a_16_bit_wire_is_an_error_on_all_ranks(
 ) -> None:
     if comm._channel.node.is_alone:
         pytest.skip("there is one node, so nothing crosses a wire")
-    if comm._channel.node.core is None:
+    if not comm._channel.node.has_neighbours:
         pytest.skip("a rank that is alone on its node needs no room")
     monkeypatch.setattr(node_module, "_SMALLEST_SLICE_BYTES", 1 << 60)
     with pytest.raises(AlgorithmError, match="no room in /dev/shm"):

@@ -58,8 +58,8 @@ def test_the_shipped_table_is_right_and_every_place_names_algorithms_that_exist(
     check_table(SHIPPED)
     assert {*HOST_PLACES, *GPU_PLACES, "between_nodes"} == set(Table._fields)
     assert algorithms_at("between_nodes") == ("halving_doubling", "pairwise", "ring")
-    for place in HOST_PLACES:
-        assert algorithms_at(place) == ("hierarchical", "mpi", "reduce_broadcast")
+    assert algorithms_at("one_node") == ("hierarchical", "mpi", "reduce_broadcast")
+    assert algorithms_at("several_nodes") == ("hierarchical", "leaders", "mpi", "reduce_broadcast")
     assert algorithms_at("one_node_gpu") == ("nccl", "staged")
     assert algorithms_at("several_nodes_gpu") == ("hierarchical", "nccl", "staged")
 
@@ -117,8 +117,8 @@ def test_a_table_made_by_hand_is_checked() -> None:
 
 
 def test_text() -> None:
-    assert row_text(SHIPPED.several_nodes) == "up to 128 KiB mpi, above hierarchical"
+    assert row_text(SHIPPED.several_nodes) == "up to 64 KiB leaders, above hierarchical"
     assert row_text(((None, "mpi"),)) == "mpi at any size"
     assert table_text(SHIPPED, "one_node") == "hierarchical at any size"
     between = "between nodes, slices: up to 64 KiB halving_doubling, above ring"
-    assert table_text(SHIPPED, "several_nodes") == f"up to 128 KiB mpi, above hierarchical; {between}"
+    assert table_text(SHIPPED, "several_nodes") == f"up to 64 KiB leaders, above hierarchical; {between}"

@@ -116,7 +116,7 @@ def test_there_is_a_span_for_each_collective(traced: tuple[Path, int | None]) ->
         calls = calls_of(events_of(path_of(folder, rank)))
         assert [call["name"] for call in calls] == CALLS
         first, second, gathering = (call["args"] for call in calls[:3])
-        assert (first["bytes"], first["algorithm"]) == (8, "handshake" if ranks_per_node else "hierarchical")
+        assert (first["bytes"], first["algorithm"]) == (8, "leaders" if ranks_per_node else "hierarchical")
         assert second["text"] == "all_reduce SUM of float32(1048576,), float32(5,)"
         assert second["bytes"] == 4 * ((1 << 20) + 5)
         assert second["algorithm"] in (("ring", "halving_doubling") if ranks_per_node else ("hierarchical",))

@@ -132,7 +132,7 @@ def test_candidates_are_algorithms() -> None:
         *host_names(),
         *gpu_names(),
     }
-    assert set(candidates_at("several_nodes")) == {"mpi", *wire_algorithms.names}
+    assert set(candidates_at("several_nodes")) == {"leaders", "mpi", *wire_algorithms.names}
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_a_file_has_a_line_per_row(tmp_path: Path) -> None:
     merge(tmp_path / "t", HERE, SHIPPED)
     lines = (tmp_path / "t").read_text().splitlines()
-    assert '      "several_nodes": [[131072, "mpi"], [null, "hierarchical"]],' in lines
+    assert '      "several_nodes": [[65536, "leaders"], [null, "hierarchical"]],' in lines
     assert '      "layout": "1 node x 4 ranks",' in lines
 
 

@@ -16,10 +16,11 @@ PROGRAMS = Path(__file__).with_name("programs")
 NATIVE = PROGRAMS.parents[2] / "mpidist" / "native"
 FLAGS = ("-std=c11", "-g", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", f"-I{NATIVE}", "-pthread")
 # What a program consists of beside its own file and the reference.
-_CORE = tuple(NATIVE / f"{name}.c" for name in ("core", "chunks", "memory", "kernels"))
+_CORE = tuple(NATIVE / f"{name}.c" for name in ("core", "chunks", "leaders", "memory", "kernels"))
 _SOURCES = {
     "check_kernels": (),  # includes the kernels
     "check_threads": (PROGRAMS / "plans.c", PROGRAMS / "worlds.c", *_CORE),
+    "check_leaders": _CORE,
     "check_kills": _CORE,
     "check_overlap": _CORE,
 }

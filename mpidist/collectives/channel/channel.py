@@ -74,8 +74,9 @@ class Channel:
         self.handshake = Handshake(self.comm, self.node)
         self.observers = Observers()
         self.timeout: float = timeout or settings.TIMEOUT.read()
-        core = self.node.core if self.node.is_alone else None
-        self.executor = Executor(owner, self.comm, core, self.handshake, self.observers, self.timeout, self._revoke)
+        self.executor = Executor(
+            owner, self.comm, self.node.core, self.handshake, self.observers, self.timeout, self._revoke
+        )
         self.at_exit: list[Callable[[], None]] = []
         open_channels.append(self)
         shutdown.install()

@@ -64,7 +64,7 @@ class Executor:
     Args:
         owner: Name of the channel's owner, for messages.
         comm: The communicator, for its rank and size.
-        core: Of the node that has all its ranks, if one has.
+        core: Of this rank's node.
         handshake: Of the channel.
         observers: Of the channel.
         timeout: Seconds before an operation is given up.

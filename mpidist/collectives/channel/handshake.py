@@ -5,13 +5,10 @@ of the caller's plan, a hash of operation, shapes, dtypes and options. All ranks
 passed the same id; if not they exchange descriptions of their calls, and raise the same error. The data that follow
 therefore always have the size that everybody expects.
 
-Ranks of one node exchange through the node's core, and data may begin to move in the same call. Between nodes one
-reduction does it: if all ranks passed the same
-id the sum is that id times the number of ranks; a rank that passed another one makes the sum differ from that which
-*every* rank expects (with two different ids always; with three or more but for a chance of one in 2**40, up to 4096
-ranks).
-
-Between nodes small sums of floating point travel in the same exchange and need no second one.
+Ranks exchange through the cores of their nodes, and data may begin to move in the same call. Without a native core
+one reduction of MPI does it: if all ranks passed the same id the sum is that id times the number of ranks; a rank that
+passed another one makes the sum differ from that which *every* rank expects (with two different ids always; with three
+or more but for a chance of one in 2**40, up to 4096 ranks).
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.channel.mismatch import EVERY_RANK_CALLS, mismatch_text, news_text
 from mpidist.collectives.channel.operation import plan_id
 from mpidist.collectives.channel.tally import Tally
@@ -39,8 +35,6 @@ from mpidist.topology import import_mpi
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# The room of one small message beside the id.
-_FLOATS_IN_MESSAGE = 15
 _ID_BITS = 40
 # News of a rank in place of a plan.
 FAILED = "failed"
@@ -51,67 +45,51 @@ LEFT = "left"
 Start = Callable[[int], None]
 
 
-class _OnNode:
-    """The exchange between ranks of one node; numbers go with the data."""
+class _ByCore:
+    """The exchange through the cores of the nodes; data may go with it.
 
-    most_numbers = 0
-    """How many numbers may travel with an id."""
+    Args:
+        core: Of this rank's node.
+    """
 
-    def __init__(self, core: Core | None) -> None:
+    def __init__(self, core: Core) -> None:
         self._core = core
 
-    def numbers(self, count: int) -> Array:
-        """Return the array for ``count`` numbers of this rank, to be filled before it begins."""
-        assert count == 0, "numbers of a node go with its data"
-        return np.empty(count)
-
     def begin(self, identity: int, start: Start | None) -> bool:
-        """Send this rank's id and numbers; return whether those of all others are there (collective).
+        """Send this rank's id; return whether those of all others are there (collective).
 
         Args:
             identity: The id.
-            start: Begins a call of the node's core, in place of a mere meeting.
+            start: Begins a call of the core, in place of a mere meeting.
         """
-        core = self._core
-        if core is None:
-            return True
-        (start or core.meet)(identity)
-        return not core.waits
+        (start or self._core.meet)(identity)
+        return not self._core.waits
 
     def rest(self) -> Steps[None]:
         """Yield until those of all others are there."""
-        assert self._core is not None
         yield from self._core.go_on()
 
     def all_agree(self, identity: int) -> bool:
         """Return whether all ranks sent this identity."""
-        return self._core is None or self._core.state != MISMATCH
-
-    def totals(self, count: int, dtype: DType) -> Array:
-        """Return the sums of the first ``count`` numbers over all ranks, as ``dtype``."""
-        assert count == 0, "numbers of a node go with its data"
-        return np.empty(count, dtype)
+        return self._core.state != MISMATCH
 
     def free(self) -> None:
         """Free nothing: the core is the node's."""
 
 
 class _ByReduction:
-    """The exchange between nodes, with the methods of ``_OnNode``.
+    """The exchange without a native core, with the methods of ``_ByCore``.
 
     MPI_Allreduce_init, or MPI_Iallreduce where the library lacks it.
     """
-
-    most_numbers = _FLOATS_IN_MESSAGE
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         mpi = import_mpi()
         self._size = comm.Get_size()
         # The sum of all ids has to be an exact float64.
         self._mask = (1 << min(_ID_BITS, 52 - math.ceil(math.log2(self._size)))) - 1
-        self._mine = np.zeros(1 + _FLOATS_IN_MESSAGE)
-        self._sums = np.zeros(1 + _FLOATS_IN_MESSAGE)
-        spec = ([self._mine, self._mine.size, mpi.DOUBLE], [self._sums, self._sums.size, mpi.DOUBLE])
+        self._mine, self._sum = np.zeros(1), np.zeros(1)
+        spec = ([self._mine, 1, mpi.DOUBLE], [self._sum, 1, mpi.DOUBLE])
         self._start: Callable[[], MPI.Request] = partial(comm.Iallreduce, *spec)
         self._persistent: MPI.Prequest | None = None
         self._request: MPI.Request
@@ -119,11 +97,8 @@ class _ByReduction:
             # One request for ever costs half of a new one per call.
             self._persistent = self._request = comm.Allreduce_init(*spec)
 
-    def numbers(self, count: int) -> Array:
-        return self._mine[1 : 1 + count]
-
     def begin(self, identity: int, start: Start | None) -> bool:
-        assert start is None, "what moves between nodes begins after the meeting"
+        assert start is None, "what moves by messages begins after the meeting"
         self._mine[0] = identity & self._mask
         if self._persistent is None:
             self._request = self._start()
@@ -135,11 +110,8 @@ class _ByReduction:
         yield from until_done(self._request)
 
     def all_agree(self, identity: int) -> bool:
-        agreed: bool = self._sums[0] == (identity & self._mask) * self._size
+        agreed: bool = self._sum[0] == (identity & self._mask) * self._size
         return agreed
-
-    def totals(self, count: int, dtype: DType) -> Array:
-        return self._sums[1 : 1 + count].astype(dtype, copy=False)
 
     def free(self) -> None:
         if self._persistent is not None:
@@ -156,13 +128,7 @@ class Handshake:
 
     def __init__(self, comm: MPI.Intracomm, node: Node) -> None:
         self._comm = comm
-        self._exchange = _OnNode(node.core) if node.is_alone else _ByReduction(comm)
-        self.most_numbers = self._exchange.most_numbers
-        """How many numbers may travel in an opening."""
-        self.payload = self._exchange.numbers
-        """Returns an array for numbers of this rank that the next opening sums."""
-        self.totals = self._exchange.totals
-        """Returns the sums of the last payload, given their count and dtype."""
+        self._exchange = _ByReduction(comm) if node.core is None else _ByCore(node.core)
         self._is_over = True
         self._identity = 0
         self.tally: Tally | None = None
@@ -181,7 +147,7 @@ class Handshake:
 
         Args:
             identity: The id of this rank's description.
-            start: Begins a call of the node's core with the identity of the exchange, where all ranks are on one node.
+            start: Begins a call of the node's core with the identity of the exchange.
         """
         if self.tally is not None:
             identity ^= self.tally.identity

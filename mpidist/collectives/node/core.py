@@ -5,6 +5,7 @@ What its functions do stands in ``mpidist/native/mpidist.h``. This is the only f
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -17,6 +18,7 @@ from mpidist.collectives.mpi.waiting import Steps, looks_before_yield, pause
 from mpidist.collectives.node.mapping import address_of
 from mpidist.collectives.node.native import Functions
 from mpidist.core.enums import ReduceOp
+from mpidist.core.message_tags import LEADERS
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
@@ -35,9 +37,9 @@ _DTYPES = {(kind, 1 << power): 4 * (kind == "u") + power for kind in "iu" for po
 _DTYPES |= {("b", 1): 16, ("f", 2): 8, ("f", 4): 10, ("f", 8): 11, ("c", 8): 13, ("c", 16): 14}
 _DTYPES |= {("f", np.dtype(np.longdouble).itemsize): 12, ("c", np.dtype(np.clongdouble).itemsize): 15}
 # ... its flags, ...
-_STOP, _SHARE, _UNWANTED, _WATCH = 1, 2, 4, 8
+_STOP, _SHARE, _UNWANTED, _WATCH, _OVER_NODES = 1, 2, 4, 8, 32
 # ... and its states.
-DONE, NOT_YET, MOVED, MET, SLICE, CHUNK, MISMATCH, LOST = range(8)
+DONE, NOT_YET, MOVED, MET, SLICE, CHUNK, MISMATCH, _MPI, LOST = range(9)
 OVERLAP = -1
 _WAITING = (NOT_YET, MOVED)
 _EVENTS = ("fill chunk", "reduce chunk", "copy chunk")
@@ -52,6 +54,8 @@ _MOST_TEXT = 280
 # NC_INPUTS and NC_SHARED_BYTES of mpidist.h.
 MOST_INPUTS = 8192
 SHARED_BYTES = 2 << 20
+# Of data that go to other nodes with the meeting.
+SMALL_BETWEEN_NODES = 64 << 10
 
 
 class Short(NamedTuple):
@@ -148,22 +152,54 @@ class Core:
         self._begin: Callable[..., int] = self._calls["begin"]
         self._step: Callable[[int], int] = self._calls["step"]
         self.state = DONE
+        self._over_nodes = 0 if is_alone else _OVER_NODES
         self.cells = self._calls["cells"].cast("q")
         """What short calls look at and leave behind; ``mpidist.collectives.channel.short_calls`` has their meaning."""
+
+    def lead(self, comm: MPI.Intracomm, leaders: list[int], node: int) -> None:
+        """Exchange small data with other nodes, as the first rank of this one.
+
+        Args:
+            comm: The ranks of all nodes.
+            leaders: The first rank of each node, there.
+            node: The number of this one.
+        """
+        mpi = import_mpi()
+        library = ctypes.CDLL(mpi.__file__)
+        functions = [
+            ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+            for name in ("MPI_Isend", "MPI_Irecv", "MPI_Test")
+        ]
+        self._calls["lead"](
+            *functions, comm.handle, mpi.BYTE.handle, mpi._sizeof(comm), leaders, node, LEADERS, SMALL_BETWEEN_NODES
+        )
+
+    def halve_from(self, nbytes: int) -> None:
+        """Exchange so many bytes or more by recursive halving, as the first rank."""
+        self._calls["halve_from"](nbytes)
 
     # Meeting ----------------------------------------------------------------------------------------------------
 
     def meet(self, identity: int) -> None:
-        """Begin a meeting, whose ``state`` is MISMATCH where another rank passes another identity."""
-        self.state = self._calls["meet"](identity)
+        """Begin a meeting of all ranks.
+
+        Its ``state`` is MISMATCH where another rank passes another identity.
+        """
+        self._set(self._calls["meet"](identity, self._over_nodes))
+
+    def _set(self, state: int) -> None:
+        self.state = state
+        if state == _MPI:
+            raise import_mpi().Exception(self._calls["mpi_error"]())
 
     def resume(self, state: int) -> None:
         """Take up a short call that has begun and got as far as ``state``.
 
         Raises:
             OSError: The memory of another rank could not be read.
+            MPI.Exception: A message between nodes failed.
         """
-        self.state = state
+        self._set(state)
         if state == LOST:
             self._calls["lost"]()
 
@@ -185,7 +221,7 @@ class Core:
 
         None if there is something else to do than to wait.
         """
-        self.state = self._step(0 if looks is None or looks >= _LONG_LOOKS else _GOES_ON)
+        self._set(self._step(0 if looks is None or looks >= _LONG_LOOKS else _GOES_ON))
 
     def pause(self, looks: int) -> int:
         """Let others have the core after looks in vain; return how many there are now."""
@@ -199,7 +235,7 @@ class Core:
 
         Each then sees all earlier writes of the others.
         """
-        self.meet(0)
+        self.state = self._calls["meet"](0, 0)
         yield from self.go_on()
 
     def tell(self, words: Sequence[int]) -> None:
@@ -226,6 +262,7 @@ class Core:
         held: int = 0,
         is_wanted: bool = True,
         is_watched: bool = False,
+        over_nodes: bool = False,
     ) -> None:
         """Begin an all-reduce of contiguous arrays.
 
@@ -243,18 +280,20 @@ class Core:
             held: Bits of the shared results that this rank still holds.
             is_wanted: Whether this rank wants the result.
             is_watched: Whether the state becomes MET after the meeting, and CHUNK after each step of a chunk.
+            over_nodes: Whether it is with the ranks of all nodes, of at most ``SMALL_BETWEEN_NODES``; else the state
+                becomes SLICE where other nodes are needed.
         """
         flags = _SHARE * (outs is None) | _UNWANTED * (not is_wanted)
-        flags |= (_STOP | _WATCH) * is_watched
+        flags |= (_STOP | _WATCH) * is_watched | _OVER_NODES * over_nodes
         unit = _ALIGNMENT // dtype.itemsize or 1
         if _code_of(dtype) == _BFLOAT16:
             inputs = [[_lending(array) for array in arrays] for arrays in inputs]
             outs = outs and [_lending(array) for array in outs]
-        self.state = self._begin(
+        self._set(self._begin(
             identity, _ALL_REDUCE, _OPS[op], _code_of(dtype), divisor or 0, flags, len(inputs), unit, per_slice, held,
             inputs[0] if len(inputs) == 1 else list(chain.from_iterable(zip(*inputs, strict=True))),
             outs, None, _BEGINS,
-        )  # fmt: skip
+        ))  # fmt: skip
 
     def reduce_scatter(
         self, identity: int, op: ReduceOp, array: Array, borders: list[int], out: Array, divisor: int | None

@@ -13,7 +13,7 @@ from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.gathering import agreed_minimum
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node import native
-from mpidist.collectives.node.core import Core, Sizes
+from mpidist.collectives.node.core import SMALL_BETWEEN_NODES, Core, Sizes
 from mpidist.collectives.node.mapping import address_of
 from mpidist.collectives.node.shared_memory import SharedMemory, has_room, room_for_segments
 from mpidist.collectives.node.shared_results import SharedResults
@@ -51,7 +51,9 @@ class Node:
         is_alone: Whether it holds all ranks of ``comm``.
         ranks: Of every node, its ranks in ``comm``.
         rails: Ranks of a node that reduce slices which go to the other nodes: as many as the smallest node has.
-        core: Where the ranks of the node meet; None for a rank that is alone there but not in the communicator.
+        core: Where the ranks of the node meet; the first of them meets those of other nodes. None without a native
+            core, and when closed.
+        has_neighbours: Whether data move in the node: not for a rank that is alone there but not in the communicator.
         shared: Shared memory of the node.
         results: Results that the ranks of the node share.
         slice_bytes: Of a reduced slice on its way between nodes, once there is room for it.
@@ -73,11 +75,14 @@ class Node:
             may_read = may_read and settings.READ_NEIGHBOURS.read()
         self.reads_neighbours = bool(comm.allreduce(int(may_read), op=import_mpi().MIN))
         self.core: Core | None = None
-        if functions is not None and (self.size > 1 or self.is_alone):
+        if functions is not None:
             with revoking(self.comm):
                 read = pids if self.reads_neighbours else None
                 self.core = Core(functions, self.comm, read, self.is_alone, self.rails)
-        self.shared = SharedMemory(self.core)
+            if self.rank == 0 and not self.is_alone:
+                self.core.lead(comm, [ranks[0] for ranks in self.ranks], self.topology.node_index)
+        self.has_neighbours = functions is not None and (self.size > 1 or self.is_alone)
+        self.shared = SharedMemory(self.core if self.has_neighbours else None)
         self.results = SharedResults(self.shared)
         self.slice_bytes = 0
         self.slots: Array | None = None
@@ -100,18 +105,18 @@ class Node:
             shrink *= 2
             sizes = self._sizes(shrink)
         fits = room is None or sizes.nbytes * self.size <= room
-        piece = yield from agreed_minimum(comm, sizes.piece if fits or self.core is None else 0)
+        piece = yield from agreed_minimum(comm, sizes.piece if fits or not self.has_neighbours else 0)
         if not piece:
             return False
         self.slice_bytes = piece
         segments: list[Array] | None = None
-        if self.core is not None:
+        if self.core is not None and self.has_neighbours:
             sizes = self._sizes(-(-self._sizes(1).piece // piece))
             segments = yield from self.shared.segments(sizes.nbytes)
             if segments is not None:
                 self.core.use_slots(segments, sizes)
                 self.slots = segments[self.rank]
-        made = yield from agreed_minimum(comm, int(segments is not None or self.core is None))
+        made = yield from agreed_minimum(comm, int(segments is not None or not self.has_neighbours))
         return bool(made)
 
     def _sizes(self, shrink: int) -> Sizes:
@@ -123,7 +128,7 @@ class Node:
         piece = max(usual // shrink, _SMALLEST_SLICE_BYTES)
         chunk = piece * self.rails if not self.is_alone else min(piece * self.size, _MOST_CHUNK_BYTES)
         lanes = _LANES if self.is_alone else LANES_BETWEEN_NODES
-        return Sizes(_SMALL_BYTES if self.is_alone else 0, chunk, piece, lanes)
+        return Sizes(_SMALL_BYTES if self.is_alone else SMALL_BETWEEN_NODES, chunk, piece, lanes)
 
     def close(self) -> None:
         """Let go of shared memory, and free the communicator of the node (collective)."""
@@ -132,6 +137,7 @@ class Node:
         self.shared.close()
         if self.core is not None:
             self.core.close()
+            self.core = None
         self.topology.close()
 
 

@@ -41,7 +41,6 @@ class ReductionPlan:
         signature: Shape and dtype of each array.
         options: Packing and algorithm.
         divisor: By which a mean divides the sum.
-        most_inline: How many numbers may travel in the handshake.
         on_device: See :func:`which_on_device`.
         note: Further facts that all ranks must agree on, such as the structure that the arrays came from.
         root: The rank that gets the result; None for all.
@@ -64,7 +63,6 @@ class ReductionPlan:
         signature: Signature,
         options: CommunicationOptions,
         divisor: int,
-        most_inline: int,
         on_device: tuple[bool, ...] = (),
         note: str = "",
         root: int | None = None,
@@ -91,19 +89,6 @@ class ReductionPlan:
         self.result_dtypes = [result for _, result in formed]
         self.result_signature: Signature = tuple(zip(self.shapes, self.result_dtypes, strict=True))
         self._counts = [int(np.prod(shape)) for shape in self.shapes]
-        self.count = sum(self._counts)
-        self.inline = (
-            options.algorithm is None
-            and not options.deterministic
-            and op in (ReduceOp.SUM, ReduceOp.MEAN)
-            and self.count <= most_inline
-            and not on_device
-            and len({wire for wire, _ in formed}) == 1
-            and all(
-                dtype.itemsize <= 8 and wire.kind == "f" and dtype == result
-                for (_, dtype), (wire, result) in zip(signature, formed, strict=True)
-            )
-        )
         self.packs: list[Pack] = []
         self.device_packs: list[DevicePack] = []
         self._make_packs(signature, formed, options.bytes_per_pack, not by_core)
@@ -194,33 +179,3 @@ class ReductionPlan:
             for index in here:
                 result, (formed, _) = results[index], self.formed[index]
                 np.true_divide(result, self.divisor, out=result, dtype=formed, casting="unsafe")
-
-    def fill_inline(self, arrays: Sequence[Array], payload: Array) -> None:
-        """Put all elements into the payload of the handshake."""
-        if len(arrays) == 1:
-            array = arrays[0]
-            payload[:] = array if array.ndim == 1 else array.reshape(-1)
-            return
-        start = 0
-        for array, count in zip(arrays, self._counts, strict=True):
-            payload[start : start + count] = array.reshape(-1)
-            start += count
-
-    def from_inline(self, totals: Array, out: Sequence[Array] | None) -> list[Array]:
-        """Return the results that came with the handshake."""
-        if out is None and self.shapes == [()]:
-            total = totals[0] if self.divisor is None else totals[0] / self.divisor
-            return [np.array(total, self.result_dtypes[0])]
-        results = []
-        start = 0
-        for index, (shape, count) in enumerate(zip(self.shapes, self._counts, strict=True)):
-            part = totals[start : start + count].reshape(shape)
-            if self.divisor is not None:
-                part = part / self.divisor
-            if out is None:
-                results.append(np.array(part, self.result_dtypes[index]))
-            else:
-                out[index][...] = part
-                results.append(out[index])
-            start += count
-        return results

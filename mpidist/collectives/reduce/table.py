@@ -37,7 +37,7 @@ class Table(NamedTuple):
 BY_NETWORK = "by_network"
 SHIPPED = Table(
     one_node=((None, "hierarchical"),),
-    several_nodes=((128 * KiB, "mpi"), (None, "hierarchical")),
+    several_nodes=((64 * KiB, "leaders"), (None, "hierarchical")),
     between_nodes=((64 * KiB, "halving_doubling"), (None, "ring")),
     one_node_gpu=((None, "nccl"),),
     several_nodes_gpu=((None, BY_NETWORK),),
@@ -82,7 +82,7 @@ def row_text(row: Row) -> str:
     """Return a row as text.
 
     >>> row_text(SHIPPED.several_nodes)
-    'up to 128 KiB mpi, above hierarchical'
+    'up to 64 KiB leaders, above hierarchical'
     """
     if len(row) == 1:
         return f"{row[0][1]} at any size"
@@ -113,7 +113,7 @@ def table_to_json(table: Table) -> dict[str, list[list[int | str | None]]]:
     """Return the rows of a table by place, as lists for JSON.
 
     >>> table_to_json(SHIPPED)["several_nodes"]
-    [[131072, 'mpi'], [None, 'hierarchical']]
+    [[65536, 'leaders'], [None, 'hierarchical']]
     """
     return {place: [list(entry) for entry in row] for place, row in table._asdict().items()}
 

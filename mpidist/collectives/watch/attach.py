@@ -19,7 +19,7 @@ def watch_channel(channel: Channel) -> None:
         if recorder.makes_spans:
             channel.observers.add(ChannelTrace(recorder, channel.name))
         if recorder.flight is not None:
-            core = channel.node.core if channel.node.is_alone else None
+            core = channel.node.core
             channel.observers.add(FlightObserver(recorder.flight, channel.name, core), sees_short=core is not None)
     guard_channel(channel)
 

@@ -108,7 +108,7 @@ class TwoLevel(Algorithm):
     def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
         """See ``Algorithm``."""
         core = self._node.core
-        if core is None:
+        if core is None or not self._node.has_neighbours:
             yield from self._reduce_alone(job)
             return job.targets()
         if not job.has_begun:

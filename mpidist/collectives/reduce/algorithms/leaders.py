@@ -1,0 +1,107 @@
+"""All-reduce of small data over nodes, in one exchange of their first ranks.
+
+It goes with the meeting of the ranks. The node's core does it; see ``mpidist/native/leaders.c``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from mpidist.arrays.dtypes import Array
+from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.node.core import SMALL_BETWEEN_NODES, Core
+from mpidist.collectives.node.packing import PackedReduction
+from mpidist.collectives.reduce.registry import Algorithm, AlgorithmEntry, Site, host_algorithms
+from mpidist.core.errors import AlgorithmError
+
+# What a link carries while a message is on its way: 18 us at 1 Gbit/s.
+_BYTES_PER_ROUND = 2250
+
+
+class Leaders(Algorithm):
+    """An all-reduce by recursive doubling among the leaders of the nodes.
+
+    Args:
+        core: Of this rank's node.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    @classmethod
+    def made(cls, site: Site) -> Steps[Leaders]:
+        """Return a new one (collective).
+
+        Raises:
+            AlgorithmError: There is no native core, or shared memory has no room; on all ranks.
+        """
+        core = site.node.core
+        if core is None:
+            raise AlgorithmError(
+                "algorithm 'leaders' takes the native core, which is not there (docs/install.md); leave algorithm out"
+            )
+        if not (yield from site.node.make_room(site.comm)):
+            raise AlgorithmError(
+                "algorithm 'leaders' found no room in /dev/shm on every node; make it larger (docker run "
+                "--shm-size=1g) or leave algorithm out"
+            )
+        if site.node.rank == 0:
+            core.halve_from(_halved_from(len(site.node.ranks)))
+        return cls(core)
+
+    def start(self, job: PackedReduction) -> Callable[[int], None] | None:
+        """See ``Algorithm``: small data go with the meeting."""
+        return partial(self._begin_whole, job) if job.nbytes <= SMALL_BETWEEN_NODES else None
+
+    def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
+        """See ``Algorithm``."""
+        targets = job.targets() if job.is_wanted else []
+        if job.nbytes > SMALL_BETWEEN_NODES:
+            per_part = SMALL_BETWEEN_NODES // job.dtype.itemsize
+            for number, piece in enumerate(job.pieces):
+                for start in range(0, piece.size, per_part):
+                    part = slice(start, start + per_part)
+                    self._begin(job, [piece[part]], [target[part] for target in targets[number : number + 1]], 0)
+                    yield from self._core.go_on()
+        elif not job.has_begun:
+            self._begin_whole(job, 0)
+            yield from self._core.go_on()
+        return targets
+
+    def _begin_whole(self, job: PackedReduction, identity: int) -> None:
+        job.has_begun = True
+        self._begin(job, job.pieces, job.targets() if job.is_wanted else [], identity)
+
+    def _begin(self, job: PackedReduction, inputs: list[Array], outs: list[Array], identity: int) -> None:
+        self._core.reduce(
+            identity,
+            job.op,
+            job.dtype,
+            [inputs],
+            outs,
+            divisor=job.divisor,
+            is_wanted=job.is_wanted,
+            over_nodes=True,
+        )
+
+
+def _halved_from(nodes: int) -> int:
+    """Return the bytes from which less data are worth twice as many rounds.
+
+    Recursive doubling sends all in each of log2(n) rounds, halving 2 (n - 1) / n of it in all.
+    """
+    rounds = nodes.bit_length() - 1
+    saved = rounds - 2 * (1 - 2**-rounds)
+    return int(rounds * _BYTES_PER_ROUND / saved) if saved > 0 else SMALL_BETWEEN_NODES + 1
+
+
+host_algorithms.register(
+    AlgorithmEntry(
+        "leaders",
+        Leaders.made,
+        ("several_nodes",),
+        ("several_nodes",),
+        stands_for=lambda node: "hierarchical" if node.is_alone else "leaders",
+    )
+)
