@@ -8,8 +8,6 @@ import time
 import tracemalloc
 from collections.abc import Callable
 
-import numpy as np
-
 from benchmarks.measuring.rows import Figure
 from mpidist.cli.doctor_facts.machine import facts_of_this_rank
 from mpidist.collectives.channel.executor import ChannelStatus
@@ -32,7 +30,7 @@ def run(ranks: int) -> list[Figure]:
         *_made("hang report", lambda: report_text(17, {rank: _status(rank) for rank in range(ranks)}, ranks, range(1))),
     ]
     told = {
-        "start of a communicator": np.zeros(1, PLACE).tobytes(),
+        "start of a communicator": _places(1),
         "mismatch": pickle.dumps(_calls(2)[0]),
         "hang report, to the rank that asks": pickle.dumps(("answer", (_status(4711),))),
         "checkpoint, an answer": pickle.dumps(json.dumps({"result": {"digest": 1234567890, "problem": None}})),
@@ -56,11 +54,9 @@ def _made(name: str, make: Callable[[], object]) -> list[Figure]:
     return [Figure("made up", name, *size), Figure("made up", f"{name}: time to make it", took * 1e3, "ms")]
 
 
-def _places(ranks: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-    places = np.zeros(ranks, PLACE)
-    places["first"] = np.arange(ranks) // RANKS_PER_NODE * RANKS_PER_NODE
-    places["host"] = [f"node{rank // RANKS_PER_NODE:05}".encode() for rank in range(ranks)]
-    return places
+def _places(ranks: int) -> bytes:
+    nodes = [rank // RANKS_PER_NODE for rank in range(ranks)]
+    return b"".join(PLACE.pack(node * RANKS_PER_NODE, f"node{node:05}".encode()) for node in nodes)
 
 
 def _calls(ranks: int) -> list[tuple[str, str, str]]:

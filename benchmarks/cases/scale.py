@@ -112,8 +112,8 @@ def _of(world: MPI.Intracomm, when: str, now: Held) -> list[Figure]:
         f"descriptors, {when}": (float(now.descriptors), ""),
         f"TCP connections, {when}": (float(now.connections), ""),
     }
-    shared: int = world.allreduce(now.shared)
-    return [*_figures(world, "most", found), Figure("scale", f"/dev/shm, {when}", shared / 2**20, "MiB")]
+    shared = world.allreduce(now.shared) / world.size
+    return [*_figures(world, "most", found), Figure("scale", f"/dev/shm for a rank, {when}", shared / 2**20, "MiB")]
 
 
 def _one_more(world: MPI.Intracomm) -> list[Figure]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _PARTS = (
     ("memory of a rank", "MiB", ("most memory",)),
     ("file descriptors and connections of a rank", "", ("most descriptors", "most TCP")),
-    ("/dev/shm of the machine", "MiB", ("/dev/shm",)),
+    ("/dev/shm for a rank", "MiB", ("/dev/shm",)),
     ("start", "s", ("start ", "one more communicator: time")),
 )
 
@@ -85,7 +85,7 @@ def draw(runs: Sequence[Results], folder: Path) -> Path:
         axes.set(title=title, ylabel=unit, ylim=(0, None))
     _draw_sums(sums, runs)
     _draw_figures(small, runs, ("handshake", "mismatch: time"))
-    small.set(title="handshake (us), mismatch (ms)", ylim=(0, None))
+    small.set(title="handshake (us), mismatch (ms)", yscale="log")
     for axes in (*places, sums, small):
         axes.set_xscale("log", base=2)
         ranks = [int(run.machine["ranks"]) for run in runs]
@@ -94,7 +94,7 @@ def draw(runs: Sequence[Results], folder: Path) -> Path:
         axes.set_xlabel("ranks")
         axes.grid(alpha=0.3)
         if axes.lines:
-            axes.legend(fontsize=7)
+            axes.legend(fontsize=6, framealpha=0.5)
     machine = runs[0].machine
     picture.suptitle(f"{machine['cpu']}, {machine['cores']} cores, {machine['mpi']}", fontsize=10)
     folder.mkdir(parents=True, exist_ok=True)

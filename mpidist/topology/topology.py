@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import socket
+import struct
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, cast
 from weakref import WeakValueDictionary
-
-import numpy as np
-from numpy.typing import NDArray
 
 from mpidist.core import settings
 from mpidist.topology.faults import revoking
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 # The first rank of a rank's node, and the name of its host, of at most so many bytes on Linux.
-PLACE = np.dtype([("first", np.int32), ("host", "S64")])
+PLACE = struct.Struct("i64s")
 
 
 class Topology:
@@ -63,10 +61,10 @@ class Topology:
         self.local_size = self.node.Get_size()
         # Found without the others of the node: where a rank is lost all that wait do so in calls of one communicator.
         self.job: str = self.world.bcast(uuid.uuid4().hex[:12] if self.rank == 0 else None)
-        mine, told = np.zeros(1, PLACE), np.empty(self.size, PLACE)
-        mine[0] = _first_rank(self.node, self.world), socket.gethostname().encode()
+        mine = PLACE.pack(_first_rank(self.node, self.world), socket.gethostname().encode())
+        told = bytearray(self.size * PLACE.size)
         self.world.Allgather([mine, mpi.BYTE], [told, mpi.BYTE])
-        self._map = map_of_ranks(told)
+        self._map = map_of_ranks(bytes(told))
         self.node_of_rank = self._map.node_of_rank
         self.ranks_of_node = self._map.ranks_of_node
         self.host_of_rank = self._map.host_of_rank
@@ -93,25 +91,27 @@ class _Map:
 _maps: WeakValueDictionary[bytes, _Map] = WeakValueDictionary()
 
 
-def map_of_ranks(places: NDArray[np.void]) -> _Map:
-    """Return the map of ranks, given the place of each."""
-    key = sha256(places.tobytes()).digest()
+def map_of_ranks(places: bytes) -> _Map:
+    """Return the map of ranks, given the packed place of each."""
+    key = sha256(places).digest()
     found = _maps.get(key)
     if found is None:
         found = _maps[key] = _new_map(places)
     return found
 
 
-def _new_map(places: NDArray[np.void]) -> _Map:
-    firsts, numbers = np.unique(places["first"], return_inverse=True)
-    in_order = np.split(np.argsort(numbers, kind="stable"), np.cumsum(np.bincount(numbers))[:-1])
+def _new_map(places: bytes) -> _Map:
+    firsts, names = zip(*PLACE.iter_unpack(places), strict=True)
+    nodes = {first: index for index, first in enumerate(sorted(set(firsts)))}
+    ranks_of_node: list[list[int]] = [[] for _ in nodes]
+    for rank, first in enumerate(firsts):
+        ranks_of_node[nodes[first]].append(rank)
     # One string for each host: there are many more ranks.
-    hosts = {host: host.decode(errors="replace") for host in set(places["host"].tolist())}
-    nodes = [*range(len(firsts))]
+    hosts = {name: name.rstrip(b"\0").decode(errors="replace") for name in set(names)}
     return _Map(
-        tuple([nodes[number] for number in numbers.tolist()]),
-        tuple(_compact(ranks.tolist()) for ranks in in_order),
-        tuple([hosts[host] for host in places["host"].tolist()]),
+        tuple([nodes[first] for first in firsts]),
+        tuple(map(_compact, ranks_of_node)),
+        tuple([hosts[name] for name in names]),
     )
 
 

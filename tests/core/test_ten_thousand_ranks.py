@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from mpidist.cli.doctor_facts.facts import CoreFacts, GpuFacts, Interface, Share
 from mpidist.cli.doctor_text import report
 from mpidist.collectives.channel.executor import ChannelStatus
 from mpidist.collectives.channel.mismatch import Told, mismatch_text, news_text
+from mpidist.collectives.move import expectations
 from mpidist.collectives.mpi import communicator_names
 from mpidist.collectives.watch.deadlock import Wait, WaitState, find_deadlock
 from mpidist.collectives.watch.flight_record import DONE, MESSAGE, RUNNING, Flight, FlightEntry
@@ -28,6 +30,7 @@ from mpidist.core.wording import group_lines, groups_of, names_text, numbered_ra
 from mpidist.estimator.roles import cast_of
 from mpidist.parameter_server.link import Task, check_tasks
 from mpidist.strategies.replica_devices import _check_kinds, _Rank
+from mpidist.topology.topology import PLACE, map_of_ranks
 from tests.cli import doctor_jobs as made
 
 pytestmark = pytest.mark.one_rank
@@ -102,6 +105,19 @@ def test_names_of_communicators_are_short_and_not_of_other_ranks() -> None:
     assert max(map(len, names)) <= 80, "as long as the flight record keeps"
 
 
+def test_a_map_of_the_ranks_is_small_and_kept_once() -> None:
+    nodes = [rank // PER_NODE for rank in EVERYBODY]
+    places = b"".join(PLACE.pack(node * PER_NODE, f"n{node:04}".encode()) for node in nodes)
+    tracemalloc.start()
+    found = map_of_ranks(places)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 512 << 10
+    assert map_of_ranks(bytes(bytearray(places))) is found
+    assert (found.node_of_rank[ODD], found.host_of_rank[ODD]) == (588, "n0588")
+    assert found.ranks_of_node[588] == range(4704, 4712)
+
+
 # Mismatches and news --------------------------------------------------------------------------------------------------
 
 
@@ -129,6 +145,13 @@ def test_news_of_many() -> None:
     (line,) = fitting(lambda: news_text(everyone), width=400)
     assert line.startswith(f"rank {ODD} raised ValueError: no rows (at data.py:3 (rows)); ranks 0,2,4,")
     assert line.endswith(",... (5000): has left the program (at its end)")
+
+
+def test_all_to_all_that_fits_nowhere() -> None:
+    everyone = [([(other, 2, 3) for other in range(4)], RANKS, SITE) for _ in EVERYBODY]
+    lines = fitting(lambda: expectations._message(everyone))
+    assert lines[1] == "  rank 0 gives rank 0 2 rows"
+    assert lines[-1] == "  and 99999996 more such pairs"
 
 
 # Who waits for whom ---------------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def _agreed_functions(comm: MPI.Intracomm) -> native.Functions | None:
 
 
 def _is_same_everywhere(comm: MPI.Intracomm, build: str) -> bool:
-    """Return whether every rank has the core, and of one build; the ranks then tell one another nothing more."""
+    """Return whether every rank has the core, and of one build."""
     number = zlib.crc32(build.encode())
     # The largest number is the smallest, too, where all are the same.
     mine, most = np.array([number, -number, not build], np.int64), np.empty(3, np.int64)

@@ -43,7 +43,8 @@ def test_plots(tmp_path: Path) -> None:
     for ranks in (4, 16):
         rows = [row("all_reduce", by, "out=", 4096, 10.0 * ranks, ranks=ranks) for by in (OURS, MPI)]
         figures = [
-            Figure("scale", name, ranks, "MiB") for name in ("most memory, after MPI", "handshake", "/dev/shm, x")
+            Figure("scale", name, ranks, "MiB")
+            for name in ("most memory, after MPI", "handshake", "/dev/shm for a rank, x")
         ]
         paths.append(save(results(rows, figures, ranks=ranks), tmp_path, str(ranks))[0])
     assert main(["scale", "--plot", *map(str, paths), "--out", str(tmp_path)]) == 0
