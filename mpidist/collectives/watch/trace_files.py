@@ -270,8 +270,9 @@ def _offsets(paths: Sequence[Path], clocks: Sequence[str]) -> dict[str, Offset]:
             if not own.keys() & reference.keys():
                 ranks = [rank for rank, clock in enumerate(clocks) if clock == other]
                 raise ValueError(
-                    f"{numbered_ranks(ranks)}, on another host than rank 0, "
-                    f"{'have' if len(ranks) > 1 else 'has'} no collective in common with the ranks of that host; expected one at least, from which to tell how far their clocks are apart"
+                    f"{numbered_ranks(ranks)}, on another host than rank 0, {'have' if len(ranks) > 1 else 'has'} no "
+                    "collective in common with the ranks of that host; expected one at least, from which to tell how "
+                    "far their clocks are apart"
                 )
             offsets[other] = _offset(reference, own)
     return offsets
