@@ -25,6 +25,7 @@ from benchmarks.suite import (  # noqa: E402
     predict,
     reading,
     run,
+    scale,
     torch,
 )
 
@@ -37,6 +38,7 @@ _COMMANDS_OF_THEIR_OWN = {
     "keras": keras,
     "parameter-server": parameter_server,
     "predict": predict,
+    "scale": scale,
     "torch": torch,
 }
 

@@ -29,12 +29,16 @@ _SAMPLE_SECONDS = 0.001
 _SETS = 4
 
 
-def own_memory() -> int:
-    """Return the bytes this process holds; memory that k processes share counts as its k-th part in each."""
+def own_memory(kind: str = "Pss") -> int:
+    """Return the bytes this process holds; memory that k processes share counts as its k-th part in each.
+
+    Args:
+        kind: All of it, or ``Pss_Shmem`` for that in files of /dev/shm and the like.
+    """
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
+        if line.startswith(f"{kind}:"):
             return int(line.split()[1]) << 10
-    raise RuntimeError("/proc/self/smaps_rollup has no line Pss; the memory benchmark needs Linux 4.14 or newer")
+    raise RuntimeError(f"/proc/self/smaps_rollup has no line {kind}; the memory benchmark needs Linux 5.0 or newer")
 
 
 def shm_used() -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from mpidist.core.errors import PeerError
 from mpidist.core.protocols import StrategyLike
-from mpidist.core.wording import ranks_text
+from mpidist.core.wording import numbered_ranks, said_lines
 
 if TYPE_CHECKING:
     from mpidist.strategies import StrategyExtended
@@ -86,8 +86,8 @@ class Agreement:
             else:
                 results.append(answer["result"])
         if errors:
-            told = "; ".join(f"rank {rank}: {error}" for rank, error in errors.items())
-            raise PeerError(f"{self._doing} failed on rank {ranks_text(errors)} of {len(answers)}, with {told}")
+            told = "; ".join(said_lines(errors.items()))
+            raise PeerError(f"{self._doing} failed on {numbered_ranks(errors)} of {len(answers)}, with {told}")
         return results
 
     def check_same(self, names: Sequence[str], digests: Sequence[int]) -> None:
@@ -105,7 +105,7 @@ class Agreement:
             for name in theirs:
                 holders.setdefault(name, []).append(rank)
         partial = sorted((name, ranks) for name, ranks in holders.items() if len(ranks) < len(told))
-        shown = "; ".join(f"{name!r} only on rank {ranks_text(ranks)}" for name, ranks in partial[:_MOST_NAMES])
+        shown = "; ".join(f"{name!r} only on {numbered_ranks(ranks)}" for name, ranks in partial[:_MOST_NAMES])
         more = f"; and {len(partial) - _MOST_NAMES} more" if len(partial) > _MOST_NAMES else ""
         raise ValueError(
             f"{self._doing}: the ranks hold different objects: {shown}{more}; expected the same on each of {len(told)} "

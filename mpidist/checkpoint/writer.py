@@ -31,7 +31,7 @@ from mpidist.checkpoint.storage import is_checkpoint, read_manifest
 from mpidist.core import settings
 from mpidist.core.errors import PeerError
 from mpidist.core.files import open_regular
-from mpidist.core.wording import ranks_text
+from mpidist.core.wording import numbered_ranks
 
 _log = logging.getLogger("mpidist")
 _LONGEST_NAP_SECONDS = 0.1
@@ -154,8 +154,8 @@ class Job:
                 self._note(rank).unlink()
             missing -= arrived
             if time.monotonic() > limit:
-                late = ranks_text(sorted(missing))
-                raise TimeoutError(f"rank {late} did not write its part of {self.directory} in time")
+                late = numbered_ranks(sorted(missing))
+                raise TimeoutError(f"{late} did not write its part of {self.directory} in time")
             if missing and gave_up(nap):
                 return None
             nap = min(2 * nap, _LONGEST_NAP_SECONDS)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import ipaddress
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 from mpidist.cli.doctor_checks import gpus
 from mpidist.cli.doctor_checks.finding import Finding
 from mpidist.cli.doctor_facts.facts import CoreFacts, Interface, JobFacts, LinkSpeed, RankFacts
 from mpidist.cli.tune import time_text
 from mpidist.collectives.reduce.table import size_text
-from mpidist.core import wording
 from mpidist.core.version import __version__
+from mpidist.core.wording import groups_of, names_text, ranks_text
 
 _WIDTH = 118
 _LABEL = 12
-_MOST_LINES = 16
+# A line for each rank, and for ranks or hosts that are alike.
+_MOST_LINES, _MOST_GROUPS, _MOST_HOST_LINES = 16, 8, 4
+_RANKS_WIDTH = 24
 
 
 def report(job: JobFacts, findings: Sequence[Finding]) -> str:
@@ -76,20 +81,24 @@ def launcher_text(facts: RankFacts) -> str:
 
 
 def _ranks(job: JobFacts) -> Iterator[str]:
+    """Yield a line for each rank, or of many for those that are alike."""
     owned = gpus.labels(job)
-    rows = [("rank", "host", "cores", "device")]
-    for rank, facts in job.known.items():
-        devices = ", ".join(owned[rank])
-        rows.append((str(rank), facts.host, cores_text(facts.cores), devices or "CPU"))
-    rows += [(str(rank), job.host(rank) or "?", "?", "?") for rank in range(len(job.ranks)) if rank not in job.known]
+    told = {rank: (cores_text(facts.cores), ", ".join(owned[rank]) or "CPU") for rank, facts in job.known.items()}
+    said = [(rank, told.get(rank, ("?", "?"))) for rank in range(len(job.ranks))]
+    are_many = len(said) > _MOST_LINES
+    groups = groups_of(said) if are_many else [(of_rank, [rank]) for rank, of_rank in said]
+    shown = groups[: _MOST_GROUPS if are_many else _MOST_LINES]
+    rows = [("ranks", "hosts", "cores", "device") if are_many else ("rank", "host", "cores", "device")]
+    for of_ranks, ranks in shown:
+        hosts = names_text(dict.fromkeys(job.host(rank) or "?" for rank in ranks))
+        rows.append((ranks_text(ranks, _RANKS_WIDTH), hosts, *of_ranks))
     widths = [max(len(row[column]) for row in rows) + 2 for column in range(3)]
-    lines = [
-        "".join(f"{cell:<{width}}" for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows
-    ]
-    for number, line in enumerate(lines[: _MOST_LINES + 1]):
+    for number, row in enumerate(rows):
+        line = "".join(f"{cell:<{width}}" for cell, width in zip(row, [*widths, 0], strict=True)).rstrip()
         yield f"{'ranks' if number == 0 else '':<{_LABEL}}{line}"
-    if len(lines) > _MOST_LINES + 1:
-        yield f"{'':<{_LABEL}}and {_count(len(lines) - _MOST_LINES - 1, 'rank')} more, see --json"
+    left = [rank for _, ranks in groups[len(shown) :] for rank in ranks]
+    if left:
+        yield f"{'':<{_LABEL}}and {_count(len(left), 'rank')} more, see --json"
 
 
 def cores_text(cores: CoreFacts) -> str:
@@ -99,30 +108,51 @@ def cores_text(cores: CoreFacts) -> str:
     ('0-2,5 of 8', '0-1 of 2, limited to 0.5')
     """
     limit = "" if cores.quota is None else f", limited to {cores.quota:g}"
-    return f"{wording.ranks_text(cores.allowed)} of {cores.machine}{limit}"
+    return f"{ranks_text(cores.allowed)} of {cores.machine}{limit}"
 
 
 def _machines(job: JobFacts) -> Iterator[str]:
     """Yield the facts of hosts, one line for hosts that are alike."""
-    hosts: dict[str, dict[str, list[str]]] = {"/dev/shm": {}, "GPUs": {}, "network": {}}
-    for ranks in job.machines.values():
-        facts = job.known[ranks[0]]
-        shared = facts.shared_memory
-        room = "none" if shared is None else f"{size_text(shared.free)} free of {size_text(shared.total)}"
-        used = job.in_use.get(facts.host)
-        described = {"/dev/shm": room, "GPUs": gpus_text(facts), "network": network_text(facts.interfaces)}
-        if used is not None:
-            described["network"] += f"; between hosts: {', '.join(used)}"
-        for label, text in described.items():
-            hosts[label].setdefault(text, []).append(facts.host)
-    for label, texts in hosts.items():
-        lines = [text if len(job.machines) == 1 else f"{_hosts(names)}: {text}" for text, names in texts.items()]
-        for number, line in enumerate(lines[:_MOST_LINES]):
-            yield from _line(label if number == 0 else "", line)
+    first = [job.known[ranks[0]] for ranks in job.machines.values()]
+    for label, exact, alike in (
+        ("/dev/shm", _room, _room_of_many),
+        ("GPUs", gpus_text, gpus_text),
+        ("network", partial(_network, job), partial(_network_of_many, job)),
+    ):
+        # Of many hosts that differ in numbers of their own the rest is shown.
+        is_short = len({exact(facts) for facts in first}) <= _MOST_HOST_LINES
+        groups = groups_of(enumerate(map(exact if is_short else alike, first)))
+        for number, (text, hosts) in enumerate(groups[:_MOST_HOST_LINES]):
+            names = names_text(first[host].host for host in hosts)
+            yield from _line("" if number else label, text if len(first) == 1 else f"{names}: {text}")
+        left = [host for _, hosts in groups[_MOST_HOST_LINES:] for host in hosts]
+        if left:
+            yield from _line("", f"and {_count(len(left), 'host')} more, see --json")
 
 
-def _hosts(names: list[str]) -> str:
-    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+def _room(facts: RankFacts) -> str:
+    shared = facts.shared_memory
+    return "none" if shared is None else f"{size_text(shared.free)} free of {size_text(shared.total)}"
+
+
+def _room_of_many(facts: RankFacts) -> str:
+    shared = facts.shared_memory
+    if shared is None or not shared.free:
+        return _room(facts)
+    return f"{size_text(1 << (shared.free.bit_length() - 1))} or more free of {size_text(shared.total)}"
+
+
+def _network(job: JobFacts, facts: RankFacts) -> str:
+    return f"{network_text(facts.interfaces)}{_in_use(job, facts)}"
+
+
+def _network_of_many(job: JobFacts, facts: RankFacts) -> str:
+    return f"{network_text([without_address(each) for each in facts.interfaces])}{_in_use(job, facts)}"
+
+
+def _in_use(job: JobFacts, facts: RankFacts) -> str:
+    used = job.in_use.get(facts.host)
+    return "" if used is None else f"; between hosts: {', '.join(used)}"
 
 
 def gpus_text(facts: RankFacts) -> str:
@@ -141,6 +171,13 @@ def network_text(interfaces: Sequence[Interface]) -> str:
     """Return the network interfaces of a host. Those without an address only where there is no other."""
     named = [interface for interface in interfaces if interface.network or interface.is_infiniband]
     return ", ".join(map(interface_text, named or interfaces)) or "none but this machine's own"
+
+
+def without_address(interface: Interface) -> Interface:
+    """Return the interface with its network in place of the host's own address."""
+    if not interface.network:
+        return interface
+    return replace(interface, network=str(ipaddress.ip_interface(interface.network).network))
 
 
 def interface_text(interface: Interface) -> str:

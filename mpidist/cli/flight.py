@@ -7,7 +7,9 @@ import dataclasses
 import sys
 
 from mpidist.cli.json_output import add_json_argument, json_text
-from mpidist.collectives.watch.flight_record import merged_text, read_folder
+from mpidist.collectives.watch.flight_record import read_folder
+from mpidist.collectives.watch.flight_text import merged_text
+from mpidist.core.wording import names_text
 
 HELP = "show the last collectives of all ranks (MPIDIST_FLIGHT_RECORD), and where they went apart"
 _USAGE_ERROR = 2
@@ -31,6 +33,6 @@ def run(arguments: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"python -m mpidist flight: {error}", file=sys.stderr)
         return _USAGE_ERROR
-    for problem in problems:
-        print(f"python -m mpidist flight: left out: {problem}", file=sys.stderr)
+    if problems:
+        print(f"python -m mpidist flight: left out: {names_text(problems)}", file=sys.stderr)
     return 0

@@ -21,7 +21,7 @@ from mpidist.cli.doctor_facts.machine import count_hosts_of_job
 from mpidist.cli.launch import command_for_ranks
 from mpidist.core.daemon_thread import start_daemon
 from mpidist.core.errors import PeerError
-from mpidist.core.wording import pip_install, ranks_text
+from mpidist.core.wording import numbered_ranks, pip_install
 from mpidist.parameter_server.pickling import HAS_CLOUDPICKLE, PickledError, pack, unpack
 
 Result = TypeVar("Result")
@@ -177,9 +177,9 @@ class _Job:
             if failed is not None and now > failed + _GRACE_SECONDS:
                 return
             if failed is None and deadline is not None and now > began + deadline:
-                missing = ranks_text(sorted(set(range(self._n)) - self._outcomes.keys()))
+                missing = numbered_ranks(sorted(set(range(self._n)) - self._outcomes.keys()))
                 raise TimeoutError(
-                    f"the job was not done after {deadline:g} s, and was ended; without a result: ranks {missing} of "
+                    f"the job was not done after {deadline:g} s, and was ended; without a result: {missing} of "
                     f"{self._n}"
                 )
             time.sleep(_NAP_SECONDS)
@@ -212,7 +212,7 @@ class _Job:
             raise unpacked[first] from RuntimeError(f"rank {first} of {self._n}:\n{errors[first].trace}")
         missing = sorted(set(range(self._n)) - outcomes.keys())
         if missing or status:
-            who = f"rank{'s' * (len(missing) > 1)} {ranks_text(missing)} of {self._n} ended without a result; "
+            who = f"{numbered_ranks(missing)} of {self._n} ended without a result; "
             with self._lock:
                 printed = "".join(self._last_lines)
             raise RuntimeError(f"{who if missing else ''}mpirun ended with status {status}. Last output:\n{printed}")

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpidist.cli.doctor_checks.finding import names_text
 from mpidist.collectives.reduce.table import size_text
 from mpidist.collectives.watch.status_files import (
     COMPUTING,
@@ -23,7 +22,7 @@ from mpidist.collectives.watch.status_files import (
     StatusFolder,
 )
 from mpidist.collectives.watch.status_writer import process_born
-from mpidist.core.wording import ranks_text
+from mpidist.core.wording import groups_of, names_text, ranks_text
 
 GONE, SILENT, ABSENT = "gone", "silent", "absent"
 """More states: the process is gone; nothing was written lately; nothing at all."""
@@ -134,7 +133,7 @@ class _Group:
         alive = [report for state, report in zip(self.states, reports, strict=False) if state.kind in _LIVE]
         seconds = max(state.seconds for state in self.states)
         return (
-            _cut_ranks([state.rank for state in self.states]),
+            ranks_text([state.rank for state in self.states], _RANKS_WIDTH),
             "-" if not reports else duration_text(seconds),
             _range([report.rates.steps for report in alive], _number_text),
             _range([report.rates.nbytes for report in alive], lambda number: size_text(int(number))),
@@ -167,18 +166,6 @@ def _number_text(number: float) -> str:
     return f"{number:.2g}" if number < 10 else f"{number:.0f}"
 
 
-def _cut_ranks(ranks: list[int]) -> str:
-    """Return ranks as text, the first of very many.
-
-    >>> _cut_ranks([0, 1, 2, 5]), _cut_ranks(list(range(0, 1000, 2)))
-    ('0-2,5', '0,2,4,6,... (500)')
-    """
-    text, more = ranks_text(ranks), f",... ({len(ranks)})"
-    if len(text) <= _RANKS_WIDTH:
-        return text
-    return text[: _RANKS_WIDTH - len(more)].rpartition(",")[0] + more
-
-
 def duration_text(seconds: float) -> str:
     """Return a time in two units at the most.
 
@@ -206,10 +193,9 @@ def screen(folder: StatusFolder, states: Sequence[RankState], now: float, width:
         width: Characters of a line; longer ones are cut.
         height: Lines at most.
     """
-    by_text: dict[tuple[str, str], list[RankState]] = {}
-    for state in states:
-        by_text.setdefault((state.kind, state.text), []).append(state)
-    groups = sorted((_Group(found) for found in by_text.values()), key=lambda group: group.order)
+    by_rank = {state.rank: state for state in states}
+    alike = groups_of((state.rank, (state.kind, state.text)) for state in states)
+    groups = sorted((_Group([by_rank[rank] for rank in ranks]) for _, ranks in alike), key=lambda group: group.order)
     head = _head(folder, states, now)
     room = height - len(head) - 2
     shown = groups if len(groups) <= room else groups[: max(room - 1, 1)]

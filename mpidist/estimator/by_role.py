@@ -11,6 +11,7 @@ from mpidist.checkpoint.writer import finish_writing
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.cluster_resolver.mpi_cluster_resolver import checked_resolver
 from mpidist.core.errors import PeerError
+from mpidist.core.wording import names_text
 from mpidist.estimator.evaluations import Evaluations
 from mpidist.estimator.roles import Cast, Line, News, find_cast, ranks_of
 from mpidist.estimator.specs import EvalResult, EvalSpec, TrainContext, TrainSpec, check_function, check_train_jobs
@@ -215,5 +216,5 @@ class _RankRole:
 
     def _left_alone(self) -> PeerError:
         codes = sorted(self._line.left.items())
-        left = ", ".join(f"{self._cast.name(rank)} by sys.exit({code!r})" for rank, code in codes)
+        left = names_text(f"{self._cast.name(rank)} by sys.exit({code!r})" for rank, code in codes)
         return PeerError(f"ranks have left the program in train_and_evaluate(), and others have not: {left}")

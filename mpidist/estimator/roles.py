@@ -17,6 +17,7 @@ from mpidist.core import message_tags
 from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline, wait_at_most, wait_until
 from mpidist.core.errors import PeerError, RankLostError
+from mpidist.core.wording import names_text, said_lines
 from mpidist.estimator.specs import TrainSpec
 from mpidist.topology import world_topology
 from mpidist.topology.limited_calls import duplicate
@@ -100,16 +101,17 @@ def cast_of(told: Sequence[Told], rank: int, train_jobs: tuple[str, ...] = TRAIN
         ("worker", number) if nobody else (str(job), -1 if index is None else index)
         for number, (job, index, _) in enumerate(told)
     )
-    text = ", ".join(f"rank {number}: {job} {index}" for number, (job, index) in enumerate(tasks))
+    text = ", ".join(said_lines(enumerate(job for job, _ in tasks)))
+    first: dict[tuple[str, int], int] = {}
     for number, (job, index) in enumerate(tasks):
         if job not in _JOBS or index < 0:
             raise ValueError(
                 f"rank {number} is {told[number][0]}:{told[number][1]} by its cluster resolver; expected one of "
                 f"{', '.join(_JOBS)}, with an index: MPIDIST_JOBS='chief:1,worker:2,evaluator:1'"
             )
-        if tasks.index((job, index)) != number:
+        if first.setdefault((job, index), number) != number:
             raise ValueError(
-                f"ranks {tasks.index((job, index))} and {number} are both {job} {index} by their cluster resolvers; "
+                f"ranks {first[job, index]} and {number} are both {job} {index} by their cluster resolvers; "
                 "expected a task of its own for each rank: set TF_CONFIG for each rank by itself, not before mpirun"
             )
     jobs = [job for job, _ in tasks]
@@ -124,7 +126,7 @@ def cast_of(told: Sequence[Told], rank: int, train_jobs: tuple[str, ...] = TRAIN
     directories = list(dict.fromkeys(directory for _, _, directory in told))
     if len(directories) > 1:
         raise ValueError(
-            f"ranks were given different checkpoint_dir: {', '.join(directories)}; expected the same on all ranks"
+            f"ranks were given different checkpoint_dir: {names_text(directories)}; expected the same on all ranks"
         )
     trainers = [number for number, job in enumerate(jobs) if job in train_jobs]
     chief = min(trainers, key=lambda number: tasks[number])

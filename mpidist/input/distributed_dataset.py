@@ -13,6 +13,7 @@ import numpy as np
 from mpidist.core import context
 from mpidist.core.errors import MismatchError
 from mpidist.core.protocols import StrategyLike
+from mpidist.core.wording import said_lines
 from mpidist.input.device_feed import DeviceFeed, on_place
 from mpidist.input.distribution import Distribution
 from mpidist.input.element_spec import empty_batch, spec_of, with_rows
@@ -296,7 +297,7 @@ def _require_same(remainder: Remainder, communicator: Communicator) -> None:
     told = communicator.all_gather_object((remainder.position, remainder.previous_pipelines()))
     if any(other != told[0] for other in told):
         plans = {rank: f"{position}, {'; '.join(pipelines)}" for rank, (position, pipelines) in enumerate(told)}
-        lines = "".join(f"\n  rank {rank}: {text}" for rank, text in plans.items())
+        lines = "\n".join(["", *said_lines(plans.items(), "  ")])
         raise MismatchError(
             "restore() of a distributed iterator does not go on alike on all ranks; expected the same state on every "
             "rank, and, on another number of ranks, a dataset_fn whose dataset depends on its InputContext alone:"

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from mpidist.core.errors import MismatchError
 from mpidist.core.protocols import StrategyLike
+from mpidist.core.wording import said_lines
 from mpidist.input.device_feed import fetch_places
 from mpidist.input.element_spec import PerReplicaSpec, flatten_spec, map_spec, with_rows
 from mpidist.input.graph import UNKNOWN, array_samples, combined
@@ -96,7 +97,7 @@ class Distribution:
         same = len({text for text, *_ in told}) == 1
         if same_everywhere and not same:
             plans = {rank: text for rank, (text, *_) in enumerate(told)}
-            lines = "".join(f"\n  rank {rank}: {text}" for rank, text in plans.items())
+            lines = "\n".join(["", *said_lines(plans.items(), "  ")])
             raise MismatchError(
                 "experimental_distribute_dataset() got different datasets on different ranks; expected the same "
                 "one everywhere, of which each rank takes its part; for data that each rank has for itself use "

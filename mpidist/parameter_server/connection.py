@@ -18,7 +18,7 @@ from mpidist.core import message_tags, settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline
 from mpidist.core.errors import PeerError, RankLostError, RequestTimeoutError
-from mpidist.core.wording import tell_user
+from mpidist.core.wording import names_text, tell_user
 from mpidist.parameter_server import messages
 from mpidist.parameter_server.messages import Kind, Request, RequestPart
 from mpidist.parameter_server.pickling import pack
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-# In a message, of the variables of a large request.
-_MOST_NAMES = 3
 # For a reply, before it is waited for with a deadline: about half a millisecond.
 _QUICK_LOOKS = 500
 
@@ -305,7 +303,4 @@ def ask_all(parts: Sequence[tuple[Connection, RequestPart]]) -> list[Any]:
 
 
 def _doing(request: Request) -> str:
-    names = list(dict.fromkeys(f"{part.operation.name} {part.name}".strip() for part in request.parts))
-    if len(names) <= _MOST_NAMES:
-        return ", ".join(names)
-    return f"{', '.join(names[:_MOST_NAMES])} and {len(names) - _MOST_NAMES} more"
+    return names_text(dict.fromkeys(f"{part.operation.name} {part.name}".strip() for part in request.parts))

@@ -12,6 +12,7 @@ from mpidist.collectives import Communicator
 from mpidist.collectives.channel.shutdown import abort_job, before_the_end
 from mpidist.core import settings
 from mpidist.core.errors import CollectiveTimeoutError, RankLostError
+from mpidist.core.wording import names_text
 from mpidist.parameter_server.connection import Connection
 from mpidist.strategies.replica_devices import agreed_devices
 from mpidist.topology import world_topology
@@ -152,8 +153,8 @@ def check_tasks(tasks: Sequence[Task], owners: Sequence[str]) -> None:
     counts = Counter(task.job for task in tasks)
     text = ",".join(f"{job}:{count}" for job, count in counts.items())
     if len(set(tasks)) < len(tasks):
-        names = ", ".join(map(str, tasks))
-        raise ValueError(f"two ranks have the same task ({names}); expected one rank for each task")
+        same = [task for task, count in Counter(map(str, tasks)).items() if count > 1]
+        raise ValueError(f"several ranks have the same task, {names_text(same)}; expected one rank for each task")
     coordinated = COORDINATED in owners
     if not counts["ps"] or not counts["worker"] + (0 if coordinated else counts["chief"]):
         raise ValueError(

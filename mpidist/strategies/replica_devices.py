@@ -13,6 +13,7 @@ from mpidist.arrays.device_ops import ops_for
 from mpidist.collectives import Communicator
 from mpidist.core.devices import parse_device
 from mpidist.core.errors import DeviceError
+from mpidist.core.wording import group_lines, groups_of, names_text, numbered_ranks
 from mpidist.topology.environments import read_launcher
 from mpidist.topology.gpu_sharing import devices_of_each, visible_devices
 
@@ -111,25 +112,17 @@ def _check_kinds(told: Sequence[_Rank], devices: Sequence[tuple[str, ...]]) -> N
     with_gpus = [rank for rank, own in enumerate(devices) if _is_gpu(own)]
     if not without or not with_gpus:
         return
-    reasons = dict.fromkeys(told[rank].why_none for rank in without)
-    shown = "; ".join(
-        f"{_ranks_text([rank for rank in without if told[rank].why_none == reason], told)}: {reason}"
-        for reason in reasons
-    )
+    groups = groups_of((rank, told[rank].why_none) for rank in without)
+    shown = "; ".join(group_lines(groups, lambda reason, ranks: (f"{_ranks_on_hosts(ranks, told)}: ", reason, "")))
     raise DeviceError(
-        f"{_ranks_text(with_gpus, told)} would compute on GPUs, and others see none. {shown}. A strategy reduces "
+        f"{_ranks_on_hosts(with_gpus, told)} would compute on GPUs, and others see none. {shown}. A strategy reduces "
         "arrays of one kind; expected: GPUs for every rank (srun --gpus-per-task=1 gives each its own), or the job "
         "started without those ranks, or devices=['cpu:0'] on all ranks to leave the GPUs alone"
     )
 
 
-def _ranks_text(ranks: Sequence[int], told: Sequence[_Rank]) -> str:
-    by_host: dict[str, list[int]] = {}
-    for rank in ranks:
-        by_host.setdefault(told[rank].host, []).append(rank)
-    return ", ".join(
-        f"{'rank' if len(own) == 1 else 'ranks'} {', '.join(map(str, own))} on {host}" for host, own in by_host.items()
-    )
+def _ranks_on_hosts(ranks: Sequence[int], told: Sequence[_Rank]) -> str:
+    return f"{numbered_ranks(ranks)} on {names_text(dict.fromkeys(told[rank].host for rank in ranks))}"
 
 
 def _why_no_gpu() -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mpidist.core import settings
 from mpidist.core.errors import LaunchError, PeerError
-from mpidist.core.wording import ranks_text
+from mpidist.core.wording import numbered_ranks
 from mpidist.topology import last_output
 from mpidist.topology.environments import read_launcher
 from mpidist.topology.faults import can_go_on, is_fault_tolerant, lost_ranks
@@ -163,9 +163,8 @@ class _ExceptionHook:
 
     def _name_of(self, world: MPI.Intracomm, ranks: Iterable[int]) -> str:
         """Return ranks of this node as text, for messages."""
-        numbers = ranks_text(ranks)
         host = sys.modules["mpi4py.MPI"].Get_processor_name()
-        return f"rank{'' if numbers.isdigit() else 's'} {numbers} of {world.Get_size()} on host {host}"
+        return f"{numbered_ranks([*ranks])} of {world.Get_size()} on host {host}"
 
     def _end_job(self, world: MPI.Intracomm, tell: Callable[[], object]) -> None:
         """Print the error by ``tell``, flush, and abort the job whatever happens on the way."""

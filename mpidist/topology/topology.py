@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import socket
-import sys
+import struct
 import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
 from typing import TYPE_CHECKING, cast
+from weakref import WeakValueDictionary
 
 from mpidist.core import settings
 from mpidist.topology.faults import revoking
@@ -14,6 +18,9 @@ from mpidist.topology.limited_calls import duplicate
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+# The first rank of a rank's node, and the name of its host, of at most so many bytes on Linux.
+PLACE = struct.Struct("i64s")
 
 
 class Topology:
@@ -33,6 +40,7 @@ class Topology:
         rank, size: Of ``world``.
         local_rank, local_size: Of ``node``.
         node_of_rank: Node number of every rank of ``world``.
+        ranks_of_node: The ranks of every node.
         host_of_rank: The name of the host of every rank of ``world``; for people.
         job: A random text, the same on all its ranks and of no other job.
     """
@@ -52,20 +60,70 @@ class Topology:
         self.local_rank = self.node.Get_rank()
         self.local_size = self.node.Get_size()
         # Found without the others of the node: where a rank is lost all that wait do so in calls of one communicator.
-        job = uuid.uuid4().hex[:12] if self.rank == 0 else ""
-        told = self.world.allgather((_first_rank(self.node, self.world), socket.gethostname(), job))
-        self.job: str = told[0][2]
-        first_ranks = [first for first, _, _ in told]
-        nodes = {first: index for index, first in enumerate(sorted(set(first_ranks)))}
-        self.node_of_rank = tuple(nodes[first] for first in first_ranks)
-        # One string for each host: there are many more ranks.
-        self.host_of_rank = tuple(sys.intern(host) for _, host, _ in told)
+        self.job: str = self.world.bcast(uuid.uuid4().hex[:12] if self.rank == 0 else None)
+        mine = PLACE.pack(_first_rank(self.node, self.world), socket.gethostname().encode())
+        told = bytearray(self.size * PLACE.size)
+        self.world.Allgather([mine, mpi.BYTE], [told, mpi.BYTE])
+        self._map = map_of_ranks(bytes(told))
+        self.node_of_rank = self._map.node_of_rank
+        self.ranks_of_node = self._map.ranks_of_node
+        self.host_of_rank = self._map.host_of_rank
         self.node_index = self.node_of_rank[self.rank]
-        self.num_nodes = len(nodes)
+        self.num_nodes = len(self.ranks_of_node)
 
     def close(self) -> None:
         """Free the communicator of the node (collective)."""
         self.node.Free()
+
+
+@dataclass(frozen=True)
+class _Map:
+    """The attributes of ``Topology`` that grow with the ranks.
+
+    Communicators of the same ranks share one map.
+    """
+
+    node_of_rank: tuple[int, ...]
+    ranks_of_node: tuple[Sequence[int], ...]
+    host_of_rank: tuple[str, ...]
+
+
+_maps: WeakValueDictionary[bytes, _Map] = WeakValueDictionary()
+
+
+def map_of_ranks(places: bytes) -> _Map:
+    """Return the map of ranks, given the packed place of each."""
+    key = sha256(places).digest()
+    found = _maps.get(key)
+    if found is None:
+        found = _maps[key] = _new_map(places)
+    return found
+
+
+def _new_map(places: bytes) -> _Map:
+    firsts, names = zip(*PLACE.iter_unpack(places), strict=True)
+    nodes = {first: index for index, first in enumerate(sorted(set(firsts)))}
+    ranks_of_node: list[list[int]] = [[] for _ in nodes]
+    for rank, first in enumerate(firsts):
+        ranks_of_node[nodes[first]].append(rank)
+    # One string for each host: there are many more ranks.
+    hosts = {name: name.rstrip(b"\0").decode(errors="replace") for name in set(names)}
+    return _Map(
+        tuple([nodes[first] for first in firsts]),
+        tuple(map(_compact, ranks_of_node)),
+        tuple([hosts[name] for name in names]),
+    )
+
+
+def _compact(ranks: list[int]) -> Sequence[int]:
+    """Return the ranks, as a range where they are evenly spaced.
+
+    >>> _compact([4, 5, 6]), _compact([1, 3]), _compact([1, 2, 4])
+    (range(4, 7), range(1, 5, 2), [1, 2, 4])
+    """
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    spaced = range(ranks[0], ranks[-1] + step, step)
+    return spaced if len(spaced) == len(ranks) and [*spaced] == ranks else ranks
 
 
 def _first_rank(node: MPI.Intracomm, world: MPI.Intracomm) -> int:

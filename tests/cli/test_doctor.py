@@ -109,7 +109,7 @@ def test_the_binding_that_open_mpi_takes_by_default() -> None:
         pytest.skip("other libraries do not bind ranks by default")
     assert done.returncode != 0
     (found,) = [finding for finding in document["findings"] if finding["subject"] == "binding"]
-    assert "ranks 0 and 1 may run on one core only" in found["text"]
+    assert "ranks 0-1 may run on one core only" in found["text"]
     assert re.fullmatch(r"OMP_NUM_THREADS=\d+ python -m mpidist launch -n 2 train.py", found["command"])
 
 
@@ -272,15 +272,19 @@ def test_a_report_of_several_hosts() -> None:
     assert lines[4] == "software    Python 3.11.7, NumPy 2.4.6, mpi4py 4.1.2, native core"
     assert "            0     node0  0-7 of 8  GPU a" in lines
     assert "            3     node1  0-7 of 8  CPU" in lines
-    assert "/dev/shm    node0, node1: 8 GiB free of 8 GiB" in lines
+    assert "/dev/shm    node0 and node1: 8 GiB free of 8 GiB" in lines
     assert "GPUs        node0: 1 x H200; NCCL 2.28.9, between nodes by InfiniBand" in lines
     assert "            node1: none (no NVIDIA driver)" in lines
     assert lines[-1] == "nothing wrong found"
 
 
 def test_a_long_report_is_cut() -> None:
-    lines = report(made.job(*[{}] * 40), []).splitlines()
-    assert "            and 24 ranks more, see --json" in lines
+    lines = report(made.job(*[{}] * 39, made.gpus("a")), []).splitlines()
+    assert "            39     node0  0-7 of 8  GPU a" in lines
+    assert "            0-38   node0  0-7 of 8  CPU" in lines
+    different = [made.cores(rank, machine=40) for rank in range(40)]
+    lines = report(made.job(*different), []).splitlines()
+    assert "            and 32 ranks more, see --json" in lines
     assert len(lines) < 35
 
 

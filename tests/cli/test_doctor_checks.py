@@ -111,7 +111,7 @@ def test_a_host_without_the_native_core() -> None:
 
 def test_a_native_core_that_is_turned_off() -> None:
     off = {"without_core": "MPIDIST_NATIVE=0", "settings": {"MPIDIST_NATIVE": "0"}}
-    only(check_native_core(job(off, off)), "warning", "ranks 0 and 1 on node0 without", "unset MPIDIST_NATIVE")
+    only(check_native_core(job(off, off)), "warning", "ranks 0-1 on node0 without", "unset MPIDIST_NATIVE")
 
 
 # cores ----------------------------------------------------------------------------------------------------------------
@@ -136,10 +136,10 @@ def test_ranks_are_counted_against_the_cores_of_their_own_host() -> None:
 def test_ranks_that_are_bound_to_one_core_each() -> None:
     bound = job(made.cores(0), made.cores(1))
     command = "OMP_NUM_THREADS=4 python -m mpidist launch -n 2 train.py"
-    only(check_cores(bound), "warning", "ranks 0 and 1 may run on one core only, of 8", command)
+    only(check_cores(bound), "warning", "ranks 0-1 may run on one core only, of 8", command)
     in_batch_job = job(made.cores(0), made.cores(1), batch_system="PBS")
     command = "mpirun -n 2 --bind-to none -x OMP_NUM_THREADS=4 python train.py"
-    only(check_cores(in_batch_job), "warning", "ranks 0 and 1 may run on one core only, of 8", command)
+    only(check_cores(in_batch_job), "warning", "ranks 0-1 may run on one core only, of 8", command)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_the_command_is_that_of_the_launcher(launcher: str, vendor: str, command
 
 def test_two_ranks_that_are_bound_to_the_same_core() -> None:
     found = check_cores(job(made.cores(3), made.cores(3)))
-    only(found, "warning", "ranks 0 and 1 on node0 are bound to core 3 of 8, which they share", "mpidist launch -n 2 ")
+    only(found, "warning", "ranks 0-1 on node0 are bound to core 3 of 8, which they share", "mpidist launch -n 2 ")
 
 
 def test_one_process_that_is_bound_to_one_core() -> None:
@@ -229,7 +229,7 @@ def test_ranks_with_and_without_gpus() -> None:
 
 def test_ranks_that_share_a_gpu() -> None:
     found = check_gpus(job(*[made.gpus("a", "b")] * 3))
-    only(found, "warning", "ranks 0 and 2 on node0 share GPU a", "mpirun -n 2 python train.py")
+    only(found, "warning", "ranks 0,2 on node0 share GPU a", "mpirun -n 2 python train.py")
     assert check_gpus(job(*[made.gpus("a", "b")] * 2)) == []
     # The same bus id on another host is another GPU.
     assert check_gpus(job(*[made.gpus("a")] * 2, hosts=["node0", "node1"])) == []
@@ -243,7 +243,7 @@ def test_ranks_of_several_gpus() -> None:
 
 def test_slices_of_a_gpu() -> None:
     sliced = job(*[made.gpus("a", names=("H100 80GB HBM3 MIG 1g.10gb",))] * 2)
-    only(check_gpus(sliced), "warning", "ranks 0 and 1 on node0 have slices (MIG) of GPU a: NCCL", "mpirun -n 1")
+    only(check_gpus(sliced), "warning", "ranks 0-1 on node0 have slices (MIG) of GPU a: NCCL", "mpirun -n 1")
     assert labels(sliced) == {0: ["MIG 1g.10gb of GPU a"], 1: ["MIG 1g.10gb of GPU a"]}
 
 
@@ -320,7 +320,7 @@ def test_settings_that_are_wrong_or_mean_nothing() -> None:
 )
 def test_settings_that_differ_between_ranks(launcher: str, command: str) -> None:
     found = check_settings(job({"settings": {"MPIDIST_TIMEOUT": "9"}}, {}, {}, launcher=launcher))
-    only(found, "error", "MPIDIST_TIMEOUT on rank 0 and on ranks 1 and 2 differ", command)
+    only(found, "error", "MPIDIST_TIMEOUT on rank 0 and on ranks 1-2 differ", command)
 
 
 def test_the_tuning_file_is_a_matter_of_rank_0() -> None:

@@ -95,14 +95,14 @@ def test_pairs_of_other_hosts_are_findings_of_their_own() -> None:
 def test_a_host_that_nobody_hears() -> None:
     failed = ((0, 2), (0, 3), (1, 2), (1, 3))
     found = check_reach(unreached(*failed, silent=(2, 3), job_hosts=("node0", "node1")))
-    only(found, "error", "No rank heard from ranks 2 and 3 on node1 within 10 s", "ping -c 3 node1   # on node0")
+    only(found, "error", "No rank heard from ranks 2-3 on node1 within 10 s", "ping -c 3 node1   # on node0")
     found = check_reach(unreached(*failed, silent=(2, 3)))
-    only(found, "error", "No rank heard from ranks 2 and 3 within 10 s", "mpirun -n 4 sh -c 'echo")
+    only(found, "error", "No rank heard from ranks 2-3 within 10 s", "mpirun -n 4 sh -c 'echo")
     found = check_reach(unreached(*failed, silent=(2, 3), launcher="srun"))
     only(
         found,
         "error",
-        "No rank heard from ranks 2 and 3 within 10 s",
+        "No rank heard from ranks 2-3 within 10 s",
         "srun --mpi=pmix -n 4 sh -c 'echo $SLURM_PROCID $(hostname)'",
     )
     found = check_reach(unreached(*failed, silent=(2, 3), launcher="PALS mpiexec"))

@@ -115,7 +115,7 @@ def test_no_way_between_two_hosts(lab: Lab) -> None:
     assert done.returncode != 0
     assert document["ranks"][2:] == [None, None]
     ((text, command),) = found(document, "reach")
-    assert text == "No rank heard from ranks 2 and 3 on node1 within 3 s; rank 0 is on node0."
+    assert text == "No rank heard from ranks 2-3 on node1 within 3 s; rank 0 is on node0."
     assert command.startswith("ping -c 3 node1   # on node0")
 
 

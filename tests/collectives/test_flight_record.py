@@ -16,12 +16,11 @@ from mpidist.collectives.watch.flight_record import (
     RUNNING,
     FlightEntry,
     FlightFile,
-    first_divergence,
-    merged_text,
     path_of,
     read_flight,
     read_folder,
 )
+from mpidist.collectives.watch.flight_text import first_divergence, merged_text
 from tests.support.ranks.cores import needs_core
 from tests.support.ranks.jobs import run_script
 
@@ -134,7 +133,7 @@ def test_the_first_difference() -> None:
     assert first_divergence({0: same, 1: same[1:]}) is None
     late = first_divergence({0: same, 1: same[:3]})
     assert late is not None
-    assert (late.number, late.groups) == (8, {"barrier, at a.py:1 (f)": [0], "has not come to it": [1]})
+    assert (late.number, late.groups) == (8, [("barrier, at a.py:1 (f)", [0]), ("has not come to it", [1])])
     other = first_divergence({0: same, 1: [*same[:2], entry(7, "all_reduce"), same[3]]})
     assert other is not None
     assert other.number == 7

@@ -161,7 +161,7 @@ def test_reports_of_many_ranks_are_short() -> None:
         "  rank 900: has not come to it: its last collective was number 6, barrier, 70 s ago; its program is at "
         "train.py:9 (load) (process 2 on b)",
         "  rank 901: waiting in number 9, reduce, at train.py:9 (load) (process 3 on b)",
-        "  rank 902: has ended its program (process 4 on b); it has made no collective yet",
+        "  rank 902: has ended its program; it has made no collective yet (process 4 on b)",
         "  rank 903: gave no answer within 2 s: its host cannot be reached, its process has ended or was stopped, or "
         "runs code that keeps Python's lock",
         "  ranks 0-899: waiting for them at train.py:3 (step)",

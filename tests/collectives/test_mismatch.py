@@ -192,4 +192,4 @@ def test_a_job_ends_although_a_rank_left_early() -> None:
     job = run_script(GOES_ON, 2)
     assert job.returncode == 0, job.stderr
     assert "rank 1 has left the program" in job.stdout
-    assert "can no longer be used: ranks [1] left the program" in job.stdout
+    assert "can no longer be used: rank 1 left the program" in job.stdout

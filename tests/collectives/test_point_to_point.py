@@ -15,7 +15,8 @@ from mpi4py import MPI
 from mpidist import Communicator, MismatchError
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation
-from mpidist.collectives.watch.flight_record import merged_text, read_folder
+from mpidist.collectives.watch.flight_record import read_folder
+from mpidist.collectives.watch.flight_text import merged_text
 from mpidist.collectives.watch.trace_files import path_of
 from tests.support.ranks.jobs import run_script
 

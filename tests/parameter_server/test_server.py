@@ -90,7 +90,7 @@ def test_ranks_whose_roles_do_not_fit_together() -> None:
     texts = [
         "one worker: type MPIDIST_JOBS=ps:1,worker:3 mpirun -n 4 python ...; MPIDIST_JOBS is not set, and without it",
         "the cluster is ps:3; expected at least one ps and one worker: type MPIDIST_JOBS=chief:1,ps:1,worker:2 mpirun",
-        "two ranks have the same task",
+        "several ranks have the same task",
         "worker 0 made a Server",
         "ps 0 made a v1.experimental.ParameterServerStrategy; expected that it makes a Server: with a coordinator",
         "every worker a v1.experimental.ParameterServerStrategy: type MPIDIST_JOBS=chief:1,ps:1,worker:2 mpirun -n 4",

@@ -12,6 +12,7 @@ import pytest
 import mpidist
 from mpidist.collectives.channel.channel import open_channels
 from mpidist.core.errors import DeviceError
+from mpidist.core.wording import numbered_ranks
 from mpidist.strategies.replica_devices import agreed_devices
 from tests.support.ranks.jobs import ROOT, child_environment
 
@@ -131,8 +132,9 @@ def test_ranks_without_gpus_among_others_are_refused(
     with pytest.raises(DeviceError, match=r"devices=\['cpu:0'\] on all ranks") as refused:
         mpidist.MultiWorkerMirroredStrategy(devices=named)
     host = platform.node()
-    others = "rank 0" if last == 1 else f"ranks {', '.join(map(str, range(last)))}"
-    assert str(refused.value).startswith(f"{others} on {host} would compute on GPUs, and others see none")
+    assert str(refused.value).startswith(
+        f"{numbered_ranks(range(last))} on {host} would compute on GPUs, and others see none"
+    )
     assert f"rank {last} on {host}: none to be seen, CUDA_VISIBLE_DEVICES being ''" in str(refused.value)
     assert open_channels == before
     with mpidist.MultiWorkerMirroredStrategy(devices=["cpu:0"]) as strategy:

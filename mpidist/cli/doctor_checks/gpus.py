@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 
 from mpidist.cli.doctor_checks import commands
-from mpidist.cli.doctor_checks.finding import ERROR, WARNING, Finding, ranks_text
+from mpidist.cli.doctor_checks.finding import ERROR, WARNING, Finding
 from mpidist.cli.doctor_facts.facts import GpuFacts, JobFacts
-from mpidist.core import wording
+from mpidist.core.wording import groups_of, names_text, numbered_ranks, ranks_text
 from mpidist.topology.gpu_sharing import devices_of_each
 
 _NAMES_GPUS = re.compile(r"\d|GPU-|MIG-")
 # How the names of slices end.
 _SLICE = re.compile(r" MIG (\S+)$")
+_MOST_PROBLEMS = 4
 
 
 def check_gpus(job: JobFacts) -> list[Finding]:
@@ -47,12 +48,13 @@ def _numbers(job: JobFacts) -> dict[int, tuple[int, ...]]:
 
 
 def _unusable(job: JobFacts) -> list[Finding]:
-    findings = {}
-    for rank, facts in job.known.items():
-        problem = facts.gpus.problem or facts.gpus.nccl_problem
-        if problem and problem not in findings:
-            findings[problem] = Finding(WARNING, "GPU", f"Rank {rank} on {facts.host}: {problem}", _install(problem))
-    return list(findings.values())
+    problems = {rank: facts.gpus.problem or facts.gpus.nccl_problem for rank, facts in job.known.items()}
+    findings = []
+    for problem, ranks in groups_of((rank, problem) for rank, problem in problems.items() if problem)[:_MOST_PROBLEMS]:
+        hosts = names_text(dict.fromkeys(job.known[rank].host for rank in ranks))
+        who = numbered_ranks(ranks).capitalize()
+        findings.append(Finding(WARNING, "GPU", f"{who} on {hosts}: {problem}", _install(problem)))
+    return findings
 
 
 def _install(problem: str) -> str:
@@ -77,7 +79,7 @@ def _differing(job: JobFacts) -> list[Finding]:
     if not with_gpus or not without:
         return []
     text = (
-        f"{ranks_text(with_gpus)} see{'s' if len(with_gpus) == 1 else ''} GPUs and {ranks_text(without)} "
+        f"{numbered_ranks(with_gpus)} see{'s' if len(with_gpus) == 1 else ''} GPUs and {numbered_ranks(without)} "
         f"(on {job.host(without[0])}) none."
     )
     most = max(len(facts.gpus.visible) for facts in job.known.values())
@@ -95,10 +97,9 @@ def _shared(job: JobFacts) -> list[Finding]:
         for device, several in users.items():
             if len(several) > 1:
                 have = "have slices (MIG) of" if _SLICE.search(job.known[several[0]].gpus.names[0]) else "share"
-                text = (
-                    f"{ranks_text(several)} on {job.host(several[0])} {have} GPU {device}: NCCL refuses that, so their "
-                    "arrays go by way of host memory, which is slow."
-                )
+                who = f"{numbered_ranks(several)} on {job.host(several[0])}"
+                effect = "NCCL refuses that, so their arrays go by way of host memory, which is slow."
+                text = f"{who} {have} GPU {device}: {effect}"
                 return [Finding(WARNING, "GPU", text, commands.start(job, _one_each(job)))]
     return []
 
@@ -125,7 +126,7 @@ def _far(job: JobFacts) -> list[Finding]:
         for number in numbers:
             near = facts.gpus.cores[number]
             if near and not set(near) & set(facts.cores.allowed):
-                own, next_to = wording.ranks_text(facts.cores.allowed), wording.ranks_text(near)
+                own, next_to = ranks_text(facts.cores.allowed), ranks_text(near)
                 text = (
                     f"Rank {rank} on {facts.host} runs on cores {own}, and its "
                     f"{_label(facts.gpus, number)} is next to cores {next_to}: what it copies to the GPU and "

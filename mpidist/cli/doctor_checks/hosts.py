@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from mpidist.cli.doctor_checks import commands
-from mpidist.cli.doctor_checks.finding import WARNING, Finding, names_text, ranks_text
+from mpidist.cli.doctor_checks.finding import WARNING, Finding
 from mpidist.cli.doctor_facts.facts import CoreFacts, JobFacts
 from mpidist.collectives.reduce.table import size_text
+from mpidist.core.wording import names_text, numbered_ranks
 
 ENOUGH_BYTES = 256 << 20
 """Room for a large bucket of gradients, its result, MPI and NCCL."""
@@ -55,10 +56,9 @@ def _doubled(job: JobFacts) -> list[Finding]:
             by_core.setdefault(job.known[rank].cores.allowed, []).append(rank)
         for allowed, several in by_core.items():
             if len(allowed) < len(several):
-                text = (
-                    f"{ranks_text(several)} on {job.host(several[0])} are bound to core {', '.join(map(str, allowed))} "
-                    f"of {_of_machine(job.known[several[0]].cores)}, which they share, while others are idle."
-                )
+                who = f"{numbered_ranks(several)} on {job.host(several[0])}"
+                cores = f"{', '.join(map(str, allowed))} of {_of_machine(job.known[several[0]].cores)}"
+                text = f"{who} are bound to core {cores}, which they share, while others are idle."
                 return [Finding(WARNING, "binding", text, _unbound(job))]
     return []
 
@@ -69,8 +69,8 @@ def _pinned(job: JobFacts) -> list[Finding]:
     if not pinned:
         return []
     text = (
-        f"{ranks_text(pinned)} may run on one core only, of {_of_machine(cores[pinned[0]])}: the threads of BLAS and "
-        "the one that moves collectives on in the background share it with the program."
+        f"{numbered_ranks(pinned)} may run on one core only, of {_of_machine(cores[pinned[0]])}: the threads of BLAS "
+        "and the one that moves collectives on in the background share it with the program."
     )
     return [Finding(WARNING, "binding", text, _unbound(job))]
 

@@ -7,8 +7,9 @@ from itertools import groupby
 from statistics import median
 
 from mpidist.cli.doctor_checks import commands
-from mpidist.cli.doctor_checks.finding import ERROR, WARNING, Finding, names_text, ranks_text
+from mpidist.cli.doctor_checks.finding import ERROR, WARNING, Finding
 from mpidist.cli.doctor_facts.facts import Interface, JobFacts, Reach
+from mpidist.core.wording import names_text, numbered_ranks
 from mpidist.topology.environments import BATCH_SYSTEMS
 
 _MOST_FINDINGS = 8
@@ -42,7 +43,7 @@ def check_reach(job: JobFacts) -> list[Finding]:
 def _of_lonely(job: JobFacts, reach: Reach, lonely: list[int]) -> Finding:
     rank = lonely[0]
     text = (
-        f"No rank heard from {ranks_text(lonely)}{_on(job, rank)} within {reach.seconds:g} s; rank 0 is on "
+        f"No rank heard from {numbered_ranks(lonely)}{_on(job, rank)} within {reach.seconds:g} s; rank 0 is on "
         f"{job.first.host}."
     )
     return Finding(ERROR, "reach", text, _reaching(job, 0, rank))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from mpidist.cli.doctor_checks import commands
-from mpidist.cli.doctor_checks.finding import ERROR, WARNING, Finding, names_text, ranks_text
+from mpidist.cli.doctor_checks.finding import ERROR, WARNING, Finding
 from mpidist.cli.doctor_facts.facts import JobFacts, MpiFacts
 from mpidist.cluster_resolver.cluster_spec import deal_tasks
 from mpidist.core.settings import JOBS, NATIVE, SETTINGS, TUNING_FILE
+from mpidist.core.wording import names_text, numbered_ranks
 from mpidist.topology.environments import LauncherInfo
 
 _NEEDED_LEVEL = "MPI_THREAD_MULTIPLE"
@@ -101,10 +102,9 @@ def check_native_core(job: JobFacts) -> list[Finding]:
     if not without:
         return []
     first = next(iter(without.values()))
-    text = (
-        f"{ranks_text(without)} on {names_text(dict.fromkeys(facts.host for facts in without.values()))} without the "
-        f"native core: {first.without_core}. The ranks of a node exchange messages in place of sharing memory."
-    )
+    hosts = names_text(dict.fromkeys(facts.host for facts in without.values()))
+    effect = "The ranks of a node exchange messages in place of sharing memory."
+    text = f"{numbered_ranks(without)} on {hosts} without the native core: {first.without_core}. {effect}"
     if NATIVE.name in first.settings:
         return [Finding(WARNING, "native core", text, f"unset {NATIVE.name}")]
     command = f"python -m pip install --force-reinstall --no-deps mpidist   # on {first.host}; docs/install.md"
@@ -123,7 +123,7 @@ def check_settings(job: JobFacts) -> list[Finding]:
     differing = _differing(job)
     if differing:
         others = [rank for rank, facts in job.known.items() if facts.settings != job.first.settings]
-        text = f"{' and '.join(differing)} on rank 0 and on {ranks_text(others)} differ; they are to be equal."
+        text = f"{' and '.join(differing)} on rank 0 and on {numbered_ranks(others)} differ; they are to be equal."
         findings.append(Finding(ERROR, "settings", text, commands.with_settings(job.first, differing)))
     return findings
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from mpidist.topology.environments import LauncherInfo
 
@@ -246,12 +247,12 @@ class JobFacts:
         assert facts is not None
         return facts
 
-    @property
+    @cached_property
     def known(self) -> dict[int, RankFacts]:
         """The facts by rank, of the ranks that could be asked."""
         return {rank: facts for rank, facts in enumerate(self.ranks) if facts is not None}
 
-    @property
+    @cached_property
     def machines(self) -> dict[str, list[int]]:
         """The ranks of each machine, machines in the order of their lowest ranks."""
         machines: dict[str, list[int]] = {}
@@ -266,7 +267,12 @@ class JobFacts:
             return facts.host
         if self.reach is not None and rank in self.reach.hosts:
             return self.reach.hosts[rank]
-        # The only host of the job that nobody has heard of is where the others are.
+        # The others are there.
+        return self._unheard_host
+
+    @cached_property
+    def _unheard_host(self) -> str | None:
+        """The only host of the job that nobody has heard of."""
         named = {facts.host.partition(".")[0] for facts in self.known.values()}
         named |= {host.partition(".")[0] for host in (self.reach.hosts.values() if self.reach else ())}
         left = [host for host in self.first.job_hosts if host.partition(".")[0] not in named]

@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import pickle
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpidist.cli.doctor_facts import machine, timed_messages
-from mpidist.cli.doctor_facts.facts import CollectiveFacts, JobFacts, LinkSpeed, RankFacts, Reach
+from mpidist.cli.doctor_facts.facts import CollectiveFacts, JobFacts, LinkSpeed, RankFacts
 from mpidist.cli.doctor_facts.watchdog import Ending, Watchdog
 from mpidist.collectives.gpu.network_probes import rdma_everywhere, takes_device_memory
 from mpidist.collectives.mpi.waiting import drive
@@ -87,6 +87,20 @@ class UnreachableError(RuntimeError):
         self.job = job
 
 
+class _Place(NamedTuple):
+    """The facts of a rank that all others need; rank 0 alone keeps the rest."""
+
+    host: str
+    machine: str
+    layout: str | None
+    is_wrong: bool
+
+
+def _place(facts: RankFacts) -> _Place:
+    layout = facts.settings.get(RANKS_PER_NODE.name)
+    return _Place(facts.host, facts.machine, layout, bool(facts.wrong_settings))
+
+
 def gather(me: RankFacts, seconds: float, watch: Watchdog) -> JobFacts | None:
     """Return the facts of the job on rank 0, None on the others (collective).
 
@@ -149,18 +163,21 @@ class _Course:
 
     # First meeting --------------------------------------------------------------------------------------------
 
-    def meet(self) -> tuple[list[RankFacts], Reach]:
-        """Return the facts of all ranks once every pair has exchanged a message. They are the same on every rank."""
+    def meet(self) -> tuple[list[_Place], JobFacts | None]:
+        """Return the place of each rank, and on rank 0 the facts of all."""
         rank, size = self._comm.Get_rank(), self._comm.Get_size()
-        everyone, found = self._meet(timed_messages.first_partners(rank, size))
+        places, job = self._meet(timed_messages.first_partners(rank, size))
         if size > timed_messages.ALL_PAIRS_RANKS:
-            machines = list(JobFacts(tuple(everyone)).machines.values())
-            _, second = self._meet(timed_messages.partners_on_nodes(rank, machines))
-            found = replace(found, tested=found.tested + second.tested)
-        return everyone, found
+            machines: dict[str, list[int]] = {}
+            for other, place in enumerate(places):
+                machines.setdefault(place.machine, []).append(other)
+            _, second = self._meet(timed_messages.partners_on_nodes(rank, list(machines.values())))
+            if job is not None and second is not None and job.reach is not None and second.reach is not None:
+                job = replace(job, reach=replace(job.reach, tested=job.reach.tested + second.reach.tested))
+        return places, job
 
-    def _meet(self, partners: list[int]) -> tuple[list[RankFacts], Reach]:
-        """Exchange messages with partners, and have rank 0 tell all ranks of all reports.
+    def _meet(self, partners: list[int]) -> tuple[list[_Place], JobFacts | None]:
+        """Exchange messages with partners, and have rank 0 tell all ranks where all are.
 
         Raises:
             UnreachableError: Somebody was not heard.
@@ -178,8 +195,8 @@ class _Course:
             if timed_messages.receive_verdict(comm, (1 + 3 * _WAIT_FACTOR) * self._seconds) == _STOP:
                 raise UnreachableError(None)
         self._begin("telling one another what they know")
-        told: tuple[list[RankFacts], Reach] = comm.bcast(None if job is None else (list(job.known.values()), job.reach))
-        return told
+        places: list[_Place] = comm.bcast(None if job is None else [_place(facts) for facts in job.known.values()])
+        return places, job
 
     def _collect(self, heard: timed_messages.Heard) -> JobFacts:
         """Return all reports on rank 0, and tell the others whether to go on."""
@@ -198,40 +215,40 @@ class _Course:
 
     # Together -------------------------------------------------------------------------------------------------
 
-    def examine(self, everyone: list[RankFacts], found: Reach) -> JobFacts | None:
+    def examine(self, places: list[_Place], job: JobFacts | None) -> JobFacts | None:
         """Gather the facts that need messages, now that every one arrives."""
         comm = self._comm
         self._begin("looking at its GPUs")
-        gpus = comm.allgather(machine.gpus())
-        everyone = [replace(facts, gpus=seen) for facts, seen in zip(everyone, gpus, strict=True)]
-        layouts = {facts.settings.get(RANKS_PER_NODE.name) for facts in everyone}
-        if any(facts.wrong_settings for facts in everyone) or len(layouts) > 1:
+        mine = machine.gpus()
+        everyones, has_gpus = comm.gather(mine), comm.allreduce(bool(mine.visible), import_mpi().LOR)
+        if job is not None and everyones is not None:
+            pairs = zip(job.known.values(), everyones, strict=True)
+            job = replace(job, ranks=tuple(replace(facts, gpus=seen) for facts, seen in pairs))
+        if any(place.is_wrong for place in places) or len({place.layout for place in places}) > 1:
             # What follows reads the settings, and this one decides who takes part in what.
-            return JobFacts(tuple(everyone), found) if comm.Get_rank() == 0 else None
+            return job
         self._begin("setting up what the ranks of a node share")
-        collectives = collective_facts(comm, any(seen.visible for seen in gpus))
+        collectives = collective_facts(comm, has_gpus)
         self._begin("measuring")
-        speeds, used = self._speeds(everyone, collectives)
+        hosts = [place.host for place in places]
+        speeds, used = self._speeds(hosts, collectives)
         self._begin("gathering the results")
         all_speeds, all_used = comm.gather(speeds), comm.gather(used)
-        if all_speeds is None or all_used is None:
+        if job is None or all_speeds is None or all_used is None:
             return None
-        return JobFacts(
-            ranks=tuple(everyone),
-            reach=found,
+        return replace(
+            job,
             links=tuple(link for some in all_speeds for link in some),
-            in_use={facts.host: names for facts, names in zip(everyone, all_used, strict=True) if names},
+            in_use={host: names for host, names in zip(hosts, all_used, strict=True) if names},
             collectives=collectives,
         )
 
-    def _speeds(
-        self, everyone: list[RankFacts], collectives: CollectiveFacts
-    ) -> tuple[list[LinkSpeed], tuple[str, ...]]:
+    def _speeds(self, hosts: list[str], collectives: CollectiveFacts) -> tuple[list[LinkSpeed], tuple[str, ...]]:
         """Return this rank's link speeds, and the interfaces that measuring between nodes used.
 
         A link belongs to the first rank of its pair.
         """
-        comm, hosts = self._comm, [facts.host for facts in everyone]
+        comm = self._comm
         nodes: list[list[int]] = [[] for _ in range(max(collectives.node_of_rank) + 1)]
         for rank, node in enumerate(collectives.node_of_rank):
             nodes[node].append(rank)

@@ -23,6 +23,7 @@ from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline
 from mpidist.core.errors import CollectiveTimeoutError, PeerError, RankLostError
+from mpidist.core.wording import numbered_ranks
 from mpidist.topology.faults import says_rank_is_lost
 
 T = TypeVar("T")
@@ -341,7 +342,8 @@ class Executor:
                     shutdown.abort_job(self._rank, f"the other ranks have not come to {what}")
                 yield
             if not work.is_done:
-                work.settle(PeerError(f"ranks {self._handshake.left} left the program before they came to it"))
+                left = numbered_ranks(self._handshake.left)
+                work.settle(PeerError(f"{left} left the program before they came to it"))
             self._works.popleft()
 
     # Inside, while the lock is held -----------------------------------------------------------------------------
@@ -517,7 +519,8 @@ class Executor:
         if self.unusable is not None:
             raise RuntimeError(f"this {self._owner} can no longer be used: {self.unusable}")
         if self._handshake.left:
-            raise PeerError(f"this {self._owner} can no longer be used: ranks {self._handshake.left} left the program")
+            left = numbered_ranks(self._handshake.left)
+            raise PeerError(f"this {self._owner} can no longer be used: {left} left the program")
 
 
 also_moved: list[Callable[[], object]] = []

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpidist.collectives.channel.mismatch import EVERY_RANK_CALLS, mismatch_text, news_text
 from mpidist.collectives.channel.operation import plan_id
 from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.mpi.objects import gather_objects
@@ -29,7 +30,6 @@ from mpidist.collectives.node.core import MISMATCH, Core
 from mpidist.collectives.node.node import Node
 from mpidist.core.callsite import user_call_site
 from mpidist.core.errors import MismatchError, PeerError
-from mpidist.core.wording import ranks_text
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
@@ -39,11 +39,6 @@ _ID_BITS = 40
 # News of a rank in place of a plan.
 FAILED = "failed"
 LEFT = "left"
-# Most often a call that is meant to print or to save stands under `if rank == 0:`.
-_EVERY_RANK_CALLS = (
-    "Expected: every rank makes this call (reduce, result(), save(), reading a variable, ...), also where only one "
-    "needs what it returns; put only the printing under `if strategy.extended.should_checkpoint:`"
-)
 
 
 # Begins a call of the core with an identity.
@@ -208,24 +203,8 @@ class Handshake:
         mine = ("plan", text, call_site or user_call_site())
         everyone = yield from gather_objects(self._comm, mine)
         self._note_left(everyone)
-        news = [f"rank {rank} {text} (at {site})" for rank, (kind, text, site) in enumerate(everyone) if kind != "plan"]
+        news = news_text(everyone)
         if news:
-            remedy = f". {_EVERY_RANK_CALLS}" if self.left else ""
-            raise PeerError(f"rank {self._comm.Get_rank()} was in {text} (at {mine[2]}) when {'; '.join(news)}{remedy}")
-        raise MismatchError(_mismatch_message(everyone), {r: text for r, (_, text, _) in enumerate(everyone)})
-
-
-def _mismatch_message(everyone: list[tuple[str, str, str]]) -> str:
-    groups: dict[tuple[str, str], list[int]] = {}
-    for rank, (_, text, site) in enumerate(everyone):
-        groups.setdefault((text, site), []).append(rank)
-    lines = [
-        f"  rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}: {text}\n      at {site}"
-        for (text, site), ranks in groups.items()
-    ]
-    # Where all are at one line it is their arguments that differ.
-    remedy = f"\n{_EVERY_RANK_CALLS}" if len({site for _, site in groups}) > 1 else ""
-    return (
-        "the ranks made different calls at the same point; expected the same operation, shapes, dtypes, structure "
-        "and options on every rank, in the same order:\n" + "\n".join(lines) + remedy
-    )
+            remedy = f". {EVERY_RANK_CALLS}" if self.left else ""
+            raise PeerError(f"rank {self._comm.Get_rank()} was in {text} (at {mine[2]}) when {news}{remedy}")
+        raise MismatchError(mismatch_text(everyone), {r: text for r, (_, text, _) in enumerate(everyone)})

@@ -29,6 +29,7 @@ from mpidist.collectives.reduce.device_packs import nccl_reduction
 from mpidist.core.daemon_thread import start_daemon
 from mpidist.core.enums import ReduceOp
 from mpidist.core.message_tags import NCCL_START
+from mpidist.core.wording import groups_of, names_text, numbered_ranks
 from mpidist.topology import import_mpi
 
 # NCCL needs seconds for thousands of GPUs.
@@ -139,9 +140,9 @@ def _first_problem(everyone: list[_Candidate]) -> str | None:
     for rank, candidate in enumerate(everyone):
         if candidate.problem is not None:
             return f"rank {rank} cannot use NCCL: {candidate.problem}"
-    versions = {candidate.version: rank for rank, candidate in reversed(list(enumerate(everyone)))}
+    versions = groups_of((rank, candidate.version) for rank, candidate in enumerate(everyone))
     if len(versions) > 1:
-        found = ", ".join(f"{version} on rank {rank}" for version, rank in versions.items())
+        found = names_text(f"{version} on {numbered_ranks(ranks)}" for version, ranks in versions)
         return f"the ranks load different versions of NCCL: {found}; expected one version everywhere"
     return None
 

@@ -11,16 +11,20 @@ import random
 from collections.abc import Sequence
 from functools import lru_cache
 
+from mpidist.collectives.mpi.gathering import exchange_lengths
 from mpidist.collectives.mpi.objects import gather_objects
 from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.core.callsite import user_call_site
 from mpidist.core.errors import MismatchError
+from mpidist.core.wording import cut_text
 
 _BITS = 62
 # Of the pairs of ranks in a message.
 _MOST_PAIRS = 4
-# Rows for each rank, rows from each rank, and the line of the program.
-_Told = tuple[list[int], list[int], str]
+# Of the rows of a rank as text, for each error.
+_LONGEST_TEXT = 120
+# The first ranks that give other rows than a rank expects, with both numbers; how many there are; its line.
+_Told = tuple[list[tuple[int, int, int]], int, str]
 
 
 def number_of(rank: int, given: Sequence[int], expected: Sequence[int]) -> int:
@@ -61,31 +65,35 @@ def raise_mismatch(comm: Comm, given: list[int], expected: list[int], call_site:
     Raises:
         MismatchError: Always.
     """
-    everyone: list[_Told] = yield from gather_objects(comm, (given, expected, call_site or user_call_site()))
-    told = enumerate(everyone)
-    texts = {rank: f"all_to_all that gives {gives} rows and expects {expects}" for rank, (gives, expects, _) in told}
-    raise MismatchError(_message(everyone), texts)
+    # A rank learns its own rows alone: those of all would be as many as pairs of ranks.
+    got, _ = yield from exchange_lengths(comm, given, 0)
+    wrong = [(rank, gives, expects) for rank, (gives, expects) in enumerate(zip(got, expected, strict=True))]
+    wrong = [each for each in wrong if each[1] != each[2]]
+    told: _Told = (wrong[:_MOST_PAIRS], len(wrong), call_site or user_call_site())
+    gives, expects = (cut_text(str(rows), _LONGEST_TEXT) for rows in (given, expected))
+    everyone = yield from gather_objects(comm, (told, f"all_to_all that gives {gives} rows and expects {expects}"))
+    texts = {rank: text for rank, (_, text) in enumerate(everyone)}
+    raise MismatchError(_message([told for told, _ in everyone]), texts)
 
 
 def _message(everyone: list[_Told]) -> str:
     """Return which pairs of ranks do not fit, with their lines.
 
-    >>> print(_message([([1, 2], [1, 1], "a.py:3 (main)"), ([1, 0], [3, 0], "b.py:4 (main)")]))
+    >>> print(_message([([], 0, "a.py:3 (main)"), ([(0, 2, 3)], 1, "b.py:4 (main)")]))
     the parts of all_to_all do not fit; expected each rank to give another one as many rows as that one expects:
       rank 0 gives rank 1 2 rows
           at a.py:3 (main)
       rank 1 expects 3 from it
           at b.py:4 (main)
     """
-    pairs = []
-    for rank, (_, expected, site) in enumerate(everyone):
-        for other, (given, _, other_site) in enumerate(everyone):
-            if given[rank] != expected[other]:
-                pairs.append(
-                    f"  rank {other} gives rank {rank} {given[rank]} rows\n      at {other_site}\n"
-                    f"  rank {rank} expects {expected[other]} from it\n      at {site}"
-                )
-    more = f"\n  and {len(pairs) - _MOST_PAIRS} more such pairs" if len(pairs) > _MOST_PAIRS else ""
+    pairs = [
+        f"  rank {other} gives rank {rank} {gives} rows\n      at {everyone[other][2]}\n"
+        f"  rank {rank} expects {expects} from it\n      at {site}"
+        for rank, (wrong, _, site) in enumerate(everyone)
+        for other, gives, expects in wrong
+    ]
+    count = sum(count for _, count, _ in everyone)
+    more = f"\n  and {count - _MOST_PAIRS} more such pairs" if count > _MOST_PAIRS else ""
     return (
         "the parts of all_to_all do not fit; expected each rank to give another one as many rows as that one expects:\n"
         + "\n".join(pairs[:_MOST_PAIRS])

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
+from array import array
+from hashlib import sha256
+
 from mpidist.collectives.mpi.waiting import Comm
 from mpidist.core.wording import ranks_text
 from mpidist.topology import import_mpi
 
-_counts: dict[tuple[int, ...], int] = {}
+# So that the flight record has room for a name.
+_RANKS_WIDTH = 40
+# By a digest of the ranks, which are many.
+_counts: dict[bytes, int] = {}
 
 
 def ranks_in_job(comm: Comm) -> tuple[int, ...]:
@@ -20,7 +27,8 @@ def ranks_in_job(comm: Comm) -> tuple[int, ...]:
 
 def next_name(ranks: tuple[int, ...]) -> str:
     """Return the name of one more communicator of these ranks, with its number among theirs."""
-    number = _counts[ranks] = _counts.get(ranks, 0) + 1
+    key = sha256(array("q", ranks).tobytes()).digest()
+    number = _counts[key] = _counts.get(key, 0) + 1
     return _name(number, ranks)
 
 
@@ -30,4 +38,7 @@ def first_name() -> str:
 
 
 def _name(number: int, ranks: tuple[int, ...]) -> str:
-    return f"communicator {number} of ranks {ranks_text(ranks)}"
+    text = ranks_text(ranks, _RANKS_WIDTH)
+    # A text that is cut is not of these ranks alone.
+    alone = f" ({zlib.crc32(array('q', ranks).tobytes()):08x})" if "..." in text else ""
+    return f"communicator {number} of ranks {text}{alone}"

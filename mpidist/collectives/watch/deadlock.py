@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpidist.collectives.channel.channel import open_channels
-from mpidist.core.wording import ranks_text
+from mpidist.core.wording import group_lines, groups_of, numbered_ranks
 from mpidist.topology import import_mpi
 
 _LONGEST_TEXT = 200
+# Of what is said of the ranks, in characters: it goes to each of them in one message.
+_ROOM = 1800
 # Threads of this process that have waited for other ranks.
 _threads: set[int] = set()
 
@@ -96,27 +98,31 @@ def find_deadlock(channel: str, number: int, found: Sequence[WaitState]) -> Dead
     """
     waiting = [each for each in found if each.wait is not None and each.wait[:2] == (channel, number)]
     held = [each for each in found if each.wait is not None and each.issued.get(channel, number) < number]
-    stuck = [each for each in waiting if any(_waits_for(other, each) for other in held)]
-    stuck += [each for each in held if any(_waits_for(each, other) for other in waiting)]
+    # Many wait in the same collective, so what differs is looked at, not each pair of ranks.
+    elsewhere = {each.wait[:2] for each in held if each.wait is not None}
+    blocked = {wait for wait in elsewhere if any(_lacks(other, wait) for other in waiting)}
+    stuck = [each for each in waiting if any(_lacks(each, wait) for wait in elsewhere)]
+    stuck += [each for each in held if each.wait is not None and each.wait[:2] in blocked]
     if not stuck:
         return None
-    groups: dict[Wait, list[int]] = {}
-    for each in stuck:
-        assert each.wait is not None
-        groups.setdefault(each.wait, []).append(each.rank)
-    lines = [
-        f"  rank{'s' * (len(ranks) > 1)} {ranks_text(sorted(ranks))} of the job: {wait.text}, collective number "
-        f"{wait.number} of {wait.channel}\n      at {wait.where}"
-        for wait, ranks in groups.items()
-    ]
+    groups = groups_of(sorted((each.rank, each.wait) for each in stuck if each.wait is not None))
+    lines = group_lines(
+        groups,
+        lambda wait, ranks: (
+            f"  {numbered_ranks(ranks)} of the job: ",
+            wait.text,
+            f", collective number {wait.number} of {wait.channel}\n      at {wait.where}",
+        ),
+        room=_ROOM,
+    )
     text = (
         "ranks wait for one another in different communicators, and none can go on; expected the same collectives in "
         "the same order on every rank:\n" + "\n".join(lines)
     )
-    return Deadlock(text, frozenset((wait.channel, wait.number) for wait in groups))
+    return Deadlock(text, frozenset((wait.channel, wait.number) for wait, _ in groups))
 
 
-def _waits_for(one: WaitState, other: WaitState) -> bool:
-    """Return whether ``one`` waits in a collective that ``other`` has not issued."""
-    assert one.wait is not None
-    return other.issued.get(one.wait.channel, one.wait.number) < one.wait.number
+def _lacks(state: WaitState, collective: tuple[str, int]) -> bool:
+    """Return whether a rank of its communicator has not issued a collective."""
+    channel, number = collective
+    return state.issued.get(channel, number) < number

@@ -15,7 +15,6 @@ import struct
 import threading
 import time
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from mpidist.collectives.node.core import Core
 from mpidist.core.callsite import user_call_site
 from mpidist.core.files import folder_to_write, replacing
 from mpidist.core.settings import FLIGHT_RECORD
-from mpidist.core.wording import ranks_text
+from mpidist.core.wording import names_text
 
 ENTRIES = 1000
 # Of messages, behind those of collectives.
@@ -40,7 +39,6 @@ _TEXTS = (80, 280, 100)
 _ENTRY_BYTES = _ENTRY.size + sum(_TEXTS)
 _FILE_BYTES = _HEAD_BYTES + (ENTRIES + MESSAGES) * _ENTRY_BYTES
 _FORMAT = "mpidist flight record 2"
-_STATES = {RUNNING: "had not ended", FAILED: "failed"}
 
 
 @dataclass(frozen=True)
@@ -262,19 +260,6 @@ def _cut(text: str, size: int, keep_end: bool = False) -> bytes:
     return data[-size:] if keep_end else data[:size]
 
 
-@dataclass(frozen=True)
-class Divergence:
-    """The first collective of a communicator that ranks did not make alike.
-
-    Args:
-        number: Of the collective.
-        groups: The ranks by their calls.
-    """
-
-    number: int
-    groups: dict[str, list[int]]
-
-
 def read_folder(folder: str) -> tuple[list[Flight], list[str]]:
     """Return the flights in rank order, and the errors of files that cannot be read.
 
@@ -294,116 +279,5 @@ def read_folder(folder: str) -> tuple[list[Flight], list[str]]:
         except (OSError, ValueError) as error:
             problems.append(str(error))
     if not flights:
-        raise ValueError("; ".join(problems))
+        raise ValueError(names_text(problems))
     return sorted(flights, key=lambda flight: flight.rank), problems
-
-
-def merged_text(flights: list[Flight], last: int) -> str:
-    """Return the last collectives of every communicator, rank beside rank.
-
-    Args:
-        flights: Of the ranks.
-        last: How many collectives of each communicator are shown.
-    """
-    ranks = flights[0].ranks
-    missing = sorted(set(range(ranks)) - {flight.rank for flight in flights})
-    lines = [f"flight record of {ranks} rank{'s' * (ranks != 1)}"]
-    if missing:
-        lines.append(f"  without rank{'s' * (len(missing) > 1)} {ranks_text(missing)}: no file to read")
-    for name, everything in _by_communicator(flights).items():
-        lines += ["", name]
-        by_rank = _only(everything, lambda entry: entry.number != MESSAGE)
-        if by_rank:
-            lines += _collectives_text(by_rank, last)
-        lines += _messages_text(_only(everything, lambda entry: entry.number == MESSAGE), last)
-    return "\n".join(lines)
-
-
-def _only(
-    by_rank: dict[int, list[FlightEntry]], is_wanted: Callable[[FlightEntry], bool]
-) -> dict[int, list[FlightEntry]]:
-    found = {rank: [entry for entry in entries if is_wanted(entry)] for rank, entries in by_rank.items()}
-    return {rank: entries for rank, entries in found.items() if entries}
-
-
-def _collectives_text(by_rank: dict[int, list[FlightEntry]], last: int) -> list[str]:
-    lines = _progress(by_rank)
-    divergence = first_divergence(by_rank)
-    if divergence is not None:
-        lines.append(f"  the ranks went apart at number {divergence.number}:")
-        lines += [f"    {_who(found)}: {what}" for what, found in divergence.groups.items()]
-    return lines + _table(by_rank, last)
-
-
-def _messages_text(by_rank: dict[int, list[FlightEntry]], last: int) -> list[str]:
-    """Return the last messages of each rank, and those that have not ended."""
-    lines = []
-    for rank, entries in by_rank.items():
-        failed = {entry.serial: " failed" for entry in entries if entry.state == FAILED}
-        shown = [entry for entry in entries[:-last] if entry.state == RUNNING] + entries[-last:]
-        lines += [
-            f"          {_when([entry])}  rank {rank}{failed.get(entry.serial, '')}: {entry.text}, at {entry.call_site}"
-            for entry in shown
-        ]
-    return lines and ["  messages:", *lines]
-
-
-def first_divergence(by_rank: dict[int, list[FlightEntry]]) -> Divergence | None:
-    """Return the first collective in all records that not all ranks made alike, or None."""
-    numbers = {rank: {entry.number: entry for entry in entries} for rank, entries in by_rank.items()}
-    first = max(min(found) for found in numbers.values())
-    last = max(max(found) for found in numbers.values())
-    for number in range(first, last + 1):
-        groups: dict[str, list[int]] = {}
-        texts = set()
-        for rank, found in numbers.items():
-            entry = found.get(number)
-            what = "has not come to it" if entry is None else f"{entry.text}, at {entry.call_site}"
-            texts.add(None if entry is None else entry.text)
-            groups.setdefault(what, []).append(rank)
-        if len(texts) > 1:
-            return Divergence(number, groups)
-    return None
-
-
-def _by_communicator(flights: list[Flight]) -> dict[str, dict[int, list[FlightEntry]]]:
-    found: dict[str, dict[int, list[FlightEntry]]] = {}
-    for flight in flights:
-        for entry in flight.entries:
-            found.setdefault(entry.communicator, {}).setdefault(flight.rank, []).append(entry)
-    return found
-
-
-def _progress(by_rank: dict[int, list[FlightEntry]]) -> list[str]:
-    groups: dict[str, list[int]] = {}
-    for rank, entries in by_rank.items():
-        entry = entries[-1]
-        state = f", which {_STATES[entry.state]}" if entry.state in _STATES else ""
-        groups.setdefault(f"came to number {entry.number}{state}", []).append(rank)
-    return [f"  {_who(ranks)} {what}" for what, ranks in groups.items()]
-
-
-def _table(by_rank: dict[int, list[FlightEntry]], last: int) -> list[str]:
-    newest = max(entries[-1].number for entries in by_rank.values())
-    lines = []
-    for number in range(max(1, newest - last + 1), newest + 1):
-        groups: dict[tuple[str, str], list[tuple[int, FlightEntry]]] = {}
-        for rank, entries in by_rank.items():
-            for entry in entries:
-                if entry.number == number:
-                    groups.setdefault((entry.text, entry.call_site), []).append((rank, entry))
-        for (text, site), found in groups.items():
-            when, ranks = _when([entry for _, entry in found]), [rank for rank, _ in found]
-            lines.append(f"  {number:>6}  {when}  {_who(ranks)}: {text}, at {site}")
-    return lines
-
-
-def _when(entries: list[FlightEntry]) -> str:
-    """Return when the first of some entries began, and how long all took."""
-    begin, ends = min(entry.begin for entry in entries), [entry.end for entry in entries]
-    took = f"{1e3 * (max(ends) - begin):.3f} ms" if all(ends) else "not ended"
-    return f"{time.strftime('%H:%M:%S', time.localtime(begin))}  {took:>12}"
-
-
-def _who(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"

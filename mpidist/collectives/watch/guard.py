@@ -11,10 +11,10 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.connections import Connections
@@ -28,13 +28,14 @@ from mpidist.core import settings
 from mpidist.core.callsite import main_thread_frame, program_line
 from mpidist.core.deadline import wait_at_most
 from mpidist.core.errors import MismatchError
-from mpidist.core.wording import ranks_text, tell_user
+from mpidist.core.wording import group_lines, groups_of, names_text, numbered_ranks, tell_user
 
 # How long a rank may take to answer, and the one that is to ask all others to say that it will.
 _ANSWER_SECONDS, _HEARD_SECONDS = 2.0, 1.0
 # A message must be one that MPI sends without waiting for the other side.
 _LONGEST_TEXT, _LONGEST_REPORT = 300, 2500
-_MOST_LINES = 40
+# Of that, for the states of the ranks.
+_ROOM = 1800
 # How long a rank waits before it has others asked, and between two questions. Every rank sees its error within 2 s.
 _ASK_AFTER_SECONDS, _ASK_EVERY_SECONDS = 0.5, 1.0
 # Those of this process that are there.
@@ -169,12 +170,11 @@ class Guard(Observer):
         def tell(inquiry: _Inquiry) -> None:
             del self._inquiries[question]
             found, near = {each: inquiry.answers.get(each) for each in others}, asked | {self._rank}
-            states = {each: _place_text(status) if each in near else _FAR for each, status in found.items()}
-            print_report("\n".join([head, *_grouped(states)]))
+            states = {each: _place(status) if each in near else _Standing(_FAR) for each, status in found.items()}
+            print_report("\n".join([head, *_lines(states, found)]))
             left = [each for each, status in found.items() if status is not None and status.status.ended]
             if left and {*left, self._rank} >= {*others}:
-                what = f"ranks {ranks_text(left)} have" if len(left) > 1 else f"rank {left[0]} has"
-                operation.hopeless = f"{what} ended the program"
+                operation.hopeless = f"{numbered_ranks(left)} {'have' if len(left) > 1 else 'has'} ended the program"
 
         def ask() -> None:
             self._begin(question, asked, tell)
@@ -312,54 +312,73 @@ def report_text(number: int, answers: dict[int, RankStatus], size: int, asked: C
     waiting = {rank: found for rank, found in statuses.items() if found.waits and found.number == number}
     text = next((found.text for found in waiting.values()), "a collective that has ended meanwhile")
     seconds = max((found.seconds for found in waiting.values()), default=0.0)
-    lines = [
-        f"rank{'s' * (len(waiting) != 1)} {ranks_text(sorted(waiting))} of {size} "
+    head = (
+        f"{numbered_ranks(sorted(waiting))} of {size} "
         f"{'has' if len(waiting) == 1 else 'have'} waited {seconds:.0f} s for the other ranks in {text}, "
         f"collective number {number}:"
-    ]
-    states = {rank: _state_text(answers.get(rank), number) if rank in asked else _NOT_ASKED for rank in range(size)}
-    return "\n".join([*lines, *_grouped(states, waiting)])
+    )
+    states = {
+        rank: _state(answers.get(rank), number) if rank in asked else _Standing(_NOT_ASKED) for rank in range(size)
+    }
+    return "\n".join([head, *_lines(states, answers, waiting)])
 
 
-def _grouped(states: dict[int, str], waiting: Collection[int] = ()) -> list[str]:
-    """Return lines with the states of ranks, those of ranks that wait last.
+class _Standing(NamedTuple):
+    """The state of a rank, as all ranks in it say it.
 
-    Ranks of equal states share one.
+    Attributes:
+        text: The state, up to the time since its last collective.
+        place: What follows it.
+        has_time, has_process: Whether each rank adds that time, and its process.
     """
-    groups: dict[str, list[int]] = {}
-    for rank, state in states.items():
-        groups.setdefault(state, []).append(rank)
-    order = sorted(groups.items(), key=lambda group: (group[1][0] in waiting, group[1]))
-    lines = [f"  rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}: {state}" for state, ranks in order[:_MOST_LINES]]
-    if len(order) > _MOST_LINES:
-        lines.append(f"  and {len(order) - _MOST_LINES} more lines like these")
-    return lines
+
+    text: str
+    place: str = ""
+    has_time: bool = False
+    has_process: bool = False
 
 
-def _state_text(found: RankStatus | None, number: int) -> str:
+def _lines(
+    states: Mapping[int, _Standing], answers: Mapping[int, RankStatus | None], waiting: Container[int] = ()
+) -> list[str]:
+    """Return a line for each state, those of ranks that wait last."""
+
+    def line(state: _Standing, ranks: list[int]) -> tuple[str, str, str]:
+        found = [answer for answer in map(answers.get, ranks) if answer is not None]
+        tail = state.place
+        if state.has_time:
+            seconds = [f"{bound([each.status.seconds for each in found]):.0f}" for bound in (min, max)]
+            tail = f", {' to '.join(dict.fromkeys(seconds))} s ago{tail}"
+        if state.has_process:
+            tail += f" ({names_text(each.process for each in found)})"
+        return f"  {numbered_ranks(ranks)}: ", state.text, tail
+
+    return group_lines(groups_of(states.items(), waiting), line, room=_ROOM)
+
+
+def _state(found: RankStatus | None, number: int) -> _Standing:
     if found is None:
-        return _NO_ANSWER
-    here, status = f"at {found.where} ({found.process})", found.status
+        return _Standing(_NO_ANSWER)
+    status = found.status
+    if status.waits and status.number == number:
+        return _Standing(f"waiting for them at {found.where}")
     if status.waits:
-        return (
-            f"waiting for them at {found.where}"
-            if status.number == number
-            else f"waiting in number {status.number}, {status.text}, {here}"
-        )
+        return _Standing(f"waiting in number {status.number}, {status.text}", f", at {found.where}", has_process=True)
     if not status.ended and status.issued >= number:
-        return f"has issued it, and does not move it on: its program is {here}"
-    place = _place_text(found)
-    return place if status.ended else f"has not come to it: {place}"
+        text = f"has issued it, and does not move it on: its program is at {found.where}"
+        return _Standing(text, has_process=True)
+    place = _place(found)
+    return place if status.ended else place._replace(text=f"has not come to it: {place.text}")
 
 
-def _place_text(found: RankStatus | None) -> str:
+def _place(found: RankStatus | None) -> _Standing:
     """Return where the program of a rank is, and its last collective."""
     if found is None:
-        return _NO_ANSWER
+        return _Standing(_NO_ANSWER)
     status = found.status
-    last = f"its last collective was number {status.number}, {status.text}, {status.seconds:.0f} s ago"
+    last = f"its last collective was number {status.number}, {status.text}"
     if not status.number:
         last = "it has made no collective yet"
     if status.ended:
-        return f"has ended its program ({found.process}); {last}"
-    return f"{last}; its program is at {found.where} ({found.process})"
+        return _Standing(f"has ended its program; {last}", "", bool(status.number), has_process=True)
+    return _Standing(last, f"; its program is at {found.where}", bool(status.number), has_process=True)

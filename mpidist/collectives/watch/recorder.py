@@ -18,7 +18,7 @@ from mpidist.collectives.watch.flight_record import FlightFile
 from mpidist.collectives.watch.trace_files import Span, TraceFile
 from mpidist.core import message_tags, settings
 from mpidist.core.deadline import wait_at_most
-from mpidist.core.wording import ranks_text, tell_user
+from mpidist.core.wording import numbered_ranks, ranks_text, tell_user
 from mpidist.topology import import_mpi, world_topology
 
 Totals = dict[str, "OperationTotals"]
@@ -280,7 +280,7 @@ class Recorder:
     def _merge(self, folder: str, by_rank: dict[int, Totals]) -> None:
         missing = [rank for rank in range(self.ranks) if rank not in by_rank]
         if missing:
-            reason = f"ranks {ranks_text(missing)} have not told that their files are complete"
+            reason = f"{numbered_ranks(missing)} did not tell that their files are complete"
         else:
             try:
                 trace_files.merge(folder)

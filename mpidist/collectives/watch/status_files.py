@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mpidist.core.files import open_regular, replacing
+from mpidist.core.wording import names_text
 
 RUNNING, ENDED, FAILED = "running", "ended", "failed"
 """The states of a program."""
@@ -209,7 +210,7 @@ def read_status_folder(folder: str | os.PathLike[str]) -> StatusFolder:
             f"{os.fspath(folder)} holds no status-rank-*.json; start the job with MPIDIST_STATUS={os.fspath(folder)}"
         )
     if not found:
-        raise ValueError("; ".join(problems))
+        raise ValueError(names_text(problems))
     latest = max((report for report in found if report.job), key=lambda each: each.started, default=found[0])
     reports = [each for each in found if each.job in (latest.job, "") and each.ranks == latest.ranks]
     reports.sort(key=lambda report: report.rank)

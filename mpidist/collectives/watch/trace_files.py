@@ -25,6 +25,7 @@ import numpy as np
 from mpidist.arrays.dtypes import Array
 from mpidist.core.files import folder_to_write, open_regular, replacing
 from mpidist.core.settings import TRACE
+from mpidist.core.wording import names_text, numbered_ranks
 
 # About 300 MB, as much as viewers still open.
 MOST_EVENTS = 1_000_000
@@ -209,8 +210,8 @@ def _paths(folder: Path) -> list[Path]:
     missing = [path.name for path in paths if not path.exists()]
     if missing:
         raise FileNotFoundError(
-            f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not in {folder}; where the hosts do not share "
-            "it, copy the files of all into one folder"
+            f"{names_text(missing)} {'are' if len(missing) > 1 else 'is'} not in {folder}; where the hosts do not "
+            "share it, copy the files of all into one folder"
         )
     return paths
 
@@ -269,8 +270,9 @@ def _offsets(paths: Sequence[Path], clocks: Sequence[str]) -> dict[str, Offset]:
             if not own.keys() & reference.keys():
                 ranks = [rank for rank, clock in enumerate(clocks) if clock == other]
                 raise ValueError(
-                    f"ranks {ranks}, on another host than rank 0, have no collective in common with the ranks of that "
-                    "host; expected one at least, from which to tell how far their clocks are apart"
+                    f"{numbered_ranks(ranks)}, on another host than rank 0, {'have' if len(ranks) > 1 else 'has'} no "
+                    "collective in common with the ranks of that host; expected one at least, from which to tell how "
+                    "far their clocks are apart"
                 )
             offsets[other] = _offset(reference, own)
     return offsets

@@ -1,0 +1,50 @@
+"""Texts of errors about calls that ranks did not make alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpidist.core.wording import group_lines, groups_of, numbered_ranks
+
+# Most often a call that is meant to print or to save stands under `if rank == 0:`.
+EVERY_RANK_CALLS = (
+    "Expected: every rank makes this call (reduce, result(), save(), reading a variable, ...), also where only one "
+    "needs what it returns; put only the printing under `if strategy.extended.should_checkpoint:`"
+)
+# The kind of what a rank tells of itself, its text, and the line of its program.
+Told = tuple[str, str, str]
+
+
+def mismatch_text(everyone: Sequence[Told]) -> str:
+    """Return the message on different calls, the odd ones first.
+
+    >>> print(mismatch_text([("plan", "barrier", "a.py:3")] * 9 + [("plan", "all_reduce SUM", "a.py:3")]))
+    the ranks made different calls at the same point; expected the same operation, shapes, dtypes, structure and \
+options on every rank, in the same order:
+      rank 9: all_reduce SUM
+          at a.py:3
+      ranks 0-8: barrier
+          at a.py:3
+    """
+    groups = groups_of((rank, (text, site)) for rank, (_, text, site) in enumerate(everyone))
+    lines = group_lines(groups, lambda call, ranks: (f"  {numbered_ranks(ranks)}: ", call[0], f"\n      at {call[1]}"))
+    # Where all are at one line it is their arguments that differ.
+    remedy = f"\n{EVERY_RANK_CALLS}" if len({site for (_, site), _ in groups}) > 1 else ""
+    return (
+        "the ranks made different calls at the same point; expected the same operation, shapes, dtypes, structure "
+        "and options on every rank, in the same order:\n" + "\n".join(lines) + remedy
+    )
+
+
+def news_text(everyone: Sequence[Told]) -> str:
+    """Return the news of the ranks that make no call.
+
+    >>> news_text([("plan", "barrier", "a.py:3")] + [("left", "has left the program", "its end")] * 2)
+    'ranks 1-2: has left the program (at its end)'
+    """
+    news = ((rank, (text, site)) for rank, (kind, text, site) in enumerate(everyone) if kind != "plan")
+    lines = group_lines(
+        groups_of(news),
+        lambda told, ranks: (f"{numbered_ranks(ranks)}{':' * (len(ranks) > 1)} ", told[0], f" (at {told[1]})"),
+    )
+    return "; ".join(lines)
