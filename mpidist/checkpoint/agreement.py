@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,6 +25,8 @@ T = TypeVar("T")
 _MOST_NAMES = 10
 # Tensors of less than twice this are not cut: small parts cost more than they bring.
 SMALLEST_PART_BYTES = 1 << 16
+# With less than this for each rank only some of them write: many small files cost more than they bring.
+SMALLEST_FILE_BYTES = 1 << 20
 # Who writes which elements of each tensor: (rank, start, stop).
 Plan = dict[str, list[tuple[int, int, int]]]
 
@@ -141,12 +144,10 @@ class Extent:
     Attributes:
         size: Number of elements.
         itemsize: Bytes of one.
-        is_everywhere: Whether every rank has it; otherwise the first rank writes it.
     """
 
     size: int
     itemsize: int
-    is_everywhere: bool
 
     @property
     def nbytes(self) -> int:
@@ -155,26 +156,37 @@ class Extent:
 
 
 def plan_parts(extents: Mapping[str, Extent], ranks: int) -> Plan:
-    """Return the part of each tensor that each rank writes.
+    """Return the part of each tensor that each rank writes, about the same number of bytes each.
 
-    >>> plan_parts({"w": Extent(30000, 8, True), "b": Extent(10, 8, False)}, 2)
-    {'w': [(0, 0, 14995), (1, 14995, 30000)], 'b': [(0, 0, 10)]}
+    Of little every so-manieth rank writes, so that no file is small.
+
+    >>> plan_parts({"w": Extent(300000, 8), "b": Extent(10, 8)}, 2)
+    {'w': [(0, 0, 150005), (1, 150005, 300000)], 'b': [(1, 0, 10)]}
     """
-    shared = [(key, extent) for key, extent in extents.items() if extent.is_everywhere]
-    total = sum([extent.nbytes for _, extent in shared])
-    own = sum([extent.nbytes for extent in extents.values()]) - total
-    # The first rank has its own to write, too, and takes so much less of the rest; the others share that evenly.
-    first = total if ranks == 1 else min(max(0, (total + own) // ranks - own), total)
-    cuts = [0, *[first + (total - first) * i // max(1, ranks - 1) for i in range(ranks)]]
+    total = sum([extent.nbytes for extent in extents.values()])
+    writers = spread(ranks, total // SMALLEST_FILE_BYTES)
+    cuts = [total * i // len(writers) for i in range(len(writers) + 1)]
     plan: Plan = {key: [(0, 0, extent.size)] for key, extent in extents.items()}
     begin = 0
-    for key, extent in shared:
-        # cuts[rank] and cuts[rank + 1] are the borders of what a rank writes.
-        local = [_cut_of(extent, cut - begin) for cut in cuts]
-        parts = [(rank, start, stop) for rank, (start, stop) in enumerate(pairwise(local)) if stop > start]
+    for key, extent in extents.items():
+        # Those of two neighbours are the borders of what a rank writes; few of them lie in one tensor.
+        first, last = bisect_right(cuts, begin) - 1, bisect_left(cuts, begin + extent.nbytes)
+        local = [_cut_of(extent, cut - begin) for cut in cuts[first : last + 1]]
+        shares = zip(writers[first:last], pairwise(local), strict=True)
+        parts = [(rank, start, stop) for rank, (start, stop) in shares if stop > start]
         plan[key] = parts or plan[key]
         begin += extent.nbytes
     return plan
+
+
+def spread(ranks: int, count: int) -> list[int]:
+    """Return ``count`` of so many ranks, at least one and evenly spaced, so that nodes share the work.
+
+    >>> spread(8, 4), spread(8, 0), spread(2, 5)
+    ([0, 2, 4, 6], [0], [0, 1])
+    """
+    count = min(max(count, 1), ranks)
+    return [ranks * i // count for i in range(count)]
 
 
 def _cut_of(extent: Extent, offset: int) -> int:

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from mpidist.arrays.dtypes import Array
-from mpidist.checkpoint import storage
-from mpidist.checkpoint.agreement import Agreement, Extent, Plan, digest, extended_of, plan_parts
-from mpidist.checkpoint.alignment import align, describe_container, give_shape
-from mpidist.checkpoint.collecting import Leaves, Owned, collect, is_on_read
-from mpidist.checkpoint.formats import Manifest, Tensor, describe
-from mpidist.checkpoint.restoring import Read, check_fit_of_all, fill, read_newest, restore_iterators
+from mpidist.checkpoint.agreement import Agreement, extended_of
+from mpidist.checkpoint.alignment import align, give_shape
+from mpidist.checkpoint.collecting import Leaves, Owned, collect
+from mpidist.checkpoint.restoring import check_fit_of_all, fill, restore_iterators
+from mpidist.checkpoint.saving import Save, SaveOptions
+from mpidist.checkpoint.sources import Newest, OneCheckpoint, Source, find_whole
 from mpidist.checkpoint.status import LoadStatus, Waiting
-from mpidist.checkpoint.storage import Found, checkpoints_in
-from mpidist.checkpoint.writer import Job, Pending
+from mpidist.checkpoint.storage import checkpoints_in
 from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_scope_of, is_default, outside
 from mpidist.core.protocols import StrategyLike
-from mpidist.values.placement import on_host
 
 
 class Checkpoint:
@@ -159,8 +153,8 @@ class Checkpoint:
     def restore(self, path: str | os.PathLike[str]) -> LoadStatus:
         """Give the objects the values of a checkpoint.
 
-        Collective over the ranks of the strategy whose variables are restored: call it on every rank. The first
-        rank reads and broadcasts, so only it has to see the files, and they are read once, not once per rank.
+        Collective over the ranks of the strategy whose variables are restored: call it on every rank. Ranks that see
+        the files share the reading, each byte once, and hand on what they have read; only the first has to see them.
         Everything is checked before anything is changed. Iterators come first: if one raises, nothing else has changed.
         Slots of an optimizer that has not made them yet are kept for when it does, and so are values of variables of an
         object: each gets its own at its first use.
@@ -185,11 +179,7 @@ class Checkpoint:
                 "start from scratch, or use restore_latest(directory), which returns None then"
             )
 
-        def read() -> Read:
-            manifest = storage.read_manifest(Path(path))
-            return Read(Path(path), manifest, storage.read_arrays(Path(path), manifest))
-
-        status, _ = self._tracked.restore(read, f"checkpoint {os.fspath(path)}")
+        status, _ = self._tracked.restore(OneCheckpoint(Path(path)), f"checkpoint {os.fspath(path)}")
         assert status is not None
         return status
 
@@ -202,7 +192,8 @@ class Checkpoint:
         Raises:
             DamagedCheckpointError: There are checkpoints, and all are damaged.
         """
-        status, unusable = self._tracked.restore_newest(lambda: checkpoints_in(Path(directory)), os.fspath(directory))
+        newest = Newest(lambda: checkpoints_in(Path(directory)))
+        status, unusable = self._tracked.restore(newest, f"the latest checkpoint of {os.fspath(directory)}")
         if status is not None:
             self._tracked.warn_of_unusable(unusable, status.path)
         return status
@@ -314,42 +305,28 @@ class TrackedObjects:
 
     # Restoring ----------------------------------------------------------------------------------------------------
 
-    def restore_newest(self, find: Callable[[], Found], directory: str) -> tuple[LoadStatus | None, dict[str, str]]:
-        """Restore the newest checkpoint that is whole, of those that ``find`` finds; see :meth:`restore`."""
-        return self.restore(lambda: read_newest(find), f"the latest checkpoint of {directory}")
-
-    def restore(self, read: Callable[[], Read | None], subject: str) -> tuple[LoadStatus | None, dict[str, str]]:
+    def restore(self, source: Source, subject: str) -> tuple[LoadStatus | None, dict[str, str]]:
         """Return the status, or None without a checkpoint, and the unusable ones.
 
         Args:
-            read: Called on the chief.
+            source: Knows, on the chief, which checkpoint is wanted.
             subject: Names the checkpoint, for messages.
         """
         self.wait()
         leaves = self.collect("restoring")
         strategy = _strategy_of(leaves, "restore()")
         agreement = Agreement(strategy, "restoring", subject)
-        arrays: dict[str, Array] = {}
-
-        def read_on_chief() -> tuple[str, dict[str, object], dict[str, str]] | None:
-            answer = read()
-            if answer is None:
-                return None
-            arrays.update(answer.arrays)
-            return str(answer.path), answer.manifest.to_json(), answer.unusable
-
         with in_scope_of(strategy):
-            answer = agreement.chief_does(read_on_chief)
-            if answer is None:
+            found = find_whole(agreement, source)
+            if found is None:
                 return None, {}
-            path, content, unusable = answer
-            manifest = Manifest.from_json(content, path)
+            path, manifest = found.path, found.manifest
             aligned = align(manifest, leaves)
-            check_fit_of_all(agreement, leaves, aligned, path, arrays)
+            check_fit_of_all(agreement, leaves, aligned, path, found.values)
             restore_iterators(agreement, leaves, aligned.manifest)
             if give_shape(leaves, aligned.manifest):
                 leaves = collect(self.objects)
-            unused, deferred, values = fill(agreement, leaves, aligned, arrays)
+            unused, deferred, values = fill(leaves, aligned, found.values)
         if self._waiting is not None:
             self._waiting.end()
         self._waiting = Waiting(path, self.objects, manifest, values)
@@ -357,7 +334,7 @@ class TrackedObjects:
         known = aligned.manifest.tensors.keys() | aligned.manifest.values.keys()
         missing = [key for key in leaves if key not in known]
         is_any = any(key in known for key in leaves)
-        return LoadStatus(path, tuple(unused), missing, deferred, self._waiting, is_any), unusable
+        return LoadStatus(path, tuple(unused), missing, deferred, self._waiting, is_any), found.unusable
 
     def warn_of_unusable(self, unusable: dict[str, str], used: str) -> None:
         """Let the chief warn of checkpoints that were passed over, at the caller's line."""
@@ -408,182 +385,3 @@ def _strategy_of(leaves: Leaves, method: str) -> StrategyLike:
             strategy = get_strategy()
     extended_of(strategy).require_checkpoints(method if method[0].isupper() else f"Checkpoint.{method}")
     return strategy
-
-
-# One save ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SaveOptions:
-    """The way to save.
-
-    Attributes:
-        is_sharded: Whether all ranks write.
-        is_async: Whether a thread writes.
-        kept: For the manifest; that of the first rank counts.
-        finish: Called on the first rank when the checkpoint is there, in the thread that wrote it.
-        told: Called on every rank with the result of ``finish``.
-        failed: Called on every rank where it fails, once that is known.
-    """
-
-    is_sharded: bool = False
-    is_async: bool = False
-    kept: tuple[float, tuple[str, ...]] | None = None
-    finish: Callable[[Manifest], list[str]] | None = None
-    told: Callable[[list[str]], None] | None = None
-    failed: Callable[[], None] | None = None
-
-
-class Save:
-    """One save, on one rank: ``start`` and then ``settle``, both collective.
-
-    All agree on the objects; a rank that writes has a job, for this thread or one of its own; all learn how
-    that went. So a save is two collectives, and two more where several ranks write or a thread does.
-
-    Args:
-        agreement: Of the ranks that save; their strategy is in scope.
-        leaves: The objects.
-        path: The directory to be.
-        options: The way to save.
-
-    Attributes:
-        path: The directory to be, as the first rank has it as soon as that has begun to write.
-        counter_before: The save counter where it fails after it was started.
-    """
-
-    def __init__(self, agreement: Agreement, leaves: Leaves, path: Path, options: SaveOptions) -> None:
-        self._agreement, self._leaves, self._options = agreement, leaves, options
-        self.path = str(path)
-        self.counter_before = 0
-        self._is_divided = False
-        self._job: Job | None = None
-        self._pending: Pending | None = None
-
-    def start(self, next_sequence: Callable[[], int], number: int, run_calls: int) -> None:
-        """Collect all values, and begin to write where several ranks or a thread write.
-
-        Args:
-            next_sequence: Called on the first rank.
-            number: Of the save.
-            run_calls: For the manifest.
-        """
-        agreement, leaves, options = self._agreement, self._leaves, self._options
-        values: dict[str, object] = {}
-        tensors: dict[str, Tensor] = {}
-        names: list[str] = []
-        own_id = agreement.extended.local_replica_ids[0] if options.is_sharded else 0
-
-        def look() -> list[int]:
-            values.update(leaves.values())
-            tensors.update(describe_tensors(leaves))
-            if options.is_sharded:  # who writes what depends on all sizes
-                names.extend(f"{key} of shape {those.shape} and dtype {those.dtype}" for key, those in tensors.items())
-            else:
-                names.extend(leaves.names_of_all_ranks())
-            return [own_id, digest(names)]
-
-        told = agreement.every_rank_does(look)
-        agreement.check_same(names, [theirs for _, theirs in told])
-        self._is_divided = options.is_sharded and len(told) > 1
-        rank, ranks, plan = 0, 1, {key: [(0, 0, tensor.size)] for key, tensor in tensors.items()}
-        if self._is_divided:
-            rank, ranks = [first for first, _ in told].index(own_id), len(told)
-            sizes = {key: value.dtype.itemsize for key, value in (*leaves.variables.items(), *leaves.arrays.items())}
-            extents = {key: Extent(tensor.size, sizes[key], key in leaves.variables) for key, tensor in tensors.items()}
-            plan = plan_parts(extents, ranks)
-        is_writer = agreement.is_chief or self._is_divided
-        # There may be no memory for a copy on this rank.
-        with agreement.extended.shared_errors("saving"):
-            arrays = self._read(plan, rank if is_writer else None)
-
-        def manifest() -> Manifest:
-            sequence, is_shared = next_sequence(), agreement.extended.spans_ranks
-            known = manifest_of(leaves, {}, values, number, run_calls)
-            return replace(known, sequence=sequence, kept=options.kept, is_shared=is_shared)
-
-        if is_writer:
-            self._job = Job(Path(self.path), rank, ranks, plan, tensors, arrays, manifest, options.finish)
-        if self._is_divided or options.is_async:
-            self._begin_on_all_ranks()
-
-    def _begin_on_all_ranks(self) -> None:
-        """Tell all ranks where to write, and start threads."""
-        job = self._job
-        try:
-            self.path, directory = self._agreement.chief_does(lambda: [self.path, job.begin() if job else ""])
-        except BaseException:
-            if job is not None:
-                job.discard()
-            raise
-        if job is not None:
-            job.directory = Path(directory)
-            if self._options.is_async:
-                self._pending = Pending(job, self.path)
-
-    def settle(self) -> None:
-        """Write, or wait for the thread that does, and tell each other.
-
-        Raises:
-            Exception: That of this rank.
-            PeerError: That of another.
-        """
-        agreement, writer, options = self._agreement, self._pending or self._job, self._options
-        try:
-            records = agreement.every_rank_does(writer.part) if writer is not None and self._is_divided else None
-            self.path, result = agreement.chief_does(lambda: (self.path, writer.result(records) if writer else None))
-        except BaseException:
-            if self._pending is not None:
-                self._pending.settle(failed=True)
-            elif self._job is not None:
-                self._job.discard()
-            if options.failed is not None:
-                options.failed()
-            raise
-        if self._pending is not None:
-            self._pending.settle(failed=False)
-        if options.told is not None and result is not None:
-            options.told(result)
-
-    def _read(self, plan: Plan, writer: int | None) -> dict[str, Array]:
-        """Return the parts that rank ``writer`` writes. Reading an ON_READ variable takes all ranks."""
-        wanted = {key: (start, stop) for key, parts in plan.items() for rank, start, stop in parts if rank == writer}
-        arrays = {}
-        for key, variable in self._leaves.variables.items():
-            if key in wanted or is_on_read(variable):
-                array = variable.as_array()
-                if key in wanted:
-                    arrays[key] = self._part_of(array, *wanted[key])
-        for key, array in self._leaves.arrays.items():
-            if key in wanted:
-                arrays[key] = self._part_of(array, *wanted[key])
-        return arrays
-
-    def _part_of(self, array: Array, start: int, stop: int) -> Array:
-        copied = array if isinstance(array, np.ndarray) else on_host(array)
-        if stop - start < array.size:
-            # A part of a copy would keep all of it.
-            copied = copied.reshape(-1)[start:stop]
-            return np.array(copied) if self._options.is_async else copied
-        # The program may change it while a thread writes; what came from a device is a copy already.
-        needs_copy = self._options.is_async and copied is array
-        return np.array(copied) if needs_copy else copied
-
-
-def manifest_of(
-    leaves: Leaves, tensors: dict[str, Tensor], values: dict[str, object], number: int, run_calls: int
-) -> Manifest:
-    """Return the manifest of objects, as far as they tell."""
-    containers = {key: describe_container(container) for key, container in leaves.containers.items()}
-    iterators, classes = tuple(leaves.iterators), leaves.classes()
-    return Manifest(
-        0, number, tensors, values, containers, iterators, run_calls=run_calls, classes=classes, links=leaves.links
-    )
-
-
-def describe_tensors(leaves: Leaves) -> dict[str, Tensor]:
-    """Return the manifest's entries for the variables and arrays, as yet without parts."""
-    policies = dict(leaves.awaited)
-    for key, variable in leaves.variables.items():
-        policies[key] = variable.synchronization.name, variable.aggregation.name
-    those = {**leaves.variables, **leaves.arrays}
-    return {key: describe(each.shape, each.dtype, *policies.get(key, ())) for key, each in those.items()}

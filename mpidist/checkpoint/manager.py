@@ -16,8 +16,10 @@ from typing import SupportsIndex, SupportsInt
 import numpy as np
 
 from mpidist.checkpoint.agreement import Agreement
-from mpidist.checkpoint.checkpoint import Checkpoint, SaveOptions, tracked_by
+from mpidist.checkpoint.checkpoint import Checkpoint, tracked_by
 from mpidist.checkpoint.formats import Manifest
+from mpidist.checkpoint.saving import SaveOptions
+from mpidist.checkpoint.sources import Newest
 from mpidist.checkpoint.storage import Found, checkpoints_in, is_checkpoint
 from mpidist.checkpoint.writer import WriterLock, status_of
 from mpidist.core.files import NotAFileError
@@ -216,7 +218,8 @@ class CheckpointManager:
             DamagedCheckpointError: There are checkpoints, and all are damaged.
             ValueError: It does not fit the objects.
         """
-        status, unusable = self._tracked.restore_newest(self._find, self._directory)
+        subject = f"the latest checkpoint of {self._directory}"
+        status, unusable = self._tracked.restore(Newest(self._find), subject)
         if status is None:
             if self._init_fn is not None:
                 self._init_fn()

@@ -17,7 +17,7 @@ import pytest
 import mpidist
 from mpidist import Checkpoint
 from mpidist.checkpoint import formats, latest_checkpoint
-from mpidist.checkpoint.checkpoint import Save
+from mpidist.checkpoint.saving import Save
 from mpidist.checkpoint.writer import finish_writing, give_up_all
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks

@@ -501,8 +501,8 @@ _CHECKPOINT = (
     ),
     Fault(
         "a thread writes arrays that the program changes meanwhile",
-        "mpidist/checkpoint/checkpoint.py",
-        "needs_copy = self._options.is_async and copied is array",
+        "mpidist/checkpoint/saving.py",
+        "needs_copy = copied is part",
         "needs_copy = False",
         ("tests/checkpoint/test_async.py",),
     ),
