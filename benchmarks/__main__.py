@@ -15,11 +15,12 @@ os.environ.setdefault("OMPI_MCA_coll_acoll_comm_size_thresh", "2")
 
 from benchmarks.reports import compare, plot, text  # noqa: E402
 from benchmarks.reports.files import load  # noqa: E402
-from benchmarks.suite import cluster, cluster_jobs, gpu, gpu_job, keras, parameter_server, reading, run, torch  # noqa: E402
+from benchmarks.suite import cluster, cluster_jobs, faults, gpu, gpu_job, keras, parameter_server, reading, run, torch  # noqa: E402
 
 _COMMANDS_OF_THEIR_OWN = {
     "cluster": cluster,
     "cluster-jobs": cluster_jobs,
+    "faults": faults,
     "gpu": gpu,
     "gpu-job": gpu_job,
     "input": reading,
