@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from mpidist.core.errors import PeerError
@@ -23,12 +20,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Of the names that a message shows.
 _MOST_NAMES = 10
-# Tensors of less than twice this are not cut: small parts cost more than they bring.
-SMALLEST_PART_BYTES = 1 << 16
-# With less than this for each rank only some of them write: many small files cost more than they bring.
-SMALLEST_FILE_BYTES = 1 << 20
-# Who writes which elements of each tensor: (rank, start, stop).
-Plan = dict[str, list[tuple[int, int, int]]]
 
 
 def extended_of(strategy: StrategyLike) -> StrategyExtended:
@@ -132,69 +123,3 @@ class Agreement:
 def digest(names: Sequence[str]) -> int:
     """Return a number that tells one set of names from another."""
     return zlib.crc32(json.dumps(sorted(names)).encode())
-
-
-# The parts of tensors -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Extent:
-    """The size of a tensor.
-
-    Attributes:
-        size: Number of elements.
-        itemsize: Bytes of one.
-    """
-
-    size: int
-    itemsize: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return self.size * self.itemsize
-
-
-def plan_parts(extents: Mapping[str, Extent], ranks: int) -> Plan:
-    """Return the part of each tensor that each rank writes, about the same number of bytes each.
-
-    Of little every so-manieth rank writes, so that no file is small.
-
-    >>> plan_parts({"w": Extent(300000, 8), "b": Extent(10, 8)}, 2)
-    {'w': [(0, 0, 150005), (1, 150005, 300000)], 'b': [(1, 0, 10)]}
-    """
-    total = sum([extent.nbytes for extent in extents.values()])
-    writers = spread(ranks, total // SMALLEST_FILE_BYTES)
-    cuts = [total * i // len(writers) for i in range(len(writers) + 1)]
-    plan: Plan = {key: [(0, 0, extent.size)] for key, extent in extents.items()}
-    begin = 0
-    for key, extent in extents.items():
-        # Those of two neighbours are the borders of what a rank writes; few of them lie in one tensor.
-        first, last = bisect_right(cuts, begin) - 1, bisect_left(cuts, begin + extent.nbytes)
-        local = [_cut_of(extent, cut - begin) for cut in cuts[first : last + 1]]
-        shares = zip(writers[first:last], pairwise(local), strict=True)
-        parts = [(rank, start, stop) for rank, (start, stop) in shares if stop > start]
-        plan[key] = parts or plan[key]
-        begin += extent.nbytes
-    return plan
-
-
-def spread(ranks: int, count: int) -> list[int]:
-    """Return ``count`` of so many ranks, at least one and evenly spaced, so that nodes share the work.
-
-    >>> spread(8, 4), spread(8, 0), spread(2, 5)
-    ([0, 2, 4, 6], [0], [0, 1])
-    """
-    count = min(max(count, 1), ranks)
-    return [ranks * i // count for i in range(count)]
-
-
-def _cut_of(extent: Extent, offset: int) -> int:
-    """Return the element at which to cut a tensor, ``offset`` bytes after its begin."""
-    if offset <= 0 or extent.nbytes == 0:
-        return 0
-    if offset >= extent.nbytes:
-        return extent.size
-    if extent.nbytes < 2 * SMALLEST_PART_BYTES:
-        return extent.size if 2 * offset >= extent.nbytes else 0
-    return offset // extent.itemsize

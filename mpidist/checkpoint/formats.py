@@ -268,17 +268,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Array]) -> FileRecord:
 
 
 def _pieces_of(array: Array) -> Iterator[memoryview]:
-    """Yield the bytes of an array in C order, as little at a time as stays in the cache."""
-    is_in_order = not isinstance(array, np.ndarray) or array.flags.c_contiguous
-    flat = array.reshape(-1) if is_in_order else array.flat  # whose slices are copies
+    """Yield the bytes of an array in C order, in small pieces."""
+    is_here = isinstance(array, np.ndarray)
+    flat = array.flat if is_here and not array.flags.c_contiguous else array.reshape(-1)
     step = _PIECE_BYTES // array.dtype.itemsize
     for begin in range(0, array.size, step):
-        yield on_host(flat[begin : begin + step]).view(np.uint8).data
+        piece = flat[begin : begin + step]
+        yield (piece if is_here else on_host(piece)).view(np.uint8).data
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Bytes ``[start:stop]`` of a file that one rank reads; those of a file's beginning hold its header."""
+    """Bytes ``[start:stop]`` of a file, which one rank reads; the first ones are its header."""
 
     file: str
     start: int
@@ -331,7 +332,7 @@ def entries_of(data: Array, size: int, path: Path) -> dict[str, tuple[DType, int
     if size < 8 or begin_of_data > size:
         raise DamagedCheckpointError(f"{path} is damaged: its header would end after the file")
     if begin_of_data > data.size:
-        raise DamagedCheckpointError(f"{path} is damaged: it is too short for what {MANIFEST} says")
+        raise DamagedCheckpointError(f"{path} is damaged: it has more than {MANIFEST} says")
     entries, end = {}, begin_of_data
     for key, dtype, shape, begin, stop in _sorted_entries(data[8:begin_of_data].tobytes(), path):
         begin, stop = begin + begin_of_data, stop + begin_of_data

@@ -1,4 +1,4 @@
-"""How often to save: from what saves and steps take and how often nodes fail, by Young and Daly."""
+"""How often to save, by Young and Daly: from measured times and how often nodes fail."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpidist.core import settings
 from mpidist.topology import world_topology
 from mpidist.topology.topology import has_world
 
-# Steps until the second save: they tell what a step takes.
+# Steps until the second save, which tell how long one takes.
 FIRST_STEPS = 10
 _SECONDS_PER_DAY = 86400.0
 # Tests put another one here.
@@ -20,7 +20,7 @@ def daly_interval(save_seconds: float, mtbf: float) -> float:
     """Return the seconds of work between two saves that lose the least time.
 
     Daly's formula (doi:10.1016/j.future.2004.11.016), which for short saves is Young's (doi:10.1145/361147.361115): the
-    root of twice the save's time by the time between failures. What a restart takes does not change it.
+    root of twice the save's time by the time between failures. The time of a restart does not change it.
 
     Args:
         save_seconds: How long work stands still for a save.
@@ -36,7 +36,7 @@ def daly_interval(save_seconds: float, mtbf: float) -> float:
 
 
 class Pace:
-    """The pace of a program, as one rank sees it: seconds for a step and for a save.
+    """The pace of a program on one rank: seconds for a step and for a save.
 
     Args:
         node_mtbf: Mean seconds between two failures of one node; None for ``MPIDIST_NODE_MTBF_DAYS``.
@@ -51,7 +51,7 @@ class Pace:
         self._last: tuple[float, int] | None = None
 
     def begin(self, step: int) -> int:
-        """Begin a save after ``step``, and return how many steps there shall be to the next one."""
+        """Begin a save after ``step``, and return the number of steps to the next one."""
         self._began = clock()
         if self._save_seconds is None or self._last is None or step <= self._last[1]:
             return FIRST_STEPS

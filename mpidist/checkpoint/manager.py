@@ -18,11 +18,10 @@ from typing import Literal, SupportsIndex, SupportsInt
 import numpy as np
 
 from mpidist.checkpoint.agreement import Agreement
-from mpidist.checkpoint.checkpoint import Checkpoint, tracked_by
+from mpidist.checkpoint.candidates import Newest
+from mpidist.checkpoint.checkpoint import Checkpoint, SaveOptions, tracked_by
 from mpidist.checkpoint.formats import Manifest
 from mpidist.checkpoint.interval import FIRST_STEPS, Pace
-from mpidist.checkpoint.saving import SaveOptions
-from mpidist.checkpoint.sources import Newest
 from mpidist.checkpoint.storage import Found, checkpoints_in, is_checkpoint
 from mpidist.checkpoint.writer import WriterLock, status_of
 from mpidist.core.files import NotAFileError
@@ -57,8 +56,8 @@ class CheckpointManager:
         init_fn: Called by ``restore_or_initialize`` where there is no checkpoint.
         sharded: As for ``Checkpoint.save``. Extension.
         async_save: As for ``Checkpoint.save``. Extension.
-        mtbf: For ``"auto"``, the mean time between two failures of one node in seconds; by default what
-            ``MPIDIST_NODE_MTBF_DAYS`` says. Extension.
+        mtbf: For ``"auto"``, the mean time between two failures of one node in seconds; by default that of
+            ``MPIDIST_NODE_MTBF_DAYS``. Extension.
 
     Raises:
         TypeError, ValueError: An argument without meaning.
@@ -159,7 +158,7 @@ class CheckpointManager:
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """How many steps lie between two checkpoints at least; with ``"auto"`` as far as it is known by now."""
+        """How many steps lie between two checkpoints at least, with ``"auto"`` for now."""
         return self._interval
 
     @property

@@ -10,7 +10,7 @@ from mpidist.checkpoint.agreement import Agreement, digest
 from mpidist.checkpoint.alignment import Aligned, describe_container, tensors_to_be_made
 from mpidist.checkpoint.collecting import Leaves, is_on_read, keys_above
 from mpidist.checkpoint.formats import Manifest
-from mpidist.checkpoint.reading import Values
+from mpidist.checkpoint.shared_reading import Values
 from mpidist.core.enums import VariableAggregation
 from mpidist.values import Variable
 from mpidist.values.composite import AnyVariable, cut_for, parts_of

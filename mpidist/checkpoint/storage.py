@@ -134,7 +134,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def mark_of(path: Path) -> int | None:
-    """Return a number that tells the checkpoint at a path from another one, or None where none is seen."""
+    """Return a number that tells one checkpoint from another, None where none is seen."""
     try:
         with formats.open_to_read(path / MANIFEST) as file:
             return zlib.crc32(file.read(_FIRST_BYTES))

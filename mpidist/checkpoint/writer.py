@@ -22,9 +22,9 @@ from typing import Any
 
 from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint import formats
-from mpidist.checkpoint.agreement import Plan
 from mpidist.checkpoint.format_rules import FILE, DamagedCheckpointError, parse
 from mpidist.checkpoint.formats import MANIFEST, FileRecord, Manifest, Tensor
+from mpidist.checkpoint.parts import Plan
 from mpidist.checkpoint.storage import is_checkpoint, read_manifest
 from mpidist.core import settings
 from mpidist.core.errors import PeerError

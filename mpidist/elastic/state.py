@@ -11,11 +11,10 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint.agreement import Agreement, extended_of
-from mpidist.checkpoint.checkpoint import Checkpoint, TrackedObjects, tracked_by
+from mpidist.checkpoint.candidates import Wanted
+from mpidist.checkpoint.checkpoint import Checkpoint, TrackedObjects, describe_tensors, manifest_of, tracked_by
 from mpidist.checkpoint.formats import Manifest, dtype_of
-from mpidist.checkpoint.reading import Values
-from mpidist.checkpoint.saving import describe_tensors, manifest_of
-from mpidist.checkpoint.sources import Wanted
+from mpidist.checkpoint.shared_reading import Values
 from mpidist.core.context import in_scope_of
 from mpidist.topology import world_topology
 from mpidist.topology.limited_calls import limited

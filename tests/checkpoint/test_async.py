@@ -16,8 +16,8 @@ import pytest
 
 import mpidist
 from mpidist import Checkpoint
-from mpidist.checkpoint import agreement, formats, latest_checkpoint
-from mpidist.checkpoint.saving import Save
+from mpidist.checkpoint import formats, latest_checkpoint, parts
+from mpidist.checkpoint.checkpoint import Save
 from mpidist.checkpoint.writer import finish_writing, give_up_all
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
@@ -232,7 +232,7 @@ def test_saves_are_given_up_when_a_rank_does_not_write_its_part(
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    monkeypatch.setattr(agreement, "SMALLEST_FILE_BYTES", 1)
+    monkeypatch.setattr(parts, "SMALLEST_FILE_BYTES", 1)
     with strategy.scope():
         checkpoint = Checkpoint(v=mpidist.Variable(np.zeros(1 << 16)))
     with of_all_ranks(tmp_path) as folder:

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist import Checkpoint
-from mpidist.checkpoint import DamagedCheckpointError, agreement, formats, reading, storage
+from mpidist.checkpoint import DamagedCheckpointError, formats, parts, shared_reading, storage
 from mpidist.checkpoint.formats import Manifest, Segment
-from mpidist.checkpoint.reading import plan_segments
+from mpidist.checkpoint.shared_reading import plan_segments
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
 from tests.support.ranks.layouts import layouts
@@ -33,8 +33,8 @@ IN_HAND = 6 * MIB
 @pytest.fixture(autouse=True, scope="module")
 def every_rank_has_a_part() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "SMALLEST_FILE_BYTES", 1)
-        patch.setattr(reading, "SMALLEST_READ_BYTES", 1)
+        patch.setattr(parts, "SMALLEST_FILE_BYTES", 1)
+        patch.setattr(shared_reading, "SMALLEST_READ_BYTES", 1)
         yield
 
 
@@ -162,8 +162,8 @@ def test_little_is_read_by_one(
 ) -> None:
     monkeypatch.undo()
     with pytest.MonkeyPatch.context() as patch, of_all_ranks(tmp_path) as folder:
-        patch.setattr(reading, "SMALLEST_READ_BYTES", 16 * MIB)
-        patch.setattr(agreement, "SMALLEST_FILE_BYTES", 16 * MIB)
+        patch.setattr(shared_reading, "SMALLEST_READ_BYTES", 16 * MIB)
+        patch.setattr(parts, "SMALLEST_FILE_BYTES", 16 * MIB)
         patch.setattr(formats, "open_to_read", lambda path: counted(path))
         checkpoint = Checkpoint(**model(strategy, 1.0))
         path = Path(checkpoint.save(folder / "ckpt", sharded=True))

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist import Checkpoint, CheckpointManager
-from mpidist.checkpoint import DamagedCheckpointError, formats, latest_checkpoint, sources
+from mpidist.checkpoint import DamagedCheckpointError, candidates, formats, latest_checkpoint
 from mpidist.checkpoint.agreement import Agreement
 from mpidist.checkpoint.formats import Manifest, Tensor, TensorPart
 from mpidist.checkpoint.writer import Job
@@ -356,7 +356,7 @@ def error_of(read: Callable[[], Any]) -> ValueError | None:
 def read_alone(path: Path) -> None:
     """Read all tensors of a checkpoint, whatever objects there are."""
     strategy = mpidist.get_strategy()
-    whole = sources.find_whole(Agreement(strategy, "restoring", "a checkpoint"), sources.OneCheckpoint(path))
+    whole = candidates.find_whole(Agreement(strategy, "restoring", "a checkpoint"), candidates.OneCheckpoint(path))
     assert whole is not None
     for key in whole.manifest.tensors:
         whole.values.of(key)

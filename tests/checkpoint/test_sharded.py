@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist import Checkpoint
-from mpidist.checkpoint import DamagedCheckpointError, agreement, formats, reading
-from mpidist.checkpoint.agreement import SMALLEST_PART_BYTES, Extent, plan_parts
+from mpidist.checkpoint import DamagedCheckpointError, formats, parts, shared_reading
+from mpidist.checkpoint.parts import SMALLEST_PART_BYTES, Extent, plan_parts
 from mpidist.checkpoint.writer import Job
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
@@ -39,8 +39,8 @@ EXTENTS = st.dictionaries(
 def small_files() -> Iterator[None]:
     """Let every rank have a part, however little there is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "SMALLEST_FILE_BYTES", 1)
-        patch.setattr(reading, "SMALLEST_READ_BYTES", 1)
+        patch.setattr(parts, "SMALLEST_FILE_BYTES", 1)
+        patch.setattr(shared_reading, "SMALLEST_READ_BYTES", 1)
         yield
 
 
@@ -209,7 +209,7 @@ def test_other_objects_on_one_rank(strategy: mpidist.Strategy, tmp_path: Path) -
 def test_a_part_that_is_missing_or_damaged(
     strategy: mpidist.Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "SMALLEST_PART_BYTES", 8)
+    monkeypatch.setattr(parts, "SMALLEST_PART_BYTES", 8)
     is_first = strategy.extended.should_checkpoint
     with of_all_ranks(tmp_path) as folder:
         with strategy.scope():

@@ -501,8 +501,8 @@ _CHECKPOINT = (
     ),
     Fault(
         "a thread writes arrays that the program changes meanwhile",
-        "mpidist/checkpoint/saving.py",
-        "needs_copy = copied is part",
+        "mpidist/checkpoint/checkpoint.py",
+        "needs_copy = copied is array",
         "needs_copy = False",
         ("tests/checkpoint/test_async.py",),
     ),

@@ -1,4 +1,4 @@
-"""Which checkpoint is read: the one that was named, or the newest that is not damaged."""
+"""Find the checkpoint to read: the one named, or the newest undamaged one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpidist.checkpoint import storage
 from mpidist.checkpoint.agreement import Agreement
 from mpidist.checkpoint.format_rules import DamagedCheckpointError
 from mpidist.checkpoint.formats import Manifest
-from mpidist.checkpoint.reading import Values, read_together
+from mpidist.checkpoint.shared_reading import Values, read_together
 from mpidist.checkpoint.storage import Found
 
 
@@ -137,7 +137,7 @@ class Whole:
 
 
 def find_whole(agreement: Agreement, source: Source) -> Whole | None:
-    """Return the first checkpoint of a source that is not damaged, or None where there is none (collective).
+    """Return the first undamaged checkpoint of a source, or None (collective).
 
     Raises:
         Exception: That of the source, on the first rank, or of reading, on the rank where that was.

@@ -12,9 +12,10 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.checkpoint import checksums, formats, storage
-from mpidist.checkpoint.agreement import Agreement, spread
+from mpidist.checkpoint.agreement import Agreement
 from mpidist.checkpoint.format_rules import DamagedCheckpointError
 from mpidist.checkpoint.formats import Manifest, Segment, Tensor, TensorPart, digits, dtype_of
+from mpidist.checkpoint.parts import spread
 
 if TYPE_CHECKING:
     from mpidist.collectives import Communicator
@@ -24,7 +25,7 @@ SMALLEST_READ_BYTES = 16 << 20
 
 
 class Values:
-    """The tensors of a checkpoint, each with its bytes on the ranks that have read them.
+    """The tensors of a checkpoint, their bytes on the ranks that have read them.
 
     Args:
         comm: Of these ranks; None for this process alone.
@@ -80,7 +81,7 @@ class _Stored(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """What all ranks know of bytes that one has read.
+    """Bytes that one rank has read, as all ranks know them.
 
     Attributes:
         reader: The rank.
@@ -114,11 +115,11 @@ class _Files:
                 self._parts[part.file].append(_Stored(key, tensor, part, dtype))
 
     def heads(self) -> dict[str, int]:
-        """Return how many bytes of each are of no known tensor: no more than these are its header."""
+        """Return how many bytes of each are of no known tensor, header included."""
         return {name: self.sizes[name] - sum([each.nbytes for each in parts]) for name, parts in self._parts.items()}
 
     def read(self, segment: Segment) -> tuple[Array, list[Any]]:
-        """Return bytes of a file, and what other ranks have to know of them, in types that JSON has.
+        """Return bytes of a file, and the news of them for other ranks as JSON has it.
 
         Raises:
             DamagedCheckpointError: The file is not as the manifest says.
@@ -149,7 +150,7 @@ class _Files:
         Args:
             comm: Of the ranks.
             read: All that was read, in the order of files and bytes.
-            mine: What this rank has read.
+            mine: The bytes that this rank has read.
 
         Raises:
             DamagedCheckpointError: A file has another checksum than it had.
@@ -200,7 +201,7 @@ def _overlaps(read: Sequence[_Read], begin: int, end: int) -> Iterator[tuple[int
 def plan_segments(
     sizes: Mapping[str, int], heads: Mapping[str, int], readers: Sequence[int]
 ) -> list[tuple[int, Segment]]:
-    """Return who reads which bytes: about as many each, whole files where that is about as many.
+    """Return who reads which bytes: about equally many, in whole files where possible.
 
     Args:
         sizes: Of the files, at least one.
@@ -274,7 +275,7 @@ def read_together(agreement: Agreement, path: Path, manifest: Manifest, sizes: M
 
 
 def _readers(agreement: Agreement, path: Path, rank: int, candidates: list[int]) -> list[int]:
-    """Return those of several who see the checkpoint that the first rank sees (collective for several)."""
+    """Return the candidates that see the first rank's checkpoint (collective for several)."""
     if len(candidates) == 1:
         return candidates
     marks = agreement.every_rank_does(lambda: storage.mark_of(path) if rank in candidates else None)
