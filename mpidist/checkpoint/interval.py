@@ -1,4 +1,4 @@
-"""How often to save, by Young and Daly: from measured times and how often nodes fail."""
+"""How often to save, by Young and Daly: from measured times and failures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def daly_interval(save_seconds: float, mtbf: float) -> float:
 
 
 class Pace:
-    """The pace of a program on one rank: seconds for a step and for a save.
+    """The pace of a program: seconds for a step and a save.
 
     Args:
         node_mtbf: Mean seconds between two failures of one node; None for ``MPIDIST_NODE_MTBF_DAYS``.

@@ -90,7 +90,7 @@ def _cut_of(extent: Extent, offset: int) -> int:
 
 
 def elements_of(array: Array, start: int, stop: int) -> Array:
-    """Return elements of an array as a vector; copied only where they do not lie in order."""
+    """Return elements of an array as a vector; a view where they lie in order."""
     is_in_order = not isinstance(array, np.ndarray) or array.flags.c_contiguous
     return (array.reshape(-1) if is_in_order else array.flat)[start:stop]
 

@@ -119,7 +119,7 @@ class _Files:
         return {name: self.sizes[name] - sum([each.nbytes for each in parts]) for name, parts in self._parts.items()}
 
     def read(self, segment: Segment) -> tuple[Array, list[Any]]:
-        """Return bytes of a file, and the news of them for other ranks as JSON has it.
+        """Return bytes of a file, and the news of them for other ranks.
 
         Raises:
             DamagedCheckpointError: The file is not as the manifest says.
