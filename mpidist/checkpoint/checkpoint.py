@@ -539,7 +539,7 @@ class Save:
             if key in wanted or is_on_read(variable):
                 array = variable.as_array()
                 if key in wanted:
-                    arrays[key] = self._part_of(array, *wanted[key], is_temporary=is_on_read(variable))
+                    arrays[key] = self._part_of(array, *wanted[key], is_on_read(variable))
         for key, array in sorted(self._leaves.arrays.items()):
             is_dealt = comm is not None and plan[key] != [(0, 0, array.size)]
             part = deal(comm, array, plan[key]) if comm is not None and is_dealt else array
