@@ -18,6 +18,7 @@ from benchmarks.reports.files import load  # noqa: E402
 from benchmarks.suite import (  # noqa: E402
     cluster,
     cluster_jobs,
+    faults,
     gpu,
     gpu_job,
     keras,
@@ -32,6 +33,7 @@ from benchmarks.suite import (  # noqa: E402
 _COMMANDS_OF_THEIR_OWN = {
     "cluster": cluster,
     "cluster-jobs": cluster_jobs,
+    "faults": faults,
     "gpu": gpu,
     "gpu-job": gpu_job,
     "input": reading,

@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 
 from mpidist.arrays.dtypes import Array
-from mpidist.checkpoint import storage
-from mpidist.checkpoint.agreement import Agreement, Extent, Plan, digest, extended_of, plan_parts
+from mpidist.checkpoint.agreement import Agreement, digest, extended_of
 from mpidist.checkpoint.alignment import align, describe_container, give_shape
+from mpidist.checkpoint.candidates import Newest, OneCheckpoint, Source, find_whole
 from mpidist.checkpoint.collecting import Leaves, Owned, collect, is_on_read
 from mpidist.checkpoint.formats import Manifest, Tensor, describe
-from mpidist.checkpoint.restoring import Read, check_fit_of_all, fill, read_newest, restore_iterators
+from mpidist.checkpoint.parts import Extent, Plan, deal, elements_of, plan_parts
+from mpidist.checkpoint.restoring import check_fit_of_all, fill, restore_iterators
 from mpidist.checkpoint.status import LoadStatus, Waiting
-from mpidist.checkpoint.storage import Found, checkpoints_in
+from mpidist.checkpoint.storage import checkpoints_in
 from mpidist.checkpoint.writer import Job, Pending
 from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_scope_of, is_default, outside
 from mpidist.core.protocols import StrategyLike
@@ -159,8 +160,8 @@ class Checkpoint:
     def restore(self, path: str | os.PathLike[str]) -> LoadStatus:
         """Give the objects the values of a checkpoint.
 
-        Collective over the ranks of the strategy whose variables are restored: call it on every rank. The first
-        rank reads and broadcasts, so only it has to see the files, and they are read once, not once per rank.
+        Collective over the ranks of the strategy whose variables are restored: call it on every rank. Ranks that see
+        the files share the reading, each byte once, and hand on what they have read; only the first has to see them.
         Everything is checked before anything is changed. Iterators come first: if one raises, nothing else has changed.
         Slots of an optimizer that has not made them yet are kept for when it does, and so are values of variables of an
         object: each gets its own at its first use.
@@ -185,11 +186,7 @@ class Checkpoint:
                 "start from scratch, or use restore_latest(directory), which returns None then"
             )
 
-        def read() -> Read:
-            manifest = storage.read_manifest(Path(path))
-            return Read(Path(path), manifest, storage.read_arrays(Path(path), manifest))
-
-        status, _ = self._tracked.restore(read, f"checkpoint {os.fspath(path)}")
+        status, _ = self._tracked.restore(OneCheckpoint(Path(path)), f"checkpoint {os.fspath(path)}")
         assert status is not None
         return status
 
@@ -202,7 +199,8 @@ class Checkpoint:
         Raises:
             DamagedCheckpointError: There are checkpoints, and all are damaged.
         """
-        status, unusable = self._tracked.restore_newest(lambda: checkpoints_in(Path(directory)), os.fspath(directory))
+        newest = Newest(lambda: checkpoints_in(Path(directory)))
+        status, unusable = self._tracked.restore(newest, f"the latest checkpoint of {os.fspath(directory)}")
         if status is not None:
             self._tracked.warn_of_unusable(unusable, status.path)
         return status
@@ -314,42 +312,28 @@ class TrackedObjects:
 
     # Restoring ----------------------------------------------------------------------------------------------------
 
-    def restore_newest(self, find: Callable[[], Found], directory: str) -> tuple[LoadStatus | None, dict[str, str]]:
-        """Restore the newest checkpoint that is whole, of those that ``find`` finds; see :meth:`restore`."""
-        return self.restore(lambda: read_newest(find), f"the latest checkpoint of {directory}")
-
-    def restore(self, read: Callable[[], Read | None], subject: str) -> tuple[LoadStatus | None, dict[str, str]]:
+    def restore(self, source: Source, subject: str) -> tuple[LoadStatus | None, dict[str, str]]:
         """Return the status, or None without a checkpoint, and the unusable ones.
 
         Args:
-            read: Called on the chief.
+            source: Knows, on the chief, which checkpoint is wanted.
             subject: Names the checkpoint, for messages.
         """
         self.wait()
         leaves = self.collect("restoring")
         strategy = _strategy_of(leaves, "restore()")
         agreement = Agreement(strategy, "restoring", subject)
-        arrays: dict[str, Array] = {}
-
-        def read_on_chief() -> tuple[str, dict[str, object], dict[str, str]] | None:
-            answer = read()
-            if answer is None:
-                return None
-            arrays.update(answer.arrays)
-            return str(answer.path), answer.manifest.to_json(), answer.unusable
-
         with in_scope_of(strategy):
-            answer = agreement.chief_does(read_on_chief)
-            if answer is None:
+            found = find_whole(agreement, source)
+            if found is None:
                 return None, {}
-            path, content, unusable = answer
-            manifest = Manifest.from_json(content, path)
+            path, manifest = found.path, found.manifest
             aligned = align(manifest, leaves)
-            check_fit_of_all(agreement, leaves, aligned, path, arrays)
+            check_fit_of_all(agreement, leaves, aligned, path, found.values)
             restore_iterators(agreement, leaves, aligned.manifest)
             if give_shape(leaves, aligned.manifest):
                 leaves = collect(self.objects)
-            unused, deferred, values = fill(agreement, leaves, aligned, arrays)
+            unused, deferred, values = fill(leaves, aligned, found.values)
         if self._waiting is not None:
             self._waiting.end()
         self._waiting = Waiting(path, self.objects, manifest, values)
@@ -357,7 +341,7 @@ class TrackedObjects:
         known = aligned.manifest.tensors.keys() | aligned.manifest.values.keys()
         missing = [key for key in leaves if key not in known]
         is_any = any(key in known for key in leaves)
-        return LoadStatus(path, tuple(unused), missing, deferred, self._waiting, is_any), unusable
+        return LoadStatus(path, tuple(unused), missing, deferred, self._waiting, is_any), found.unusable
 
     def warn_of_unusable(self, unusable: dict[str, str], used: str) -> None:
         """Let the chief warn of checkpoints that were passed over, at the caller's line."""
@@ -489,8 +473,7 @@ class Save:
         if self._is_divided:
             rank, ranks = [first for first, _ in told].index(own_id), len(told)
             sizes = {key: value.dtype.itemsize for key, value in (*leaves.variables.items(), *leaves.arrays.items())}
-            extents = {key: Extent(tensor.size, sizes[key], key in leaves.variables) for key, tensor in tensors.items()}
-            plan = plan_parts(extents, ranks)
+            plan = plan_parts({key: Extent(tensor.size, sizes[key]) for key, tensor in tensors.items()}, ranks)
         is_writer = agreement.is_chief or self._is_divided
         # There may be no memory for a copy on this rank.
         with agreement.extended.shared_errors("saving"):
@@ -545,27 +528,35 @@ class Save:
             options.told(result)
 
     def _read(self, plan: Plan, writer: int | None) -> dict[str, Array]:
-        """Return the parts that rank ``writer`` writes. Reading an ON_READ variable takes all ranks."""
+        """Return the parts that rank ``writer`` writes.
+
+        Reading an ON_READ variable takes all ranks, and so does an array in parts, as the first rank's counts.
+        """
+        comm = self._agreement.extended.communicator
         wanted = {key: (start, stop) for key, parts in plan.items() for rank, start, stop in parts if rank == writer}
         arrays = {}
         for key, variable in self._leaves.variables.items():
             if key in wanted or is_on_read(variable):
                 array = variable.as_array()
                 if key in wanted:
-                    arrays[key] = self._part_of(array, *wanted[key])
-        for key, array in self._leaves.arrays.items():
+                    arrays[key] = self._part_of(array, *wanted[key], is_on_read(variable))
+        for key, array in sorted(self._leaves.arrays.items()):
+            is_dealt = comm is not None and plan[key] != [(0, 0, array.size)]
+            part = deal(comm, array, plan[key]) if comm is not None and is_dealt else array
             if key in wanted:
-                arrays[key] = self._part_of(array, *wanted[key])
+                arrays[key] = part if is_dealt else self._part_of(array, *wanted[key])
         return arrays
 
-    def _part_of(self, array: Array, start: int, stop: int) -> Array:
-        copied = array if isinstance(array, np.ndarray) else on_host(array)
+    def _part_of(self, array: Array, start: int, stop: int, is_temporary: bool = False) -> Array:
         if stop - start < array.size:
-            # A part of a copy would keep all of it.
-            copied = copied.reshape(-1)[start:stop]
-            return np.array(copied) if self._options.is_async else copied
+            part = elements_of(array, start, stop)
+            # A view would keep all of an array that nobody else keeps.
+            array = part.copy() if is_temporary else part
+        if not self._options.is_async:
+            return array
+        copied = array if isinstance(array, np.ndarray) else on_host(array)
         # The program may change it while a thread writes; what came from a device is a copy already.
-        needs_copy = self._options.is_async and copied is array
+        needs_copy = copied is array
         return np.array(copied) if needs_copy else copied
 
 

@@ -27,6 +27,7 @@ from mpidist.checkpoint.format_rules import DamagedCheckpointError, check, parse
 from mpidist.core.files import NotAFileError, open_regular
 from mpidist.core.version import __version__
 from mpidist.core.wording import pip_install
+from mpidist.values.placement import on_host
 
 MANIFEST = "manifest.json"
 FORMAT = "mpidist checkpoint"
@@ -164,7 +165,7 @@ class Manifest:
     def to_text(self) -> str:
         """Return the text of manifest.json, which begins with the checksum of itself."""
         text = json.dumps({"checksum": _NO_CHECKSUM, **self.to_json()}, indent=1)
-        return _with_checksum(text, _digits(zlib.crc32(text.encode())))
+        return _with_checksum(text, digits(zlib.crc32(text.encode())))
 
     @staticmethod
     def from_text(data: bytes, source: str) -> Manifest:
@@ -176,7 +177,7 @@ class Manifest:
         """
         content, text = parse(data, source), data.decode()
         if text.startswith(_BEFORE_CHECKSUM):
-            found = _digits(zlib.crc32(_with_checksum(text, _NO_CHECKSUM).encode()))
+            found = digits(zlib.crc32(_with_checksum(text, _NO_CHECKSUM).encode()))
             expected = content["checksum"]
             if found != expected:
                 raise DamagedCheckpointError(f"{source} is damaged: its CRC-32 is {found}, expected {expected}")
@@ -189,7 +190,8 @@ class Manifest:
         return manifest
 
 
-def _digits(checksum: int) -> str:
+def digits(checksum: int) -> str:
+    """Return a CRC-32 as a manifest has it."""
     return f"{checksum:08x}"
 
 
@@ -237,11 +239,11 @@ def dtype_of(tensor: Tensor) -> DType:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Array]) -> FileRecord:
-    """Write a new file and wait until it is on the disk.
+    """Write a new file piece by piece, and wait until it is on the disk.
 
     Args:
         path: Where nothing is yet.
-        tensors: C-contiguous arrays of dtypes for which the format has a name.
+        tensors: Arrays on the host or a device; of those that are not contiguous, and of a device, pieces are copied.
 
     Raises:
         OSError: It cannot be written; an unfinished file stays.
@@ -249,72 +251,100 @@ def write_tensors(path: Path, tensors: Mapping[str, Array]) -> FileRecord:
     header, end = {}, 0
     for key, array in tensors.items():
         begin, end = end, end + array.nbytes
-        name = format_rules.SAFETENSORS_NAMES[array.dtype.name]
-        header[key] = {"dtype": name, "shape": array.shape, "data_offsets": [begin, end]}
+        name = format_rules.SAFETENSORS_NAMES.get(array.dtype.name)
+        dtype, shape = ("U8", [array.nbytes]) if name is None else (name, array.shape)
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    head = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
     size, checksum = 0, 0
     with named(path), open(path, "xb", buffering=0) as file:
-        for data in (memoryview(len(text).to_bytes(8, "little") + text), *map(_bytes_of, tensors.values())):
-            for begin in range(0, len(data), _PIECE_BYTES):
-                piece = data[begin : begin + _PIECE_BYTES]
-                checksum = zlib.crc32(piece, checksum)
-                size += len(piece)
-                _write_all(file, piece)
+        for piece in (piece for array in (head, *tensors.values()) for piece in _pieces_of(array)):
+            checksum = zlib.crc32(piece, checksum)
+            size += len(piece)
+            _write_all(file, piece)
         os.fsync(file.fileno())
-    return FileRecord(size, _digits(checksum))
+    return FileRecord(size, digits(checksum))
 
 
-def read_tensors(path: Path, expected: FileRecord | None) -> dict[str, Array]:
-    """Return the tensors of a file.
+def _pieces_of(array: Array) -> Iterator[memoryview]:
+    """Yield the bytes of an array in C order, in small pieces."""
+    is_here = isinstance(array, np.ndarray)
+    flat = array.flat if is_here and not array.flags.c_contiguous else array.reshape(-1)
+    step = _PIECE_BYTES // array.dtype.itemsize
+    for begin in range(0, array.size, step):
+        piece = flat[begin : begin + step]
+        yield (piece if is_here else on_host(piece)).view(np.uint8).data
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Bytes ``[start:stop]`` of a file, which one rank reads; the first ones are its header."""
+
+    file: str
+    start: int
+    stop: int
+
+
+def read_segment(path: Path, segment: Segment, size: int) -> tuple[Array, int]:
+    """Return bytes of a file, and their CRC-32.
 
     Args:
-        path: The file.
-        expected: Its record; None where that is not known.
+        path: The directory of the checkpoint.
+        segment: The bytes.
+        size: Of the whole file.
 
     Raises:
-        DamagedCheckpointError: It is not there, not in the format, or unlike its record.
+        DamagedCheckpointError: The file is not there, or has another size.
         OSError: It cannot be read.
     """
+    place = path / segment.file
     try:
-        with named(path), open_to_read(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if expected is not None and size != expected.bytes:
-                raise DamagedCheckpointError(f"{path} is damaged: it has {size} bytes, expected {expected.bytes}")
-            tensors, checksum = _read_all(file, size, path)
+        with named(place), open_to_read(place) as file:
+            found = os.fstat(file.fileno()).st_size
+            # Checked before memory is taken.
+            if found != size:
+                raise DamagedCheckpointError(f"{place} is damaged: it has {found} bytes, expected {size}")
+            data = np.empty(segment.stop - segment.start, np.uint8)
+            file.seek(segment.start)
+            return data, _read_into(file, data.data, place)
     except FileNotFoundError as error:
-        raise DamagedCheckpointError(f"{path} is missing") from error
+        raise DamagedCheckpointError(f"{place} is missing") from error
     except OSError as error:
         if error.errno == errno.EIO:
-            raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
+            raise DamagedCheckpointError(f"{place} cannot be read: {error}") from error
         raise
-    if expected is not None and _digits(checksum) != expected.crc32:
-        raise DamagedCheckpointError(f"{path} is damaged: its CRC-32 is {_digits(checksum)}, expected {expected.crc32}")
-    return tensors
 
 
-def _read_all(file: FileIO, size: int, path: Path) -> tuple[dict[str, Array], int]:
-    first = bytearray(8)
-    checksum = _read_into(file, memoryview(first), 0, path)
-    length = int.from_bytes(first, "little")
-    if length > size - 8:
+def entries_of(data: Array, size: int, path: Path) -> dict[str, tuple[DType, int, int]]:
+    """Return dtype, first byte in the file and end of each tensor of a file.
+
+    Args:
+        data: The first bytes of the file, with all of its header.
+        size: Of the file.
+        path: The file.
+
+    Raises:
+        DamagedCheckpointError: It is not in the format.
+    """
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    begin_of_data = 8 + length
+    if size < 8 or begin_of_data > size:
         raise DamagedCheckpointError(f"{path} is damaged: its header would end after the file")
-    text = bytearray(length)
-    checksum = _read_into(file, memoryview(text), checksum, path)
-    tensors, end = {}, 0
-    for key, dtype, shape, begin, stop in _entries(text, path):
-        # Checked before memory is taken: a damaged header may ask for any amount.
-        if begin != end or stop - begin != dtype.itemsize * math.prod(shape) or stop > size - 8 - length:
+    if begin_of_data > data.size:
+        raise DamagedCheckpointError(f"{path} is damaged: it has more than {MANIFEST} says")
+    entries, end = {}, begin_of_data
+    for key, dtype, shape, begin, stop in _sorted_entries(data[8:begin_of_data].tobytes(), path):
+        begin, stop = begin + begin_of_data, stop + begin_of_data
+        if begin != end or stop - begin != dtype.itemsize * math.prod(shape) or stop > size:
             raise DamagedCheckpointError(f"{path} is damaged: the place of {key!r} in it is impossible")
-        array = np.empty(shape, dtype)
-        checksum = _read_into(file, _bytes_of(array), checksum, path)
-        tensors[key], end = array, stop
-    if 8 + length + end != size:
+        entries[key], end = (dtype, begin, stop), stop
+    if end != size:
         raise DamagedCheckpointError(f"{path} is damaged: it is longer than its header says")
-    return tensors, checksum
+    return entries
 
 
-def _entries(text: bytearray, path: Path) -> list[tuple[str, DType, tuple[int, ...], int, int]]:
+def _sorted_entries(text: bytes, path: Path) -> list[tuple[str, DType, tuple[int, ...], int, int]]:
     """Return key, dtype, shape, begin and end of each tensor, in the file's order."""
     header = parse(text, f"the header of {path}")
     if not isinstance(header, dict):
@@ -328,17 +358,14 @@ def _entries(text: bytearray, path: Path) -> list[tuple[str, DType, tuple[int, .
     return sorted(entries, key=lambda entry: entry[3:])
 
 
-def _bytes_of(array: Array) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
-
-
 def _write_all(file: FileIO, data: memoryview) -> None:
     # A disk that fills up takes a part first, and raises for the rest.
     while data:
         data = data[file.write(data) :]
 
 
-def _read_into(file: FileIO, data: memoryview, checksum: int, path: Path) -> int:
+def _read_into(file: FileIO, data: memoryview, path: Path) -> int:
+    checksum = 0
     for begin in range(0, len(data), _PIECE_BYTES):
         rest = piece = data[begin : begin + _PIECE_BYTES]
         while rest:

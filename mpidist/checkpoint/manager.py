@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -10,14 +11,17 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import SupportsIndex, SupportsInt
+from typing import Literal, SupportsIndex, SupportsInt
 
 import numpy as np
 
 from mpidist.checkpoint.agreement import Agreement
+from mpidist.checkpoint.candidates import Newest
 from mpidist.checkpoint.checkpoint import Checkpoint, SaveOptions, tracked_by
 from mpidist.checkpoint.formats import Manifest
+from mpidist.checkpoint.interval import FIRST_STEPS, Pace
 from mpidist.checkpoint.storage import Found, checkpoints_in, is_checkpoint
 from mpidist.checkpoint.writer import WriterLock, status_of
 from mpidist.core.files import NotAFileError
@@ -46,10 +50,14 @@ class CheckpointManager:
         checkpoint_name: Checkpoints are called ``NAME-1``, ``NAME-2`` and so on; others are left alone.
         step_counter: Tells the step: a variable, or a function such as ``lambda: checkpoint.step``; the same on all
             ranks.
-        checkpoint_interval: ``save`` does nothing before so many steps have passed since it last saved.
+        checkpoint_interval: ``save`` does nothing before so many steps have passed since it last saved. ``"auto"``: as
+            many as lose the least time, by Young and Daly, from how long saves and steps take on the first rank and
+            from ``mtbf``; all ranks learn it when they save. Extension.
         init_fn: Called by ``restore_or_initialize`` where there is no checkpoint.
         sharded: As for ``Checkpoint.save``. Extension.
         async_save: As for ``Checkpoint.save``. Extension.
+        mtbf: For ``"auto"``, the mean time between two failures of one node in seconds; by default that of
+            ``MPIDIST_NODE_MTBF_DAYS``. Extension.
 
     Raises:
         TypeError, ValueError: An argument without meaning.
@@ -65,6 +73,14 @@ class CheckpointManager:
     ...     restored = again.restore_or_initialize()
     ...     [os.path.basename(path) for path in again.checkpoints], again.checkpoint.step
     (['ckpt-4', 'ckpt-5'], 5)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     counter = lambda: checkpoint.step
+    ...     manager = CheckpointManager(checkpoint, directory, 2, step_counter=counter, checkpoint_interval="auto")
+    ...     for checkpoint.step in range(1, 12):
+    ...         if manager.save():
+    ...             print("saved after step", checkpoint.step)
+    saved after step 1
+    saved after step 11
     """
 
     def __init__(
@@ -75,16 +91,20 @@ class CheckpointManager:
         keep_checkpoint_every_n_hours: float | None = None,
         checkpoint_name: str = "ckpt",
         step_counter: Variable | Callable[[], SupportsInt] | None = None,
-        checkpoint_interval: int | None = None,
+        checkpoint_interval: int | Literal["auto"] | None = None,
         init_fn: Callable[[], object] | None = None,
         *,
         sharded: bool = False,
         async_save: bool = False,
+        mtbf: float | None = None,
     ) -> None:
         if not isinstance(checkpoint, Checkpoint):
             raise TypeError(f"checkpoint is {checkpoint!r}; expected a mpidist.Checkpoint")
         _check_count("max_to_keep", max_to_keep, "None for all")
-        _check_count("checkpoint_interval", checkpoint_interval, "None to save always")
+        if checkpoint_interval != "auto":
+            _check_count("checkpoint_interval", checkpoint_interval, "'auto', or None to save always")
+        if mtbf is not None and not (checkpoint_interval == "auto" and 0 < mtbf < math.inf):
+            raise ValueError(f"mtbf is {mtbf!r}; expected seconds, more than 0, beside checkpoint_interval='auto'")
         _check_callable("init_fn", init_fn)
         if not isinstance(step_counter, Variable):
             _check_callable("step_counter", step_counter, "a variable, or ")
@@ -102,7 +122,9 @@ class CheckpointManager:
         self._tracked = tracked_by(checkpoint)
         self._directory = os.fspath(directory)
         self._name = checkpoint_name
-        self._step_counter, self._interval, self._init_fn = step_counter, checkpoint_interval, init_fn
+        self._step_counter, self._init_fn = step_counter, init_fn
+        self._pace = Pace(mtbf) if checkpoint_interval == "auto" else None
+        self._interval = FIRST_STEPS if checkpoint_interval == "auto" else checkpoint_interval
         self._is_sharded, self._is_async = sharded, async_save
         self._last_step: int | None = None
         self._retention: Retention | None = None
@@ -136,7 +158,7 @@ class CheckpointManager:
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """How many steps lie between two checkpoints at least."""
+        """How many steps lie between two checkpoints at least, with ``"auto"`` for now."""
         return self._interval
 
     @property
@@ -177,6 +199,17 @@ class CheckpointManager:
             assert self._interval is not None
             if step - self._last_step < self._interval:
                 return None
+        if self._pace is None or step is None:
+            return self._save(step, given)
+        pace = self._pace
+        agreement = Agreement(self._tracked.strategy("save()"), "timing", f"the saves to {self._directory}")
+        self._interval = agreement.chief_does(partial(pace.begin, step))
+        path = self._save(step, given)
+        pace.end(step)
+        return path
+
+    def _save(self, step: int | None, given: int | None) -> str:
+        """Save after a step, under a number that is given or the next one."""
         self._checkpoint.wait()
         last = self._checkpoint.save_counter
         counter = (last if given is not None else max(last, self._highest)) + 1
@@ -216,7 +249,8 @@ class CheckpointManager:
             DamagedCheckpointError: There are checkpoints, and all are damaged.
             ValueError: It does not fit the objects.
         """
-        status, unusable = self._tracked.restore_newest(self._find, self._directory)
+        subject = f"the latest checkpoint of {self._directory}"
+        status, unusable = self._tracked.restore(Newest(self._find), subject)
         if status is None:
             if self._init_fn is not None:
                 self._init_fn()

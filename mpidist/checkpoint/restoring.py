@@ -1,86 +1,31 @@
-"""Read a checkpoint, check that it fits the objects, and give them its values."""
+"""Check that a checkpoint fits the objects, and give them its values."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
 from mpidist.arrays.convert import fill_torch, is_writable, jax_makes, like_jax
 from mpidist.arrays.dtypes import Array
-from mpidist.checkpoint import storage
 from mpidist.checkpoint.agreement import Agreement, digest
 from mpidist.checkpoint.alignment import Aligned, describe_container, tensors_to_be_made
 from mpidist.checkpoint.collecting import Leaves, is_on_read, keys_above
-from mpidist.checkpoint.format_rules import DamagedCheckpointError
-from mpidist.checkpoint.formats import Manifest, dtype_of
-from mpidist.checkpoint.storage import Found
+from mpidist.checkpoint.formats import Manifest
+from mpidist.checkpoint.shared_reading import Values
 from mpidist.core.enums import VariableAggregation
 from mpidist.values import Variable
 from mpidist.values.composite import AnyVariable, cut_for, parts_of
 from mpidist.values.placement import place_of
 
 
-@dataclass
-class Read:
-    """A checkpoint that the first rank has read.
-
-    Attributes:
-        path: The checkpoint.
-        manifest: Its manifest.
-        arrays: Its tensors by key.
-        unusable: Newer ones that cannot be used, and why.
-    """
-
-    path: Path
-    manifest: Manifest
-    arrays: dict[str, Array]
-    unusable: dict[str, str] = field(default_factory=dict)
-
-
-def read_newest(find: Callable[[], Found]) -> Read | None:
-    """Return the newest undamaged checkpoint, or None where there is none at all.
-
-    Args:
-        find: Returns those that are there.
-
-    Raises:
-        DamagedCheckpointError: There are checkpoints, and none can be used.
-    """
-    found = find()
-    while found.checkpoints:
-        path, manifest = found.checkpoints.pop()
-        try:
-            return Read(path, manifest, storage.read_arrays(path, manifest), found.unusable)
-        except DamagedCheckpointError as error:
-            if path.exists():
-                found.unusable[str(path)] = str(error)
-            else:  # removed by another process, which has saved a newer one before
-                found = find()
-    if found.unusable:
-        reasons = "; ".join(found.unusable.values())
-        raise DamagedCheckpointError(
-            f"none of the checkpoints that are there can be used: {reasons}. To start from scratch, take another "
-            "directory or move them away"
-        )
-    return None
-
-
-def check_fit(leaves: Leaves, aligned: Aligned, path: str, arrays: Mapping[str, Array]) -> None:
+def check_fit(leaves: Leaves, aligned: Aligned, path: str) -> None:
     """Raise ValueError unless the checkpoint can fill the objects of this rank.
 
     Args:
         leaves: Of the objects.
         aligned: The checkpoint.
         path: Of it, for messages.
-        arrays: Its tensors, on the first rank.
     """
     manifest, problems = aligned.manifest, [*aligned.problems]
-    for one, other in aligned.doubles:
-        if one in arrays and not _are_equal(arrays[one], arrays[other]):
-            problems.append(f"{one!r} and {other!r} are one thing here, and differ in the checkpoint")
     targets: dict[str, AnyVariable | Array] = {**leaves.variables, **leaves.arrays}
     for key, target in targets.items():
         tensor = manifest.tensors.get(key)
@@ -114,7 +59,7 @@ def check_fit(leaves: Leaves, aligned: Aligned, path: str, arrays: Mapping[str, 
         if kind != kind_here and "dict" in (kind, kind_here) and kind is not None:
             problems.append(f"{key!r} is a {kind} in the checkpoint and a {kind_here} here")
     if problems:
-        raise ValueError(f"checkpoint {path} does not fit the objects: " + "; ".join(problems))
+        raise _misfit(path, problems)
     here = {*leaves.saved(), *leaves.containers, *leaves.objects}
     if here and not any(
         here & {key, *keys_above(key)} for key in (*manifest.tensors, *manifest.values, *manifest.containers)
@@ -125,26 +70,40 @@ def check_fit(leaves: Leaves, aligned: Aligned, path: str, arrays: Mapping[str, 
         )
 
 
-def _are_equal(one: Array, other: Array) -> bool:
-    return (one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, other.tobytes())
+def _misfit(path: str, problems: list[str]) -> ValueError:
+    return ValueError(f"checkpoint {path} does not fit the objects: " + "; ".join(problems))
 
 
-def check_fit_of_all(
-    agreement: Agreement, leaves: Leaves, aligned: Aligned, path: str, arrays: Mapping[str, Array]
-) -> None:
+def check_fit_of_all(agreement: Agreement, leaves: Leaves, aligned: Aligned, path: str, values: Values) -> None:
     """Raise on every rank unless the checkpoint fits the objects of all (collective)."""
     tensors = aligned.manifest.tensors.keys()
     there = {*leaves.variables, *leaves.arrays, *tensors_to_be_made(leaves, aligned.manifest)}
     known = {key for key in tensors if key in there or _owner_of(key, leaves) is not None}
     waiting = [f"{key} (yet to be made)" for key in tensors - known if _is_kept(key, leaves)]
+    doubles = [f"{one} as {other}" for one, other in aligned.doubles]
     # Their values will travel between the ranks.
-    names = [*known, *waiting, *(key for key in leaves.iterators if key in aligned.manifest.iterators)]
+    names = [*known, *waiting, *doubles, *(key for key in leaves.iterators if key in aligned.manifest.iterators)]
 
     def check() -> int:
-        check_fit(leaves, aligned, path, arrays)
+        check_fit(leaves, aligned, path)
         return digest(names)
 
     agreement.check_same(names, agreement.every_rank_does(check))
+    problems = [
+        f"{one!r} and {other!r} are one thing here, and differ in the checkpoint"
+        for one, other in aligned.doubles
+        if not _are_equal(*[values.of(key) for key in (one, other)])
+    ]
+
+    def tell() -> None:
+        raise _misfit(path, problems)
+
+    if problems:
+        agreement.chief_does(tell)
+
+
+def _are_equal(one: Array, other: Array) -> bool:
+    return (one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, other.tobytes())
 
 
 def _owner_of(key: str, leaves: Leaves) -> str | None:
@@ -174,9 +133,9 @@ def restore_iterators(agreement: Agreement, leaves: Leaves, manifest: Manifest) 
 
 
 def fill(
-    agreement: Agreement, leaves: Leaves, aligned: Aligned, arrays: dict[str, Array]
+    leaves: Leaves, aligned: Aligned, values: Values
 ) -> tuple[list[str], dict[str, dict[str, Array]], dict[str, Array]]:
-    """Broadcast the values from the first rank, and fill the objects (collective).
+    """Fill the objects with the values, one tensor at a time (collective).
 
     Returns:
         Keys of the checkpoint that no object has; the values that optimizers keep for variables that they have yet to
@@ -185,16 +144,12 @@ def fill(
     manifest, unused = aligned.manifest, []
     deferred: dict[str, dict[str, Array]] = {key: {} for key in leaves.deferring}
     waiting: dict[str, Array] = {}
-    last_use = {aligned.source(key): key for key in sorted(manifest.tensors)}
-    for key, tensor in sorted(manifest.tensors.items()):
+    for key in sorted(manifest.tensors):
         if key not in leaves.variables and key not in leaves.arrays and not _is_kept(key, leaves):
             unused.append(key)
             continue
         source = aligned.source(key)
-        mine = arrays[source] if source in arrays else np.empty(tensor.shape, dtype_of(tensor))
-        if last_use[source] == key:
-            arrays.pop(source, None)
-        value = np.asarray(agreement.extended.broadcast_nest(mine))
+        value = values.of(source)
         owner = _owner_of(key, leaves)
         if key in leaves.variables:
             restore_variable(leaves.variables[key], value)

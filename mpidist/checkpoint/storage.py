@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import re
 import warnings
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
-from mpidist.arrays.dtypes import Array, DType
 from mpidist.checkpoint import formats
 from mpidist.checkpoint.format_rules import DamagedCheckpointError
-from mpidist.checkpoint.formats import MANIFEST, Manifest, Tensor, TensorPart
+from mpidist.checkpoint.formats import MANIFEST, Manifest
 
 _OUR_MANIFEST = re.compile(rb'"format":\s*"%b"' % formats.FORMAT.encode())
 # Of a manifest: the checksum and the format are at its beginning.
 _FIRST_BYTES = 1000
+# The length of a header, and nothing else.
+_SMALLEST_FILE = 8
 _NUMBERED = re.compile(r".+-\d+")
 
 
@@ -133,9 +133,23 @@ def read_manifest(path: Path) -> Manifest:
     return Manifest.from_text(data, str(file))
 
 
-def check_sizes(path: Path, manifest: Manifest) -> None:
-    """Raise DamagedCheckpointError where files are too small for the tensors; reads none."""
+def mark_of(path: Path) -> int | None:
+    """Return a number that tells one checkpoint from another, None where none is seen."""
+    try:
+        with formats.open_to_read(path / MANIFEST) as file:
+            return zlib.crc32(file.read(_FIRST_BYTES))
+    except (OSError, DamagedCheckpointError):
+        return None  # whoever does not see it reads nothing of it
+
+
+def check_sizes(path: Path, manifest: Manifest) -> dict[str, int]:
+    """Return the sizes of the files, none of which is read.
+
+    Raises:
+        DamagedCheckpointError: They are too small for the tensors.
+    """
     counts: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for key, tensor in manifest.tensors.items():
         borders = [0]
         for part in tensor.parts:
@@ -155,49 +169,7 @@ def check_sizes(path: Path, manifest: Manifest) -> None:
             raise DamagedCheckpointError(f"{path / name} is missing") from error
         if record is not None and size != record.bytes:
             raise DamagedCheckpointError(f"{path / name} is damaged: it has {size} bytes, expected {record.bytes}")
-        if size < count:
+        if size < max(count, _SMALLEST_FILE):
             raise DamagedCheckpointError(f"{path / name} is damaged: it has {size} bytes for {count} elements")
-
-
-def read_arrays(path: Path, manifest: Manifest) -> dict[str, Array]:
-    """Return all tensors of the checkpoint by key, after checking every byte of its files.
-
-    Raises:
-        ImportError: ml_dtypes, for a dtype of its, is not installed.
-        DamagedCheckpointError: The data are damaged, or do not fit the manifest.
-        OSError: They cannot be read.
-    """
-    check_sizes(path, manifest)
-    dtypes = {key: formats.dtype_of(tensor) for key, tensor in manifest.tensors.items()}
-    by_file: dict[str, list[tuple[str, TensorPart]]] = {}
-    for key, tensor in manifest.tensors.items():
-        for part in tensor.parts:
-            by_file.setdefault(part.file, []).append((key, part))
-    arrays: dict[str, Array] = {}
-    for name, parts in sorted(by_file.items()):
-        stored = formats.read_tensors(path / name, manifest.files.get(name))
-        for key, part in parts:
-            tensor = manifest.tensors[key]
-            elements = _elements(stored.pop(key, None), tensor, part, dtypes[key])
-            if elements is None:
-                raise DamagedCheckpointError(
-                    f"{path / part.file} does not fit {MANIFEST}: expected {part.stop - part.start} elements of "
-                    f"{key!r}, of shape {tensor.shape} and dtype {tensor.dtype}; restore another checkpoint"
-                )
-            if elements.size == tensor.size:
-                arrays[key] = elements.reshape(tensor.shape)
-                continue
-            if key not in arrays:
-                arrays[key] = np.empty(tensor.shape, dtypes[key])
-            arrays[key].reshape(-1)[part.start : part.stop] = elements
-    return arrays
-
-
-def _elements(stored: Array | None, tensor: Tensor, part: TensorPart, dtype: DType) -> Array | None:
-    """Return the elements of a part, or None if the file has others."""
-    if stored is None:
-        return None
-    count, elements = part.stop - part.start, stored.reshape(-1)
-    if tensor.stored_as == "bytes" and elements.nbytes == count * dtype.itemsize:
-        elements = elements.view(dtype)
-    return elements if (elements.size, elements.dtype) == (count, dtype) else None
+        sizes[name] = size
+    return sizes

@@ -20,13 +20,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint import formats
-from mpidist.checkpoint.agreement import Plan
 from mpidist.checkpoint.format_rules import FILE, DamagedCheckpointError, parse
 from mpidist.checkpoint.formats import MANIFEST, FileRecord, Manifest, Tensor
+from mpidist.checkpoint.parts import Plan
 from mpidist.checkpoint.storage import is_checkpoint, read_manifest
 from mpidist.core import settings
 from mpidist.core.errors import PeerError
@@ -54,7 +52,7 @@ class Job:
         ranks: How many write.
         plan: The parts of each tensor that each rank writes.
         tensors: Those of the manifest, without their parts.
-        arrays: Those that this rank writes, by key: whole, or as a vector its part of it.
+        arrays: Those that this rank writes, by key: whole, or as a vector its part of it; on the host or a device.
         describe: Called on the first rank; returns the manifest as it is known before the files are written.
         finish: Called on the first rank when the checkpoint is there; its result is that of the job.
         directory: Where the files go for now, once the first rank has begun.
@@ -80,18 +78,14 @@ class Job:
 
     def part(self) -> Record:
         """Write the file of this rank, and wait until it is on the disk."""
-        encoded = {}
-        for key, tensor in self.tensors.items():
-            if key in self.arrays:
-                encoded[key] = _encode(self.arrays[key], tensor)
-        if not encoded and self.ranks > 1:
+        if not self.arrays and self.ranks > 1:
             return None
         if not self.directory.is_dir():
             raise FileNotFoundError(
                 f"{self.directory}, which the first rank has made, is not there where this rank looks; expected a "
                 "directory that all ranks share: save to one, or without sharded=True"
             )
-        return asdict(formats.write_tensors(self.directory / self._file_names()[self.rank], encoded))
+        return asdict(formats.write_tensors(self.directory / self._file_names()[self.rank], self.arrays))
 
     def result(self, records: list[Record] | None) -> list[str] | None:
         """Make a checkpoint of the files of all ranks; on the first rank.
@@ -174,15 +168,6 @@ def _read_note(path: Path) -> Record:
     if record is not None and not FILE(record):
         raise DamagedCheckpointError(f"{path} is damaged: it is no record of a file")
     return record
-
-
-def _encode(array: Array, tensor: Tensor) -> Array:
-    """Return the elements in C order, as the file holds them, copied only if needed."""
-    flat = array.reshape(-1)
-    flat = flat if flat.flags.c_contiguous else flat.copy()
-    if tensor.stored_as == "bytes":
-        return flat.view(np.uint8)
-    return flat.reshape(tensor.shape) if flat.size == tensor.size else flat
 
 
 # In a thread ------------------------------------------------------------------------------------------------------

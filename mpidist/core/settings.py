@@ -138,6 +138,13 @@ JOBS: Setting[dict[str, int] | None] = _setting(
 NATIVE = _switch(
     "MPIDIST_NATIVE", True, "0: collectives go without the native core, as where it was not built (docs/install.md)"
 )
+NODE_MTBF_DAYS = _setting(
+    "MPIDIST_NODE_MTBF_DAYS",
+    154.0,
+    _positive_float,
+    "days, more than 0",
+    "mean time between two failures of one node, by which checkpoint_interval='auto' goes (docs/checkpoints.md)",
+)
 PROGRESS_THREAD = _switch(
     "MPIDIST_PROGRESS_THREAD", True, "1: a thread moves collectives on that were started and not yet waited for"
 )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpidist.checkpoint.agreement import extended_of
+from mpidist.arrays.dtypes import Array
+from mpidist.checkpoint.agreement import Agreement, extended_of
+from mpidist.checkpoint.candidates import Wanted
 from mpidist.checkpoint.checkpoint import Checkpoint, TrackedObjects, describe_tensors, manifest_of, tracked_by
-from mpidist.checkpoint.restoring import Read
+from mpidist.checkpoint.formats import Manifest, dtype_of
+from mpidist.checkpoint.shared_reading import Values
 from mpidist.core.context import in_scope_of
 from mpidist.topology import world_topology
 from mpidist.topology.limited_calls import limited
@@ -20,6 +23,19 @@ from mpidist.values.placement import on_host
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of the values of tracked objects.
+
+    Attributes:
+        manifest: As of a checkpoint.
+        arrays: Its tensors by key.
+    """
+
+    manifest: Manifest
+    arrays: dict[str, Array]
 
 
 class _Commit(NamedTuple):
@@ -33,7 +49,7 @@ class _Commit(NamedTuple):
 
     number: int
     values: bytes
-    snapshot: Read | None
+    snapshot: Snapshot | None
 
 
 class State:
@@ -199,7 +215,7 @@ def _pickled(values: dict[str, object]) -> bytes:
         ) from error
 
 
-def take_snapshot(tracked: TrackedObjects) -> Read:
+def take_snapshot(tracked: TrackedObjects) -> Snapshot:
     """Return a copy of all values of ``tracked``, whole on every rank; collective."""
     leaves = tracked.collect("keeping", is_to_save=True)
     with in_scope_of(tracked.strategy("keeping a snapshot")):
@@ -207,7 +223,7 @@ def take_snapshot(tracked: TrackedObjects) -> Read:
         arrays.update({key: np.array(on_host(array)) for key, array in leaves.arrays.items()})
         values = leaves.values()
     manifest = manifest_of(leaves, describe_tensors(leaves), values, tracked.save_counter, tracked.run_calls)
-    return Read(Path("a commit"), manifest, arrays)
+    return Snapshot(manifest, arrays)
 
 
 def describe_objects(tracked: TrackedObjects) -> str:
@@ -222,12 +238,33 @@ def describe_objects(tracked: TrackedObjects) -> str:
     return ", ".join(f"{key}: {kind}" for key, kind in sorted(kinds.items())) or "no objects"
 
 
-def restore_snapshot(tracked: TrackedObjects, snapshot: Read | None) -> None:
+def restore_snapshot(tracked: TrackedObjects, snapshot: Snapshot | None) -> None:
     """Give tracked objects the values of the first rank's snapshot, if any; collective."""
-
-    def read() -> Read | None:
-        return None if snapshot is None else replace(snapshot, arrays=dict(snapshot.arrays))
-
-    status, _ = tracked.restore(read, "what was committed")
+    status, _ = tracked.restore(_Committed(snapshot), "what was committed")
     if status is not None:
         status.expect_partial()
+
+
+class _Committed:
+    """The first rank's snapshot, as a source of values.
+
+    Args:
+        snapshot: That of this rank, if any.
+    """
+
+    def __init__(self, snapshot: Snapshot | None) -> None:
+        self._snapshot = snapshot
+
+    def next(self, damage: str | None) -> Wanted | None:
+        """See ``Source``."""
+        del damage  # memory is not checked
+        return None if self._snapshot is None else Wanted(Path("a commit"), self._snapshot.manifest, {}, {})
+
+    def read(self, agreement: Agreement, path: Path, manifest: Manifest, sizes: dict[str, int]) -> Values:
+        """See ``Source``."""
+        del path, sizes
+        arrays = self._snapshot.arrays if self._snapshot is not None and agreement.is_chief else {}
+        mine = {key: [np.ascontiguousarray(array).reshape(-1).view(np.uint8)] for key, array in arrays.items()}
+        bytes_of = {key: tensor.size * dtype_of(tensor).itemsize for key, tensor in manifest.tensors.items()}
+        holders = {key: [(0, size)] for key, size in bytes_of.items()}
+        return Values(agreement.extended.communicator, manifest.tensors, holders, mine)

@@ -16,7 +16,7 @@ import pytest
 
 import mpidist
 from mpidist import Checkpoint
-from mpidist.checkpoint import formats, latest_checkpoint
+from mpidist.checkpoint import formats, latest_checkpoint, parts
 from mpidist.checkpoint.checkpoint import Save
 from mpidist.checkpoint.writer import finish_writing, give_up_all
 from mpidist.core.errors import PeerError
@@ -223,11 +223,16 @@ def test_a_process_can_wait_for_all_that_it_writes(brake: Brake, tmp_path: Path)
 @pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("strategy", layouts("multi_worker-1local"), indirect=True)
 def test_saves_are_given_up_when_a_rank_does_not_write_its_part(
-    strategy: mpidist.Strategy, brake: Brake, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    strategy: mpidist.Strategy,
+    brake: Brake,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
+    monkeypatch.setattr(parts, "SMALLEST_FILE_BYTES", 1)
     with strategy.scope():
         checkpoint = Checkpoint(v=mpidist.Variable(np.zeros(1 << 16)))
     with of_all_ranks(tmp_path) as folder:

@@ -155,7 +155,7 @@ RANK_DIES = """
     death = Death()
     strategy = mpidist.MultiWorkerMirroredStrategy()
     with strategy.scope():
-        v = mpidist.Variable(np.full(100000, 1.0))
+        v = mpidist.Variable(np.full(300000, 1.0))
     checkpoint = mpidist.Checkpoint(v=v, step=1)
     manager = mpidist.CheckpointManager(checkpoint, folder, 1, sharded=True, async_save=async_save)
     manager.restore_or_initialize()
@@ -163,7 +163,7 @@ RANK_DIES = """
         death.folder, death.steps_left = folder, steps_left
     for _ in range(2):
         checkpoint.step += 1
-        v.assign(np.full(100000, float(checkpoint.step)))
+        v.assign(np.full(300000, float(checkpoint.step)))
         manager.save()
     manager.wait()
     if strategy.cluster_resolver.task_id == 0:
@@ -185,7 +185,7 @@ def test_a_rank_that_is_killed_while_all_write(victim: int, mode: str, tmp_path:
         folder = tmp_path / str(steps_left)
         done = run_script(program(DIES, RANK_DIES), 2, str(folder), str(victim), str(steps_left), mode, timeout=60)
         assert done.returncode != 0, done.stdout
-        checkpoint = Checkpoint(v=np.zeros(100000), step=0)
+        checkpoint = Checkpoint(v=np.zeros(300000), step=0)
         manager = CheckpointManager(checkpoint, folder, 1)
         manager.restore_or_initialize()
         assert (checkpoint.v == checkpoint.step).all()

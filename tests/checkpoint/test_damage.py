@@ -15,7 +15,7 @@ import pytest
 
 import mpidist
 from mpidist import Checkpoint
-from mpidist.checkpoint import DamagedCheckpointError, latest_checkpoint, storage
+from mpidist.checkpoint import DamagedCheckpointError, formats, latest_checkpoint, storage
 
 FILES = ("data.safetensors", "manifest.json")
 
@@ -139,16 +139,16 @@ def test_one_without_a_manifest_is_damaged_and_other_directories_are_nothing(tmp
 
 def test_one_that_is_removed_while_it_is_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, first, second = two_checkpoints(tmp_path)
-    read, read_manifest = storage.read_arrays, storage.read_manifest
+    read, read_manifest = formats.read_segment, storage.read_manifest
 
-    def too_late(path: Path, manifest: Any) -> Any:
+    def too_late(path: Path, *args: Any) -> Any:
         # The manager of the program that trains, which another one looks at.
         if path == second:
             checkpoint.save(tmp_path / "ckpt")
             shutil.rmtree(path)
-        return read(path, manifest)
+        return read(path, *args)
 
-    monkeypatch.setattr(storage, "read_arrays", too_late)
+    monkeypatch.setattr(formats, "read_segment", too_late)
     status = Checkpoint(v=checkpoint.v, w=checkpoint.w, step=0).restore_latest(tmp_path)
     assert status is not None
     assert status.assert_consumed().path == str(tmp_path / "ckpt-3")

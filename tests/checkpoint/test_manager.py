@@ -380,6 +380,18 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         ({"max_to_keep": True}, ValueError, "max_to_keep is True"),
         ({"checkpoint_interval": 2}, ValueError, "needs step_counter"),
         ({"checkpoint_interval": 0, "step_counter": int}, ValueError, "checkpoint_interval is 0"),
+        ({"checkpoint_interval": "auto"}, ValueError, "needs step_counter"),
+        (
+            {"checkpoint_interval": "often", "step_counter": int},
+            ValueError,
+            "'often'; expected a whole number .*'auto'",
+        ),
+        (
+            {"checkpoint_interval": "auto", "step_counter": int, "mtbf": 0.0},
+            ValueError,
+            "mtbf is 0.0; expected seconds",
+        ),
+        ({"mtbf": 60.0}, ValueError, "mtbf is 60.0; expected .* beside checkpoint_interval='auto'"),
         ({"step_counter": 3}, TypeError, "step_counter is 3; expected a variable, or a function"),
         ({"init_fn": 3}, TypeError, "init_fn is 3"),
         ({"keep_checkpoint_every_n_hours": 0}, ValueError, "expected more than 0"),
