@@ -182,9 +182,27 @@ def leaders_seconds(nodes: int, per_node: int, nbytes: int, network: Network) ->
     parts = max(1, -(-nbytes // SMALL_BETWEEN_NODES))
     each = -(-nbytes // parts)
     in_node = each * (per_node * network.reduce + network.copy)
-    quick = network._replace(latency=network.exchange, overhead=0.0)
-    between = min(rounds_seconds(way(nodes, each), 1, quick) for way in (recursive_doubling, recursive_halving))
+    between = min(_exchange_seconds(way, nodes, each, network) for way in (recursive_doubling, recursive_halving))
     return parts * (network.meeting + in_node + between)
+
+
+def _exchange_seconds(way: Cost, nodes: int, nbytes: int, network: Network) -> float:
+    return rounds_seconds(way(nodes, nbytes), 1, network._replace(latency=network.exchange, overhead=0.0))
+
+
+def halved_from(nodes: int, network: Network) -> int:
+    """Return the bytes from which ``leaders`` takes recursive halving: less data, in twice as many rounds.
+
+    >>> halved_from(4, SHIPPED_NETWORK._replace(exchange=15e-6)), halved_from(2, SHIPPED_NETWORK)
+    (7168, 65537)
+    """
+    sizes = range(1 << 10, SMALL_BETWEEN_NODES + 1, 1 << 10)
+    seconds = {
+        way: [_exchange_seconds(way, nodes, nbytes, network) for nbytes in sizes]
+        for way in (recursive_doubling, recursive_halving)
+    }
+    pairs = zip(sizes, seconds[recursive_doubling], seconds[recursive_halving], strict=True)
+    return next((nbytes for nbytes, doubling, halving in pairs if halving < doubling), SMALL_BETWEEN_NODES + 1)
 
 
 def _seconds_per_byte(each: Round, rails: int, network: Network) -> float:

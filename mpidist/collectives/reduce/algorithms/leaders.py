@@ -12,15 +12,13 @@ from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.core import SMALL_BETWEEN_NODES, Core
 from mpidist.collectives.node.packing import PackedReduction
+from mpidist.collectives.reduce.cost_model import halved_from
 from mpidist.collectives.reduce.registry import Algorithm, AlgorithmEntry, Site, host_algorithms
 from mpidist.core.errors import AlgorithmError
 
-# What a link carries while a message is on its way: 18 us at 1 Gbit/s.
-_BYTES_PER_ROUND = 2250
-
 
 class Leaders(Algorithm):
-    """An all-reduce by recursive doubling among the leaders of the nodes.
+    """An all-reduce by recursive doubling or halving among the leaders of the nodes.
 
     Args:
         core: Of this rank's node.
@@ -47,7 +45,7 @@ class Leaders(Algorithm):
                 "--shm-size=1g) or leave algorithm out"
             )
         if site.node.rank == 0:
-            core.halve_from(_halved_from(len(site.node.ranks)))
+            core.halve_from(halved_from(len(site.node.ranks), site.between_nodes))
         return cls(core)
 
     def start(self, job: PackedReduction) -> Callable[[int], None] | None:
@@ -84,16 +82,6 @@ class Leaders(Algorithm):
             is_wanted=job.is_wanted,
             over_nodes=True,
         )
-
-
-def _halved_from(nodes: int) -> int:
-    """Return the bytes from which less data are worth twice as many rounds.
-
-    Recursive doubling sends all in each of log2(n) rounds, halving 2 (n - 1) / n of it in all.
-    """
-    rounds = nodes.bit_length() - 1
-    saved = rounds - 2 * (1 - 2**-rounds)
-    return int(rounds * _BYTES_PER_ROUND / saved) if saved > 0 else SMALL_BETWEEN_NODES + 1
 
 
 host_algorithms.register(
