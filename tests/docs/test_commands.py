@@ -20,7 +20,7 @@ from tests.support.ranks.jobs import ROOT
 pytestmark = pytest.mark.one_rank
 
 # Of a checkout, of what is built from it, and names that stand for others.
-_FILE = re.compile(r"(?:\./)?((?:benchmarks|examples|packaging|slurm|tests)/[\w./]+)")
+_FILE = re.compile(r"(?:\./)?((?:benchmarks|examples|packaging|slurm|tests)/[\w./-]+)")
 
 
 @pytest.mark.long

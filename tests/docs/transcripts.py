@@ -29,12 +29,21 @@ class Transcript(NamedTuple):
 _TRAINING = Transcript("README.md", "multi_worker: 2 replica(s) in sync, 2 rank(s)")
 _REPORT = Transcript("docs/tracing.md", "mpidist: collectives of 2 ranks, means over ranks, in 1.9 s")
 _DOCTOR = Transcript("docs/doctor.md", "reach       ring: 4 of 4 hops; pairs: 6 of 6")
+_PREDICTION = Transcript(
+    "docs/scaling.md", "nodes  ranks    size  algorithm           slice     time  busbw(GB/s)  sent(MiB/node)"
+)
 # The command that prints it, in a checkout with the program of the start page in train.py, and which lines are to come:
 # others are those of one program, or name hosts.
 PRINTED_BY = {
     _TRAINING: ("mpirun -n 2 python examples/train.py --out out", [0, 1, 2, 4, 5]),
     _REPORT: ("MPIDIST_REPORT=1 mpirun -n 2 python train.py", [0, 1]),
-    _DOCTOR: ("MPIDIST_RANKS_PER_NODE=2 mpirun -n 4 python -m mpidist doctor", [0, 2, 3, 4, 5]),
+    _PREDICTION: (
+        "python -m benchmarks predict --nodes 2,16,128,1250 --ranks-per-node 8 --sizes 4K,1M,64M --latency 15us "
+        "--overhead 3us --meeting 3us --bandwidth 25gbit --reduce 10 --copy 10 --compute 180ms --model bert_base "
+        "--bucket 25M --first-bucket 1M",
+        list(range(19)),
+    ),
+    _DOCTOR: ("MPIDIST_RANKS_PER_NODE=2 mpirun -n 4 python -m mpidist doctor", [0, 2, 3, 4]),
 }
 _WAITS = "mpidist: ranks 0,3 of 4 have waited 60 s for the other ranks in all_reduce SUM of float64(5,), "
 _RECEIVES = "mpidist: rank 0 of 4 waits for recv from rank 1 with tag 0 of float64(5,), at train.py:41 (step):"

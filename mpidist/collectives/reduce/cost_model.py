@@ -191,7 +191,9 @@ def _exchange_seconds(way: Cost, nodes: int, nbytes: int, network: Network) -> f
 
 
 def halved_from(nodes: int, network: Network) -> int:
-    """Return the bytes from which ``leaders`` takes recursive halving: less data, in twice as many rounds.
+    """Return the bytes from which ``leaders`` takes recursive halving.
+
+    That sends less data, in twice as many rounds.
 
     >>> halved_from(4, SHIPPED_NETWORK._replace(exchange=15e-6)), halved_from(2, SHIPPED_NETWORK)
     (7168, 65537)
