@@ -28,7 +28,7 @@ EXCEPTED = {
     r"mpich/bin/": "needs another MPI: `make test-mpich`",
     r"mpirun -n 2 python -m benchmarks( torch)?$": "measures for minutes: tests/benchmarks has it in short",
     r"python -m benchmarks predict .*--compare": "ends with 1, as some predictions are off, which the page says",
-    r"python -m benchmarks predict .*--simgrid": "needs SimGrid and minutes: tests/benchmarks/predicting has it in short",
+    r"python -m benchmarks predict .*--simgrid": "takes SimGrid and minutes: tests/benchmarks/predicting is shorter",
     r"python -m benchmarks (gpu|input)": "measures for minutes: tests/benchmarks has it in short",
     r"python -m tests\.chaos ": "takes minutes: tests/chaos has the short form",
     r"mpirun -n 4 python examples/train\.py --device gpu$": "needs GPUs: tests/examples has it on a stand-in",
