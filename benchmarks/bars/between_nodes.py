@@ -15,6 +15,8 @@ HAN_OFF = "block, HAN off"
 # Placement -> at least how many times as fast as the MPI's own call.
 _SPEEDUPS = {"block": 2.5, HAN_OFF: 1.35, "round-robin": 2.5}
 _PLACEMENTS = ("block", "round-robin", "uneven")
+# Up to here no slower than the MPI's own call.
+_SMALL = 64 << 10
 _FLOOR, _LEAST, _HALF_WIRE, _HIDDEN = 1.08, 1.02, 0.6, 0.9
 
 
@@ -46,7 +48,20 @@ def verdicts(rows: Sequence[Row], figures: Sequence[Figure], nodes: int, rate: f
     for dtype in ("bfloat16", "float16"):
         half, full = times.get((OURS, f"block, wire_dtype={dtype}")), times.get((OURS, "block"))
         found += share_of_time(f"{text}, block, {dtype} on the wire: time of float32", half, full, _HALF_WIRE)
-    return found + _overlap(rows, figures)
+    return found + _small(rows) + _overlap(rows, figures)
+
+
+def _small(rows: Sequence[Row]) -> list[Verdict]:
+    """Return the verdicts on small messages."""
+    times = {(row.by, row.size): row for row in rows if row.operation == "all_reduce" and row.variant == "block"}
+    sizes = sorted({size for _, size in times if size <= _SMALL})
+    return [
+        verdict
+        for size in sizes
+        for verdict in times_as_fast(
+            f"{size_text(size)}, block: as fast as MPI", times.get((MPI, size)), times.get((OURS, size)), 1.0
+        )
+    ]
 
 
 def _overlap(rows: Sequence[Row], figures: Sequence[Figure]) -> list[Verdict]:

@@ -64,7 +64,7 @@ def jobs(sizes: str, algorithms: str) -> list[Job]:
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m benchmarks cluster-jobs", description=__doc__)
     top.add_argument("--hosts", help="four host names, such as a,b,c,d (those of the Slurm allocation)")
-    top.add_argument("--sizes", default="4K,16K,64K,256K,1M,4M,16M", help="sizes beside 64M; may be empty")
+    top.add_argument("--sizes", default="4,64,4K,16K,64K,256K,1M,4M,16M", help="sizes beside 64M; may be empty")
     top.add_argument("--algorithms", default="", help="algorithms of mpidist to force at these sizes")
     top.add_argument("--rate", help="speed of each node's link, such as 1gbit, for the floor")
     top.add_argument("--interface", default="eth0", help="whose bytes are counted (eth0)")

@@ -49,6 +49,16 @@ def test_as_fast_as_mpi(placement: str, bar: float) -> None:
         assert judge(rows, rate=None) == {f"64 MiB, {placement}: as fast as MPI": met}
 
 
+def test_small_messages() -> None:
+    for ours, met in ((0.99, True), (1.01, False)):
+        rows = [
+            row("all_reduce", by, "block", size, median, algorithm="some")
+            for size in (4, 64 << 10, 128 << 10)
+            for by, median in (("mpi", 1.0), ("mpidist", ours))
+        ]
+        assert judge(rows) == {"4 B, block: as fast as MPI": met, "64 KiB, block: as fast as MPI": met}
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_the_wire(dtype: str) -> None:
     for share, met in ((0.59, True), (0.61, False)):
