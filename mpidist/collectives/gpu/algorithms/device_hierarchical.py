@@ -113,8 +113,11 @@ class DeviceHierarchical:
 
 
 def _ring_on_device(nodes: int, count: int) -> list[Round]:
-    """Return the rounds of the ring, whose sums take no time of the processor."""
-    return [each._replace(reduced=0) for each in wire_algorithms.costs["ring"](nodes, count)]
+    """Return the rounds of the ring, each sum of which takes a launch, about as long as a message."""
+    return [
+        each._replace(reduced=0, messages=each.messages + (each.reduced > 0))
+        for each in wire_algorithms.costs["ring"](nodes, count)
+    ]
 
 
 @dataclass(frozen=True)

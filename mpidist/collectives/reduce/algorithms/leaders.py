@@ -11,6 +11,7 @@ from functools import partial
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.core import SMALL_BETWEEN_NODES, Core
+from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import PackedReduction
 from mpidist.collectives.reduce.cost_model import halved_from
 from mpidist.collectives.reduce.registry import Algorithm, AlgorithmEntry, Site, host_algorithms
@@ -32,13 +33,10 @@ class Leaders(Algorithm):
         """Return a new one (collective).
 
         Raises:
-            AlgorithmError: There is no native core, or shared memory has no room; on all ranks.
+            AlgorithmError: Shared memory has no room; on all ranks.
         """
         core = site.node.core
-        if core is None:
-            raise AlgorithmError(
-                "algorithm 'leaders' takes the native core, which is not there (docs/install.md); leave algorithm out"
-            )
+        assert core is not None, "where there is none another algorithm stands for this one"
         if not (yield from site.node.make_room(site.comm)):
             raise AlgorithmError(
                 "algorithm 'leaders' found no room in /dev/shm on every node; make it larger (docker run "
@@ -84,12 +82,19 @@ class Leaders(Algorithm):
         )
 
 
+def _standing_for(node: Node) -> str:
+    """Return the algorithm that does its work where there is one node, or no native core."""
+    if node.is_alone:
+        return "hierarchical"
+    return "mpi" if node.core is None else "leaders"
+
+
 host_algorithms.register(
     AlgorithmEntry(
         "leaders",
         Leaders.made,
         ("several_nodes",),
         ("several_nodes",),
-        stands_for=lambda node: "hierarchical" if node.is_alone else "leaders",
+        stands_for=_standing_for,
     )
 )
