@@ -113,7 +113,10 @@ class DeviceHierarchical:
 
 
 def _ring_on_device(nodes: int, count: int) -> list[Round]:
-    """Return the rounds of the ring, each sum of which takes a launch, about as long as a message."""
+    """Return the rounds of the ring, a sum of which takes a launch.
+
+    That is about as long as a message.
+    """
     return [
         each._replace(reduced=0, messages=each.messages + (each.reduced > 0))
         for each in wire_algorithms.costs["ring"](nodes, count)

@@ -83,7 +83,7 @@ class Leaders(Algorithm):
 
 
 def _standing_for(node: Node) -> str:
-    """Return the algorithm that does its work where there is one node, or no native core."""
+    """Return the algorithm that does its work on a node, if not itself."""
     if node.is_alone:
         return "hierarchical"
     return "mpi" if node.core is None else "leaders"
