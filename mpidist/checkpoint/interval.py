@@ -43,21 +43,22 @@ class Pace:
     """
 
     def __init__(self, node_mtbf: float | None) -> None:
-        nodes = world_topology().num_nodes if has_world() else 1
-        self._mtbf = (_SECONDS_PER_DAY * settings.NODE_MTBF_DAYS.read() if node_mtbf is None else node_mtbf) / nodes
+        self._node_mtbf = _SECONDS_PER_DAY * settings.NODE_MTBF_DAYS.read() if node_mtbf is None else node_mtbf
         self._save_seconds: float | None = None
         self._began = 0.0
         # When the last save ended, and with which step.
         self._last: tuple[float, int] | None = None
 
     def begin(self, step: int) -> int:
-        """Begin a save after ``step``, and return the number of steps to the next one."""
+        """Begin a save after ``step``; return the steps to the next one, by this clock."""
         self._began = clock()
         if self._save_seconds is None or self._last is None or step <= self._last[1]:
             return FIRST_STEPS
         step_seconds = (self._began - self._last[0]) / (step - self._last[1])
+        # Of the nodes that there are now: an elastic job loses and gains some.
+        nodes = world_topology().num_nodes if has_world() else 1
         # A clock that has not moved between steps would ask for endless ones.
-        return max(1, round(daly_interval(self._save_seconds, self._mtbf) / max(step_seconds, 1e-6)))
+        return max(1, round(daly_interval(self._save_seconds, self._node_mtbf / nodes) / max(step_seconds, 1e-6)))
 
     def end(self, step: int) -> None:
         """End the save that was begun after ``step``."""

@@ -11,7 +11,6 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Literal, SupportsIndex, SupportsInt
 
@@ -203,7 +202,9 @@ class CheckpointManager:
             return self._save(step, given)
         pace = self._pace
         agreement = Agreement(self._tracked.strategy("save()"), "timing", f"the saves to {self._directory}")
-        self._interval = agreement.chief_does(partial(pace.begin, step))
+        # On every rank: another one is the first where an elastic job loses that one.
+        interval = pace.begin(step)
+        self._interval = agreement.chief_does(lambda: interval)
         path = self._save(step, given)
         pace.end(step)
         return path

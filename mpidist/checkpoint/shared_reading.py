@@ -250,6 +250,21 @@ def read_together(agreement: Agreement, path: Path, manifest: Manifest, sizes: M
     comm = agreement.extended.communicator
     rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
     readers = _readers(agreement, path, rank, spread(ranks, sum(sizes.values()) // SMALLEST_READ_BYTES))
+    try:
+        return _read_by(readers, agreement, path, manifest, sizes)
+    except DamagedCheckpointError:
+        # The others may see an older state of a file: what the first rank sees counts.
+        if readers == [0]:
+            raise
+        return _read_by([0], agreement, path, manifest, sizes)
+
+
+def _read_by(
+    readers: list[int], agreement: Agreement, path: Path, manifest: Manifest, sizes: Mapping[str, int]
+) -> Values:
+    """Read a checkpoint on some ranks (collective); see ``read_together``."""
+    comm = agreement.extended.communicator
+    rank = 0 if comm is None else comm.rank
     with agreement.extended.shared_errors("restoring"):
         files = _Files(path, manifest, sizes)
         shares = plan_segments(files.sizes, files.heads(), readers) if sizes else []

@@ -455,6 +455,8 @@ nc_state nc_begin(nc *c, const nc_call *call, int64_t nanoseconds)
     c->first[call->pieces] = c->count;
     c->bytes = c->count * c->itemsize;
     c->shared = NULL;
+    if (is_over_nodes(c) && c->bytes > NC_MOST_OVER_NODES)
+        return refuse(c, E2BIG);
     announce(c);
     return nc_step(c, nanoseconds);
 }

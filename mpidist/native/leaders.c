@@ -41,7 +41,7 @@ struct nc_leader {
     nc_mpi mpi;
     int nodes, me, power, rounds, tag;
     const int32_t *ranks;
-    size_t room, halved_from;
+    size_t halved_from;
     char *sum, *out, *in; /* data; the last two have a head in front */
     int step, is_posted, refused, error, halves;
     size_t begin[MOST_ROUNDS + 1], end[MOST_ROUNDS + 1]; /* elements of the part that is left after each round forth */
@@ -51,10 +51,10 @@ struct nc_leader {
 
 static head *head_of(char *data) { return (head *)(void *)(data - sizeof(head)); }
 
-int nc_lead(nc *c, const nc_mpi *mpi, const int32_t *ranks, int nodes, int me, int tag, size_t room)
+int nc_lead(nc *c, const nc_mpi *mpi, const int32_t *ranks, int nodes, int me, int tag)
 {
     leader *l = calloc(1, sizeof *l + sizeof *ranks * (size_t)nodes);
-    size_t each = ALIGNED + (room + ALIGNED - 1) / ALIGNED * ALIGNED;
+    size_t each = ALIGNED + NC_MOST_OVER_NODES;
     char *memory = aligned_alloc(ALIGNED, 3 * each);
     if (l == NULL || memory == NULL) {
         free(l), free(memory);
@@ -62,7 +62,7 @@ int nc_lead(nc *c, const nc_mpi *mpi, const int32_t *ranks, int nodes, int me, i
     }
     memset(memory, 0, 3 * each);
     memcpy(l + 1, ranks, sizeof *ranks * (size_t)nodes);
-    l->mpi = *mpi, l->nodes = nodes, l->me = me, l->tag = tag, l->room = room, l->halved_from = SIZE_MAX;
+    l->mpi = *mpi, l->nodes = nodes, l->me = me, l->tag = tag, l->halved_from = SIZE_MAX;
     l->ranks = (const int32_t *)(l + 1);
     l->sum = memory + ALIGNED, l->out = l->sum + each, l->in = l->out + each;
     for (l->power = 1; 2 * l->power <= nodes; l->power *= 2)
@@ -107,7 +107,7 @@ static void receive_from(leader *l, int node)
 {
     const nc_mpi *m = &l->mpi;
     head *h = head_of(l->in);
-    int bytes = (int)(sizeof *h + l->room); /* as much as a node may send that is in another call */
+    int bytes = (int)sizeof *h + NC_MOST_OVER_NODES; /* as much as a node may send that is in another call */
     if (m->handle_bytes == sizeof(int))
         l->error = ((receive_ints *)m->irecv)(h, bytes, (int)m->byte, l->ranks[node], l->tag, (int)m->comm,
                                               l->request[RECEIVED]);

@@ -36,8 +36,8 @@ typedef enum {
     NC_MISMATCH, /* another id; the call has ended, and nothing was moved */
     NC_MPI,      /* over nodes, a function of MPI failed: nc_mpi_error; the core cannot be used any more */
     NC_LOST      /* a rank's memory could not be read, errno says why; the core cannot be used any more. On all ranks:
-                    slots without room for an element of each stripe and replica (ENOBUFS), or more than NC_INPUTS
-                    replicas on the node (E2BIG) */
+                    slots without room for an element of each stripe and replica (ENOBUFS), more than NC_INPUTS
+                    replicas on the node, or than NC_MOST_OVER_NODES bytes over nodes (E2BIG) */
 } nc_state;
 
 /* Of a call. */
@@ -130,10 +130,12 @@ typedef struct {
     int handle_bytes;
 } nc_mpi;
 
+/* Of an ALL_REDUCE over nodes. */
+enum { NC_MOST_OVER_NODES = 64 << 10 };
+
 /* Make this rank, the first of its node, the leader in calls OVER_NODES: `ranks` of all leaders in the communicator, by
-   node; the number of this node; a tag that no other messages have; `room` for the bytes of an ALL_REDUCE. 0, or -1
-   without memory. */
-int nc_lead(nc *core, const nc_mpi *mpi, const int32_t *ranks, int nodes, int me, int tag, size_t room);
+   node; the number of this node; a tag that no other messages have. 0, or -1 without memory. */
+int nc_lead(nc *core, const nc_mpi *mpi, const int32_t *ranks, int nodes, int me, int tag);
 void nc_halve_from(nc *core, size_t bytes);   /* as a leader: data so large go by recursive halving; the same on all */
 int nc_mpi_error(const nc *core);             /* the code of the function that failed, after NC_MPI */
 int nc_is_on_wire(const nc *core);            /* whether there are other nodes */

@@ -269,21 +269,20 @@ static PyObject *segment(PyObject *self, PyObject *const *a, ssize_t n)
 }
 
 /* lead(addresses of MPI_Isend, MPI_Irecv and MPI_Test, handles of communicator and MPI_BYTE, their size, list of ranks,
-   number of this node, tag, room) */
+   number of this node, tag) */
 static PyObject *lead(PyObject *self, PyObject *const *a, ssize_t n)
 {
-    ssize_t nodes = n == 10 ? PyList_Size(a[6]) : -1;
+    ssize_t nodes = n == 9 ? PyList_Size(a[6]) : -1;
     if (nodes < 1)
-        return PyErr_Format(PyExc_ValueError, "lead takes 10 arguments, of which one is a list of ranks");
+        return PyErr_Format(PyExc_ValueError, "lead takes 9 arguments, of which one is a list of ranks");
     nc_mpi mpi = {(void *)(intptr_t)whole(a[0]), (void *)(intptr_t)whole(a[1]), (void *)(intptr_t)whole(a[2]),
                   (intptr_t)whole(a[3]), (intptr_t)whole(a[4]), (int)whole(a[5])};
     int32_t *ranks = malloc(sizeof *ranks * (size_t)nodes);
     for (ssize_t i = 0; i < nodes && ranks != NULL; i++)
         ranks[i] = (int32_t)whole(PyList_GetItem(a[6], i));
     int me = (int)whole(a[7]), tag = (int)whole(a[8]), failed = 0;
-    size_t bytes = (size_t)whole(a[9]);
     if (!PyErr_Occurred())
-        failed = ranks == NULL || nc_lead(face_of(self)->core, &mpi, ranks, (int)nodes, me, tag, bytes) < 0;
+        failed = ranks == NULL || nc_lead(face_of(self)->core, &mpi, ranks, (int)nodes, me, tag) < 0;
     free(ranks);
     if (PyErr_Occurred())
         return NULL;

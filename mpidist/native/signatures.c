@@ -109,6 +109,14 @@ int signature_opens(PyObject *value)
     return type == &PyList_Type ? 1 : type == &PyTuple_Type ? TUPLE : 0;
 }
 
+static size_t given_bytes(const face *f, int pieces)
+{
+    size_t bytes = 0;
+    for (int i = 0; i < pieces; i++)
+        bytes += (size_t)(f->given[i].end - f->given[i].begin);
+    return bytes;
+}
+
 /* learn(kind, op, array or list of them, root, divisor, id, text) -> number of the signature, or None for one that
    cannot go the short way */
 PyObject *signature_learn(PyObject *self, PyObject *const *a, ssize_t n)
@@ -118,6 +126,7 @@ PyObject *signature_learn(PyObject *self, PyObject *const *a, ssize_t n)
     signature s = {.is_known = 1, .kind = (int)whole(a[0]), .op = (int)whole(a[1]), .root = (int)whole(a[3]),
                    .divisor = PyFloat_AsDouble(a[4]), .id = (uint64_t)whole(a[5]), .text = a[6]};
     Py_buffer view;
+    int pieces = 0;
     if (PyErr_Occurred())
         return NULL;
     if (signature_opens(a[2])) {
@@ -125,11 +134,16 @@ PyObject *signature_learn(PyObject *self, PyObject *const *a, ssize_t n)
         if (tuple == NULL)
             return NULL;
         s.kind = LIST;
-        int pieces = signature_of_list(f, tuple, 0, f->given, &s);
+        pieces = signature_of_list(f, tuple, 0, f->given, &s);
         Py_DecRef(tuple);
         if (pieces < 0)
             return none();
-    } else if (a[2] != NONE && signature_of_array(f, a[2], 0, &view, &s) < 0)
+    } else if (a[2] != NONE) {
+        if (signature_of_array(f, a[2], 0, &view, &s) < 0)
+            return none();
+        f->given[pieces++] = (nc_range){view.buf, (char *)view.buf + view.len, 0};
+    }
+    if (nc_is_on_wire(f->core) && given_bytes(f, pieces) > NC_MOST_OVER_NODES)
         return none();
     signature *k = signature_look_up(f, &s, 1);
     size_t bytes = sizeof *s.shapes * (size_t)s.words;

@@ -80,6 +80,16 @@ def test_all_ranks_save_after_the_steps_that_the_first_ranks_clock_tells(
     assert manager.checkpoint_interval == round(daly_interval(30.0, DAY / world_topology().num_nodes) / 80.0)
 
 
+def test_every_rank_could_go_on_as_the_first(strategy: mpidist.Strategy, clock: Clock, tmp_path: Path) -> None:
+    clock.now = 1e9
+    manager = new_manager(strategy, tmp_path, mtbf=DAY)
+    saved_after(manager, range(1, 2 + FIRST_STEPS), clock, 20.0)
+    pace = manager._pace
+    assert pace is not None
+    clock.now += 20.0
+    assert pace.begin(2 + FIRST_STEPS) <= round(daly_interval(30.0, DAY / world_topology().num_nodes) / 20.0)
+
+
 def test_a_restarted_program_measures_anew(strategy: mpidist.Strategy, clock: Clock, tmp_path: Path) -> None:
     manager = new_manager(strategy, tmp_path)
     last = saved_after(manager, range(1, 30), clock, 60.0)[-1]

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from mpidist import Communicator, MismatchError
 from mpidist.collectives.node import node as node_module
 from mpidist.collectives.node import packing
+from mpidist.collectives.node.core import SMALL_BETWEEN_NODES
 from mpidist.collectives.reduce.algorithms import two_level
 from mpidist.collectives.reduce.registry import host_algorithms, host_names, wire_algorithms
+from mpidist.collectives.reduce.table import SHIPPED
 from mpidist.core.errors import AlgorithmError
 from mpidist.experimental import CommunicationOptions
 
@@ -152,6 +154,21 @@ def test_deterministic_sums_do_not_depend_on_what_travels_together(comm: Communi
         assert comm.reduce_scatter(op, array, options=options).tobytes() == mine.tobytes()
     whole = comm.all_reduce(op, np.concatenate(arrays), options=options)
     assert whole.tobytes() == b"".join(one.tobytes() for one in alone)
+
+
+@pytest.mark.parametrize("has_node_each", [False, True])
+def test_leaders_at_any_size(has_node_each: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if has_node_each:
+        monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "1")
+    with Communicator(table=SHIPPED._replace(several_nodes=((4 << 20, "leaders"), (None, "mpi")))) as comm:
+        most = SMALL_BETWEEN_NODES // 8
+        # Again and again: the second one of a kind may go the short way.
+        for count in (most, most + 1, 3 * most, 40 * most) * 3:
+            values = [value_of(comm.rank, count, "f8", 0), value_of(comm.rank, 5, "f8", 1)]
+            expected = [reference("SUM", comm, count, "f8", 0), reference("SUM", comm, 5, "f8", 1)]
+            np.testing.assert_array_equal(comm.all_reduce("SUM", values[0]), expected[0])
+            for found, wanted in zip(comm.all_reduce("SUM", values), expected, strict=True):
+                np.testing.assert_array_equal(found, wanted)
 
 
 def test_what_does_not_work_here_is_an_error_on_all_ranks(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:

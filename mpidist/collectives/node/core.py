@@ -54,7 +54,7 @@ _MOST_TEXT = 280
 # NC_INPUTS and NC_SHARED_BYTES of mpidist.h.
 MOST_INPUTS = 8192
 SHARED_BYTES = 2 << 20
-# Of data that go to other nodes with the meeting.
+# NC_MOST_OVER_NODES: of data that go to other nodes with the meeting.
 SMALL_BETWEEN_NODES = 64 << 10
 
 
@@ -169,9 +169,9 @@ class Core:
             ctypes.cast(getattr(library, name), ctypes.c_void_p).value
             for name in ("MPI_Isend", "MPI_Irecv", "MPI_Test")
         ]
-        self._calls["lead"](
-            *functions, comm.handle, mpi.BYTE.handle, mpi._sizeof(comm), leaders, node, LEADERS, SMALL_BETWEEN_NODES
-        )
+        # MPICH's are ints, some below zero, which mpi4py shows as large ones.
+        handles = [ctypes.c_ssize_t(handle).value for handle in (comm.handle, mpi.BYTE.handle)]
+        self._calls["lead"](*functions, *handles, mpi._sizeof(comm), leaders, node, LEADERS)
 
     def halve_from(self, nbytes: int) -> None:
         """Exchange so many bytes or more by recursive halving, as the first rank."""

@@ -157,7 +157,7 @@ static void *live(void *argument)
         nc_mpi mpi = {(void *)(w->has_ints ? (void (*)(void))send_ints : (void (*)(void))send_pointers),
                       (void *)(w->has_ints ? (void (*)(void))receive_ints : (void (*)(void))receive_pointers),
                       (void *)(void (*)(void))test, 13, 11, w->has_ints ? sizeof(int) : sizeof(void *)};
-        CHECK(nc_lead(core, &mpi, ranks_of_leaders, w->nodes, at->node, TAG, ROOM) == 0, "no memory\n");
+        CHECK(nc_lead(core, &mpi, ranks_of_leaders, w->nodes, at->node, TAG) == 0, "no memory\n");
         nc_halve_from(core, w->halved_from);
     }
     for (unsigned number = 0; number < CALLS; number++) {
