@@ -79,7 +79,7 @@ def cases_at(session: Session, size: int, forced: Sequence[str], wire_dtypes: Se
 
     def ours(variant: str, check: Callable[[object], int] = point.check_out, **chosen: str) -> Case:
         def call_on(value: Array) -> Callable[[], object]:
-            options = CommunicationOptions(**chosen)
+            options = CommunicationOptions(**chosen) if chosen else None
             return partial(session.comm.all_reduce, "SUM", value, out=point.out, options=options)
 
         return point.case(OURS, variant, call_on, check, session.last_algorithm)
