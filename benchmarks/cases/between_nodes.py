@@ -14,19 +14,23 @@ import numpy as np
 
 from benchmarks.cases import overlap
 from benchmarks.cases.collectives import bare_all_reduce
+from benchmarks.measuring.cores import Ticks
 from benchmarks.measuring.inputs import Array, input_of, sum_of_inputs
 from benchmarks.measuring.points import Point
 from benchmarks.measuring.rows import OURS, Figure
 from benchmarks.measuring.session import Session
 from benchmarks.measuring.sizes import MIB, size_text
 from benchmarks.measuring.timing import Case, Measured, seconds_per_call
-from benchmarks.measuring.wire import Sent, is_counted, sent_name
+from benchmarks.measuring.wire import Sent, busy_name, is_counted, sent_name
 from mpidist.core.options import CommunicationOptions
 from mpidist.topology import Topology
 
 OVERLAP_SIZE = 64 * MIB
 _PRODUCTS = 50
 LEAST_REPETITIONS, MOST_REPETITIONS = 5, 51
+# Of less the share is not told: half a second on two cores.
+_LEAST_TICKS = 100
+_NO_TICKS = Ticks(0, 0)
 # Arrays of the full size that a rank holds: value, input, result, expected, room of the library.
 _ARRAYS = 7
 # Spacing of neighbouring numbers between 1 and 2.
@@ -35,9 +39,13 @@ _EPSILON = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 @dataclass
 class Counted(Measured):
-    """What came out for a case, with the bytes of data in each repetition, those of the node that sent most."""
+    """What came out for a case, with the bytes of data in each repetition, those of the node that sent most.
+
+    ``busy`` is what this machine's processors did in all repetitions.
+    """
 
     sent: list[int] = field(default_factory=list)
+    busy: Ticks = _NO_TICKS
 
 
 class WireCounter:
@@ -119,6 +127,9 @@ def run(session: Session, counter: WireCounter, cases: Sequence[Case], placement
             sent = statistics.median(measured.sent) / MIB
             name = sent_name(measured.case.by, variant, size)
             session.figures.append(Figure("sent", name, sent, "MiB", measured.algorithm))
+        if measured.busy.total >= _LEAST_TICKS:
+            name = busy_name(measured.case.by, variant, size)
+            session.figures.append(Figure("busy", name, 100 * measured.busy.share, "%", measured.algorithm))
 
 
 def run_overlap(session: Session, placement: str) -> None:
@@ -168,6 +179,7 @@ def measure_cases(session: Session, counter: WireCounter | None, cases: Sequence
         # The first call makes plans and touches memory.
         one.times.clear()
         one.sent.clear()
+        one.busy = _NO_TICKS
     repetitions = min(MOST_REPETITIONS, max(LEAST_REPETITIONS, math.ceil(session.seconds / longest)))
     draw, order = random.Random(0), list(range(len(cases)))
     for repetition in range(repetitions):
@@ -192,9 +204,11 @@ def _once(session: Session, counter: WireCounter | None, noted: Counted, checked
     session.bare.Barrier()
     before = Sent(0, 0) if counter is None else counter.read()
     session.bare.Barrier()
+    ticks = Ticks.now()
     start = time.perf_counter()
     result = case.call()
     noted.times.append(time.perf_counter() - start)
+    noted.busy = noted.busy.and_also(Ticks.now().since(ticks))
     noted.algorithm = case.algorithm()
     if counter is not None:
         session.bare.Barrier()

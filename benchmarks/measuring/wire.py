@@ -77,3 +77,12 @@ def sent_name(by: str, variant: str, size: int) -> str:
     'mpi, block, 64 MiB, most by a node'
     """
     return f"{by}, {variant}, {size_text(size)}, most by a node"
+
+
+def busy_name(by: str, variant: str, size: int) -> str:
+    """Return the name of the figure that has the share of the processors' time.
+
+    >>> busy_name("mpi", "block", 64 << 20)
+    'mpi, block, 64 MiB, processors busy'
+    """
+    return f"{by}, {variant}, {size_text(size)}, processors busy"

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from benchmarks.measuring.rows import MPI, OURS, Row
 from benchmarks.measuring.sizes import MIB, size_text
-from benchmarks.measuring.wire import floor_seconds, least_bytes, sent_name
+from benchmarks.measuring.wire import busy_name, floor_seconds, least_bytes, sent_name
 from benchmarks.reports.files import Results
 from benchmarks.reports.text import aligned, end_of_report
 
 _HEADER = (
     *("size", "placement", "by", "median(ms)", "min", "max", "x floor"),
-    *("sent(MiB)", "x least", "x mpi", "wrong", "algorithm"),
+    *("sent(MiB)", "x least", "x mpi", "busy(%)", "wrong", "algorithm"),
 )
 _LEFT = {"placement", "by", "algorithm"}
 
@@ -23,7 +23,8 @@ def results_text(results: Results, rate: float | None) -> str:
     parts = [
         f"# {machine['ranks']} ranks on {nodes} nodes; {machine['mpi']}; mpidist {machine['mpidist']}; "
         f"{machine['date']}",
-        "# times: the slowest rank of each repetition; sent: data of the node that sent most, without headers",
+        "# times: the slowest rank of each repetition; sent: data of the node that sent most, without headers;",
+        "# busy: of the processors of the first rank's machine, where the network is to be measured well below 100",
         "",
     ]
     if any(row.operation == "all_reduce" for row in results.rows):
@@ -39,9 +40,11 @@ def results_text(results: Results, rate: float | None) -> str:
 
 def _lines(results: Results, nodes: int, rate: float | None) -> list[tuple[str, ...]]:
     sent = {figure.name: figure.value for figure in results.figures if figure.operation == "sent"}
+    busy = {figure.name: figure.value for figure in results.figures if figure.operation == "busy"}
     lines = []
     for row in sorted((row for row in results.rows if row.operation == "all_reduce"), key=lambda row: row.size):
         floor = None if rate is None or nodes < 2 else floor_seconds(nodes, row.size, rate)
+        cores = busy.get(busy_name(row.by, row.variant, row.size))
         mib = sent.get(sent_name(row.by, row.variant, row.size))
         lines.append(
             (
@@ -51,6 +54,7 @@ def _lines(results: Results, nodes: int, rate: float | None) -> list[tuple[str, 
                 "-" if mib is None else f"{mib:.1f}",
                 "-" if mib is None or nodes < 2 else f"{mib * MIB / least_bytes(nodes, row.size):.3f}",
                 _over_mpi(results.rows, row),
+                "-" if cores is None else f"{cores:.0f}",
                 "-" if row.wrong is None else str(row.wrong),
                 row.algorithm,
             )

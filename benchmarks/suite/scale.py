@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.cases import made_up, scale
+from benchmarks.cases import made_up, messages, scale
 from benchmarks.measuring.machine import describe
 from benchmarks.measuring.rows import MPI, OURS
 from benchmarks.measuring.sizes import size_text, sizes_of_text
@@ -28,6 +28,10 @@ _PARTS = (
     ("/dev/shm for a rank", "MiB", ("/dev/shm",)),
     ("start", "s", ("start ", "one more communicator: time")),
 )
+
+# Powers of two and not.
+_NODES = (2, 3, 4, 6, 8, 12, 16, 24, 33, 48, 64, 96, 128)
+_COUNTED = ("messages that a rank sends", "rounds", "connections of a rank")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,7 +72,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def draw(runs: Sequence[Results], folder: Path) -> Path:
-    """Draw all figures, and the sums, against the number of ranks into ``scale.png``.
+    """Draw all figures, and the sums, against the number of ranks into ``scale.png``, and messages against nodes.
 
     Raises:
         SystemExit: matplotlib is not installed.
@@ -78,8 +82,8 @@ def draw(runs: Sequence[Results], folder: Path) -> Path:
     except ImportError as error:
         raise SystemExit(f"plots need matplotlib ({error}); type: {pip_install('bench')}") from None
     runs = sorted(runs, key=lambda run: int(run.machine["ranks"]))
-    picture = Picture(figsize=(13, 8), layout="constrained")
-    *places, sums, small = picture.subplots(2, 3).flat
+    picture = Picture(figsize=(13, 12), layout="constrained")
+    *places, sums, small, sent, rounds, peers = picture.subplots(3, 3).flat
     for axes, (title, unit, names) in zip(places, _PARTS, strict=True):
         _draw_figures(axes, runs, names)
         axes.set(title=title, ylabel=unit, ylim=(0, None))
@@ -87,20 +91,35 @@ def draw(runs: Sequence[Results], folder: Path) -> Path:
     _draw_figures(small, runs, ("handshake", "mismatch: time"))
     small.set(title="handshake (us), mismatch (ms)", yscale="log")
     for axes in (*places, sums, small):
-        axes.set_xscale("log", base=2)
-        ranks = [int(run.machine["ranks"]) for run in runs]
-        axes.set_xticks(ranks, [str(number) for number in ranks])
-        axes.minorticks_off()
-        axes.set_xlabel("ranks")
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(fontsize=6, framealpha=0.5)
+        _finish(axes, "ranks", [int(run.machine["ranks"]) for run in runs])
+    _draw_messages((sent, rounds, peers))
     machine = runs[0].machine
     picture.suptitle(f"{machine['cpu']}, {machine['cores']} cores, {machine['mpi']}", fontsize=10)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "scale.png"
     picture.savefig(path, dpi=110)
     return path
+
+
+def _finish(axes: Axes, what: str, numbers: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(numbers, [str(number) for number in numbers])
+    axes.minorticks_off()
+    axes.set_xlabel(what)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend(fontsize=6, framealpha=0.5)
+
+
+def _draw_messages(places: Sequence[Axes]) -> None:
+    """Draw what is counted of each kind of message, which needs no run."""
+    for number, (name, count) in enumerate(messages.kinds().items()):
+        counted = zip(*(count(nodes) for nodes in _NODES), strict=True)
+        for axes, values in zip(places, counted, strict=True):
+            axes.plot(_NODES, values, "v^<>sDoxP"[number] + "-", markersize=3, label=name)
+    for axes, title in zip(places, _COUNTED, strict=True):
+        axes.set(title=title, yscale="log")
+        _finish(axes, "nodes, one rank on each", [nodes for nodes in _NODES if nodes & (nodes - 1) == 0])
 
 
 def _draw_figures(axes: Axes, runs: Sequence[Results], names: tuple[str, ...]) -> None:

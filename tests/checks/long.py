@@ -1,7 +1,7 @@
 """The long parts, of which CI runs a share.
 
-Chaos, soaks, virtual hosts, CuPy's binding, MPICH, types, aarch64, the documentation, a release, and those with torch,
-Keras or JAX.
+Chaos, soaks, 64 ranks, virtual hosts, CuPy's binding, MPICH, types, aarch64, the documentation, a release, and those
+with torch, Keras or JAX.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ SHARES = [
     ["hosts: all_reduce", "hosts: launch", "hosts: lab"],
     ["hosts: doctor", "hosts: faults"],
     ["hosts: slurm_scripts"],
+    ["hosts: sixteen_hosts"],
+    ["64 ranks, 16 nodes"],
+    ["64 ranks, 32 nodes"],
+    ["64 ranks, one lost"],
     ["docs"],
     ["release, on this machine"],
     ["release, on others"],
@@ -55,6 +59,7 @@ def everything() -> list[Part]:
         _release("on others", "clean_root", "other_machines"),
         one_rank("core in C, more", GROUPS["core in C"], "--long", "-m", "long", seconds=_SECONDS),
         one_rank("aarch64", [_AARCH64], "--long", seconds=_SECONDS),
+        *(_of_64_ranks(name, only) for name, only in _SCALE.items()),
         *hosts,
     ]
 
@@ -102,11 +107,13 @@ _LONG_1 = [*GROUPS["collectives and launching"], "tests/support"]
 
 
 def _others_than_long_1() -> list[str]:
-    in_others = ("tests/chaos", "tests/docs", "tests/packaging")
+    in_others = ("tests/chaos", "tests/docs", "tests/packaging", "tests/scale")
     return [f"--ignore={path}" for path in (*_LONG_1, *GROUPS["core in C"], _AARCH64, *in_others)]
 
 
-_HOSTS = ("all_reduce", "doctor", "faults", "lab", "launch", "slurm_scripts")
+_HOSTS = ("all_reduce", "doctor", "faults", "lab", "launch", "sixteen_hosts", "slurm_scripts")
+# Each with what is in the names of its tests.
+_SCALE = {"64 ranks, 16 nodes": "16-nodes", "64 ranks, 32 nodes": "32-nodes", "64 ranks, one lost": "goes_on_with_63"}
 _ALWAYS = (
     "tests/cluster/test_slurm_scripts.py::test_training_on_hosts[cpu_srun_pmix-Open MPI-2]",
     "tests/cluster/test_all_reduce.py::test_results_in_every_placement[mpirun-block]",
@@ -116,6 +123,11 @@ _ALWAYS = (
 def _on_hosts(name: str, *tests: str) -> Part:
     """Return tests on virtual hosts, each of which claims all cores of this machine."""
     return one_rank(name, tests, "-m", "cluster", "--long", seconds=_SECONDS, takes_all_cores=True)
+
+
+def _of_64_ranks(name: str, only: str) -> Part:
+    """Return some tests of jobs of 64 ranks, which need all cores to end in time."""
+    return one_rank(name, ["tests/scale"], "--long", "-k", only, seconds=_SECONDS, takes_all_cores=True)
 
 
 def _chaos(third: int) -> list[str]:

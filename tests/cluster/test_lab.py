@@ -101,6 +101,18 @@ def test_down_leaves_nothing(can_have_labs: None) -> None:
         Lab.attach(name)
 
 
+def test_a_tree_of_switches(can_have_labs: None) -> None:
+    name = f"x{os.getpid() % 100000}"
+    with Lab(Settings(name=name, hosts=2, switches=2, trunk="100mbit")) as tree:
+        done = tree.run("login", ["srun", "--nodes=2", "--ntasks-per-node=1", "hostname"])
+        assert sorted(done.stdout.split()) == ["node0", "node1"], done.stderr
+        assert [tree.settings.switch(host) for host in tree.settings.compute_hosts] == tree.settings.leaves
+        for end in ("u", "d"):
+            shown = subprocess.run(["tc", "qdisc", "show", "dev", f"{name}-sw1{end}"], capture_output=True, text=True)
+            assert "rate 100Mbit" in shown.stdout
+    assert left_behind(name) == []
+
+
 def test_a_lab_that_does_not_come_up_leaves_nothing(can_have_labs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"u{os.getpid() % 100000}"
 

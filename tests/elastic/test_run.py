@@ -85,9 +85,10 @@ def job(
     min_ranks: int = 1,
     ranks_per_node: int | None = None,
     flags: Sequence[str] = ("--with-ft", "ulfm"),
+    timeout: float = 60.0,
 ) -> subprocess.CompletedProcess[str]:
     arguments = (str(STEPS), where, json.dumps(deaths), str(min_ranks))
-    return run_script(TRAIN, ranks, *arguments, flags=flags, ranks_per_node=ranks_per_node)
+    return run_script(TRAIN, ranks, *arguments, flags=flags, ranks_per_node=ranks_per_node, timeout=timeout)
 
 
 def results(found: subprocess.CompletedProcess[str]) -> list[list[float]]:

@@ -34,6 +34,8 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument("--gpus", type=int, default=Settings.gpus, help="GPUs each claims to have")
         parser.add_argument("--rate", help="what each sends at most, such as 1gbit")
         parser.add_argument("--burst", default=Settings.burst, help=f"and at once, after a pause ({Settings.burst})")
+        parser.add_argument("--switches", type=int, default=Settings.switches, help="that hosts are at, in a tree (1)")
+        parser.add_argument("--trunk", help="what the link of each switch to the middle carries, such as 200mbit")
         parser.add_argument("--enforce-memory", action="store_true", help="end steps that take more than asked for")
         parser.add_argument("--share", action="append", default=[], metavar="FOLDER", help="below /tmp, for all hosts")
     commands.add_parser("down", help="take it down")
@@ -58,6 +60,8 @@ def _settings(options: argparse.Namespace) -> Settings:
         gpus=options.gpus,
         rate=options.rate,
         burst=options.burst,
+        switches=options.switches,
+        trunk=options.trunk,
         enforce_memory=options.enforce_memory,
         shared=tuple(options.share),
     )

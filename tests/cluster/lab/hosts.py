@@ -30,12 +30,35 @@ def command(*arguments: str) -> None:
         raise RuntimeError(f"{' '.join(arguments)}: {done.stderr.strip() or f'status {done.returncode}'}")
 
 
+def add_switches(settings: Settings) -> None:
+    """Make the switches, and the trunks between them."""
+    for switch in (settings.bridge, *settings.leaves):
+        command("ip", "link", "add", switch, "type", "bridge")
+        command("ip", "link", "set", switch, "up")
+    for leaf in settings.leaves:
+        # A trunk has an end at each switch, and each end sends what goes to the other one.
+        ends = {f"{leaf}u": leaf, f"{leaf}d": settings.bridge}
+        up, down = ends
+        command("ip", "link", "add", up, "type", "veth", "peer", "name", down)
+        for end, switch in ends.items():
+            command("ip", "link", "set", end, "master", switch, "up")
+            if settings.trunk is not None:
+                command("tc", "qdisc", "replace", "dev", end, *_shaping(settings, settings.trunk))
+
+
+def remove_switches(settings: Settings) -> None:
+    """Take the switches and trunks away, as far as they are there."""
+    for device in (*(f"{leaf}u" for leaf in settings.leaves), *settings.leaves, settings.bridge):
+        if Path("/sys/class/net", device).exists():
+            command("ip", "link", "del", device)
+
+
 def connect(settings: Settings, host: str) -> None:
     """Give a host its network: eth0 inside, the other end of the cable at the switch."""
     namespace, port = settings.namespace(host), settings.port(host)
     command("ip", "netns", "add", namespace)
     command("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", namespace)
-    command("ip", "link", "set", port, "master", settings.bridge, "up")
+    command("ip", "link", "set", port, "master", settings.switch(host), "up")
     command("ip", "-n", namespace, "addr", "add", f"{settings.address(host)}/24", "dev", "eth0")
     command("ip", "-n", namespace, "link", "set", "lo", "up")
     command("ip", "-n", namespace, "link", "set", "eth0", "up")
@@ -45,8 +68,12 @@ def connect(settings: Settings, host: str) -> None:
 
 def limit(settings: Settings, host: str, rate: str) -> None:
     """Set what a host sends at most, such as 100mbit."""
-    shaping = ("root", "tbf", "rate", rate, "burst", settings.burst, "latency", "20ms")
-    command("ip", "netns", "exec", settings.namespace(host), "tc", "qdisc", "replace", "dev", "eth0", *shaping)
+    inside = ("ip", "netns", "exec", settings.namespace(host))
+    command(*inside, "tc", "qdisc", "replace", "dev", "eth0", *_shaping(settings, rate))
+
+
+def _shaping(settings: Settings, rate: str) -> tuple[str, ...]:
+    return ("root", "tbf", "rate", rate, "burst", settings.burst, "latency", "20ms")
 
 
 def set_cable(settings: Settings, host: str, state: str) -> None:

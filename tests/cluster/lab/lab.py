@@ -84,8 +84,7 @@ class Lab:
             raise
 
     def _start(self) -> None:
-        hosts.command("ip", "link", "add", self.settings.bridge, "type", "bridge")
-        hosts.command("ip", "link", "set", self.settings.bridge, "up")
+        hosts.add_switches(self.settings)
         for host in self.settings.all_hosts:
             hosts.connect(self.settings, host)
             hosts.boot(self.settings, host)
@@ -116,8 +115,7 @@ class Lab:
         hosts.power_off(self.settings, self.settings.all_hosts)
         for host in self.settings.all_hosts:
             hosts.disconnect(self.settings, host)
-        if Path("/sys/class/net", self.settings.bridge).exists():
-            hosts.command("ip", "link", "del", self.settings.bridge)
+        hosts.remove_switches(self.settings)
         self._remove_cgroups()
         shutil.rmtree(self.settings.folder)
 

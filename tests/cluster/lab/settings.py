@@ -25,6 +25,9 @@ class Settings:
         rate: What each host sends at most, such as 1gbit; None does not limit it.
         burst: How much it may send at once after a pause. On a slow link less than messages have, as 8k: what a pause
             has saved goes faster than any link.
+        switches: How many switches the compute hosts are at, as many at each, one after the other. With several, each
+            has one link, a trunk, to a switch in the middle: a tree.
+        trunk: What each trunk carries at most, in each direction; None does not limit it.
         enforce_memory: Kill steps that take more memory than they asked for (needs cgroup v1).
         shared: Folders below /tmp that all hosts see, beside the checkout and the Python that runs this.
     """
@@ -36,6 +39,8 @@ class Settings:
     gpus: int = 2
     rate: str | None = None
     burst: str = "128k"
+    switches: int = 1
+    trunk: str | None = None
     enforce_memory: bool = False
     shared: tuple[str, ...] = ()
 
@@ -44,6 +49,10 @@ class Settings:
             raise ValueError(f"name is {self.name!r}; expected at most 8 letters and digits, such as lab2")
         if not 1 <= self.hosts <= 200:
             raise ValueError(f"hosts is {self.hosts}; expected 1 to 200")
+        if not 1 <= self.switches <= self.hosts:
+            raise ValueError(f"switches is {self.switches}; expected 1 to {self.hosts}, the number of hosts")
+        if self.trunk is not None and self.switches == 1:
+            raise ValueError(f"trunk is {self.trunk} and switches is 1; expected at least 2 switches")
 
     @property
     def folder(self) -> Path:
@@ -62,8 +71,19 @@ class Settings:
 
     @property
     def bridge(self) -> str:
-        """Name of the switch between the hosts."""
+        """Name of the switch between the hosts, or in the middle of several."""
         return f"{self.name}-sw"
+
+    @property
+    def leaves(self) -> list[str]:
+        """Names of the switches around that in the middle; none where that is the only one."""
+        return [f"{self.bridge}{number}" for number in range(self.switches)] if self.switches > 1 else []
+
+    def switch(self, host: str) -> str:
+        """Return the name of the switch that a host is at."""
+        if host == LOGIN or not self.leaves:
+            return self.bridge
+        return self.leaves[self.compute_hosts.index(host) * self.switches // self.hosts]
 
     def namespace(self, host: str) -> str:
         """Return the name of a host's network namespace."""
