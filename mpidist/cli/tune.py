@@ -108,13 +108,22 @@ def report(tuned: Tuned) -> str:
 
 
 def timings_table(timings: Sequence[Timing]) -> list[str]:
-    """Return a table of timings as lines, the fastest of a size with a star."""
+    """Return a table of timings as lines, the fastest of a size with a star.
+
+    A dash stands for what is not measured at a size.
+
+    >>> print(*timings_table([Timing(1024, {"a": 1e-5, "b": 2e-5}), Timing(4096, {"b": 5e-5})]), sep="\\n")
+          size          a          b
+         1 KiB   10.0 us*    20.0 us
+         4 KiB         -    50.0 us*
+    """
     names = list(timings[0].seconds)
     widths = [max(len(name), 9) + 2 for name in names]
     lines = ["".join(["      size", *(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))])]
     for nbytes, seconds in timings:
         fastest = min(seconds.values())
-        cells = [f"{time_text(seconds[name])}{'*' if seconds[name] == fastest else ' '}" for name in names]
+        times = {name: f"{time_text(found)}{'*' if found == fastest else ' '}" for name, found in seconds.items()}
+        cells = [times.get(name, "- ") for name in names]
         line = [f"{size_text(nbytes):>10}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))]
         lines.append("".join(line).rstrip())
     return lines

@@ -24,7 +24,7 @@ from mpidist.collectives.reduce import tuning_file
 from mpidist.collectives.reduce.choice import place_of
 from mpidist.collectives.reduce.cost_model import Network
 from mpidist.collectives.reduce.measured_network import measured_network
-from mpidist.collectives.reduce.registry import Row, candidates_at
+from mpidist.collectives.reduce.registry import Row, candidates_at, host_algorithms
 from mpidist.collectives.reduce.table import SHIPPED, KiB, Table, size_text
 from mpidist.collectives.reduce.tuning_file import Setup
 from mpidist.core.devices import parse_device
@@ -301,7 +301,7 @@ class _Measuring:
     def _look(self, nbytes: int) -> dict[str, float]:
         """Return a first measure of the candidates, and leave out those that do not work."""
         looks = {}
-        for name in list(self._candidates):
+        for name in [name for name in self._candidates if host_algorithms.is_tuned_to(name, nbytes)]:
             try:
                 # Plans are made, and pages touched.
                 self._seconds_per_call(nbytes, name, 1)
@@ -346,6 +346,8 @@ def best_row(timings: Sequence[Timing]) -> Row:
 
     >>> best_row([Timing(1024, {"a": 1.0, "b": 3.0}), Timing(4096, {"a": 6.0, "b": 2.0})])
     ((2048, 'a'), (None, 'b'))
+    >>> best_row([Timing(1024, {"a": 1.0, "b": 3.0}), Timing(4096, {"b": 5.0})])
+    ((1024, 'a'), (None, 'b'))
     """
     # By the algorithm at the last size so far: the cost of the best way there, and that way.
     best: dict[str, tuple[float, tuple[str, ...]]] = dict.fromkeys(timings[0].seconds, (0.0, ()))
@@ -354,7 +356,9 @@ def best_row(timings: Sequence[Timing]) -> Row:
         cost, way = min(best.values())
         change = (cost + _LEAST_GAIN, way)
         came = {name: min(best[name], change) for name in best}
-        best = {name: (came[name][0] + math.log(seconds[name] / fastest), (*came[name][1], name)) for name in best}
+        # One that is not measured at a size is none for it.
+        worse = {name: math.log(seconds.get(name, math.inf) / fastest) for name in best}
+        best = {name: (came[name][0] + worse[name], (*came[name][1], name)) for name in best}
     _, names = min(best.values())
     row: list[tuple[int | None, str]] = [
         (_break_even_size(low, high, below, above), below)
@@ -367,7 +371,7 @@ def best_row(timings: Sequence[Timing]) -> Row:
 def _break_even_size(low: Timing, high: Timing, below: str, above: str) -> int:
     """Return the size where two algorithms are equally fast, by lines on logarithmic scales."""
     ahead = math.log(low.seconds[above] / low.seconds[below])
-    behind = math.log(high.seconds[below] / high.seconds[above])
+    behind = math.log(high.seconds.get(below, math.inf) / high.seconds[above])
     part = ahead / (ahead + behind) if ahead + behind > 0 else 0.0
     crossing = min(int(low.nbytes * (high.nbytes / low.nbytes) ** part), high.nbytes - 1)
     return max(low.nbytes, crossing - crossing % KiB)

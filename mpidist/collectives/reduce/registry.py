@@ -130,6 +130,7 @@ class AlgorithmEntry:
             position of this one among them, and, where it rounds, the dtype in which sums travel.
         places: The rows of a table that may name it, or ``between_nodes``; none for one that nobody names.
         tuned_at: The rows for which ``mpidist.tune`` measures it.
+        tuned_to: Bytes of the largest message for which that does so; None for any.
         is_ordered: Whether sums are formed in a fixed order.
         rounds: Whether it can send sums between nodes in 16 bits.
         is_general: Whether it takes every dtype and operation that can be reduced.
@@ -142,6 +143,7 @@ class AlgorithmEntry:
     make: Callable[..., Any]
     places: tuple[str, ...]
     tuned_at: tuple[str, ...] = ()
+    tuned_to: int | None = None
     is_ordered: bool = False
     rounds: bool = False
     is_general: bool = True
@@ -177,6 +179,11 @@ class Registry(dict[str, AlgorithmEntry]):
     def at(self, place: str) -> tuple[str, ...]:
         """Return the names that a row of the table may have, sorted."""
         return tuple(sorted(name for name, entry in self.items() if place in entry.places))
+
+    def is_tuned_to(self, name: str, nbytes: int) -> bool:
+        """Return whether a message is measured, unless the algorithm is another registry's."""
+        limit = self[name].tuned_to if name in self else None
+        return limit is None or nbytes <= limit
 
     def tuned_at(self, place: str) -> tuple[str, ...]:
         """Return the names that are measured for a row of the table, sorted."""

@@ -95,6 +95,7 @@ host_algorithms.register(
         Leaders.made,
         ("several_nodes",),
         ("several_nodes",),
+        tuned_to=SMALL_BETWEEN_NODES,
         stands_for=_standing_for,
     )
 )
