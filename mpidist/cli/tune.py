@@ -114,8 +114,8 @@ def timings_table(timings: Sequence[Timing]) -> list[str]:
 
     >>> print(*timings_table([Timing(1024, {"a": 1e-5, "b": 2e-5}), Timing(4096, {"b": 5e-5})]), sep="\\n")
           size          a          b
-         1 KiB   10.0 us*    20.0 us
-         4 KiB         -    50.0 us*
+         1 KiB     10 us*     20 us
+         4 KiB         -      50 us*
     """
     names = list(timings[0].seconds)
     widths = [max(len(name), 9) + 2 for name in names]
