@@ -33,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--sizes", type=sizes_of_text, default=sizes_of_text("4K,64K,1M,16M,64M"), metavar="A,B")
     names = [LEADERS, *sorted(wire_algorithms.costs)]
     top.add_argument("--algorithm", choices=names, help="force one way between nodes, or leaders")
+    top.add_argument("--plain", action="store_true", help="no handshake and no slices, as in other libraries")
     top.add_argument("--compare", type=Path, nargs="+", default=[], metavar="JSON", help="results to be held against")
     parameters.add_arguments(top)
     step = top.add_argument_group("a training step", "its efficiency, given its time without communication")
@@ -99,6 +100,8 @@ def _check(options: argparse.Namespace) -> None:
         raise SystemExit("--model and --gradients need the time of a step without communication: --compute 120ms")
     if options.plot and options.out is None:
         raise SystemExit("--plot needs a folder: --out DIR")
+    if options.plain and (options.compare or options.simgrid):
+        raise SystemExit("--plain is of other libraries; --compare and --simgrid are of mpidist")
     if (options.one_rail or options.replay) and options.simgrid is None:
         raise SystemExit("--one-rail and --replay need a folder for the trace: --simgrid DIR")
 
@@ -117,7 +120,7 @@ def _predictions(options: argparse.Namespace, network: Network) -> Predictions:
 
 def _reductions(options: argparse.Namespace, network: Network) -> list[Prediction]:
     return [
-        predicted(network, nodes, options.ranks_per_node, size, options.algorithm)
+        predicted(network, nodes, options.ranks_per_node, size, options.algorithm, plain=options.plain)
         for size in options.sizes
         for nodes in options.nodes
     ]
@@ -128,11 +131,9 @@ def _steps(options: argparse.Namespace, network: Network) -> list[tuple[int, Ste
         return []
     work = work_of(options.gradients or gradients_of(options.model), options.compute, options.backward)
     buckets = buckets_of(work.gradients, options.bucket, options.first_bucket)
+    place = options.ranks_per_node, options.algorithm
     return [
-        (
-            nodes,
-            step_of(work, buckets, reduction_seconds(network, nodes, options.ranks_per_node, options.algorithm)),
-        )
+        (nodes, step_of(work, buckets, reduction_seconds(network, nodes, *place, plain=options.plain)))
         for nodes in options.nodes
     ]
 

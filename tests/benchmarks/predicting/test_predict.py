@@ -55,6 +55,17 @@ def test_an_algorithm_is_forced_or_refused() -> None:
         predicted(SHIPPED_NETWORK, 64, 1, MIB, "other")
 
 
+def test_plain_is_one_piece_without_a_handshake() -> None:
+    network = SHIPPED_NETWORK._replace(reduce=0.0, copy=0.0, far_bandwidth=SHIPPED_NETWORK.bandwidth)
+    each = predicted(network, 8, 1, 64 * MIB, "ring", plain=True)
+    assert (each.slice_bytes, each.sent) == (64 * MIB, 1.75 * 64 * MIB)
+    rounds = 14 * (network.latency + network.overhead)
+    assert each.seconds == pytest.approx(rounds + each.sent / network.bandwidth)
+    assert predicted(network, 8, 1, 64 * MIB, plain=True).seconds <= each.seconds
+    met = predicted(network, 8, 1, 4096, LEADERS).seconds
+    assert met - predicted(network, 8, 1, 4096, LEADERS, plain=True).seconds == pytest.approx(network.meeting)
+
+
 def test_json_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = predict(capsys, "--nodes", "2,16", "--sizes", "1M", "--json", "--out", str(tmp_path), "--name", "some")
     document = json.loads(printed)
@@ -139,6 +150,7 @@ def test_a_trace_is_written_with_all_that_replays_it(tmp_path: Path, capsys: pyt
         (("--model", "resnet50"), "need the time of a step"),
         (("--plot",), "--plot needs a folder"),
         (("--replay", "5"), "need a folder for the trace"),
+        (("--plain", "--simgrid", "x"), "--plain is of other libraries"),
         (("--simgrid", "x", "--nodes", "1"), "expected two nodes"),
         (("--simgrid", "x", "--nodes", "2", "--sizes", "4"), "goes by leaders"),
     ],
