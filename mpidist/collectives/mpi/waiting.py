@@ -35,18 +35,22 @@ LOOKS_BEFORE_YIELD = 500
 # Between nodes little is lost by yielding early: other ranks, or the system's network stack, may need the core.
 LOOKS_BEFORE_YIELD_ON_WIRE = 20
 _LOOKS_BETWEEN_MPI = 16
-# A nap grows with the wait, to less than a hundredth of it: who waits for seconds shall not use a core up.
-_NAP_SECONDS, _LONGEST_NAP_SECONDS, _LOOKS_TO_GROW = 2e-5, 1e-3, 500
+# Each nap is so much longer than the one before, so that it grows with the root of the wait: who waits for long shall
+# not use a core up, which others may need to do what is waited for.
+_NAP_SECONDS, _LONGEST_NAP_SECONDS = 2e-6, 1e-3
 # A server that nobody asks for so long is not about to be asked; a nap costs the next request half of it.
 _IDLE_SECONDS = 0.5
 
 
 def relax(looks: int, limit: int = LOOKS_BEFORE_YIELD) -> None:
-    """Let others have the core, after more than ``limit`` looks in vain."""
+    """Let others have the core, after more than ``limit`` looks in vain.
+
+    A look at several messages counts as so many: it keeps the core as long.
+    """
     if looks > limit:
         naps = looks - 10 * max(limit, LOOKS_BEFORE_YIELD_ON_WIRE)
         if naps > 0:
-            time.sleep(min(_NAP_SECONDS * (1 + naps // _LOOKS_TO_GROW), _LONGEST_NAP_SECONDS))
+            time.sleep(min(_NAP_SECONDS * naps, _LONGEST_NAP_SECONDS))
         else:
             os.sched_yield()
 

@@ -222,12 +222,12 @@ class Core:
         """
         self._set(self._step(0 if looks is None or looks >= _LONG_LOOKS else _GOES_ON))
 
-    def pause(self, looks: int) -> int:
-        """Let others have the core after looks in vain; return how many there are now."""
+    def pause(self, looks: int, more: int = 1) -> int:
+        """Let others have the core after ``more`` looks in vain; return how many there are now."""
         if self.state == MOVED:
             return 0
-        pause(self._comm, looks + 1)
-        return looks + 1
+        pause(self._comm, looks + more)
+        return looks + more
 
     def meeting(self) -> Steps[None]:
         """Yield until all ranks of the node have come.

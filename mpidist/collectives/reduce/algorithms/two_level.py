@@ -204,7 +204,7 @@ class TwoLevel(Algorithm):
                 arrived = in_flight.move()
                 for chunk in arrived:
                     core.crossed(chunk)
-                looks = 0 if arrived else core.pause(looks)
+                looks = 0 if arrived else core.pause(looks, 1 + len(in_flight))
                 yield
             core.look(0 if in_flight is None else None)
 
@@ -237,7 +237,7 @@ class TwoLevel(Algorithm):
                 chunk = start // per_slice
                 in_flight.add(chunk, self._crossing_alone(job, in_flight, chunk, start, stop))
                 start = stop
-            looks = 0 if in_flight.move() else looks + 1
+            looks = 0 if in_flight.move() else looks + len(in_flight)
             pause(self._comm, looks)
             yield
 
