@@ -223,7 +223,7 @@ class Core:
         self._set(self._step(0 if looks is None or looks >= _LONG_LOOKS else _GOES_ON))
 
     def pause(self, looks: int, more: int = 1) -> int:
-        """Let others have the core after ``more`` looks in vain; return how many there are now."""
+        """Let others have the core after ``more`` looks in vain; return how many in all."""
         if self.state == MOVED:
             return 0
         pause(self._comm, looks + more)
