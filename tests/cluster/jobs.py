@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,9 +89,10 @@ def launch(
 def start(
     lab: Lab,
     folder: Path,
-    program: str,
+    program: str | Path,
     *arguments: object,
     by: str = "mpirun",
+    flags: Sequence[str] = (),
     placement: str = "block",
     env: Mapping[str, str] | None = None,
     timeout: float = 90.0,
@@ -100,6 +101,8 @@ def start(
 
     Args:
         folder: An empty one that all hosts see.
+        program: Its name, or that of a file that all hosts see.
+        flags: More of mpirun's options.
         env: Environment variables to add.
 
     Raises:
@@ -109,9 +112,10 @@ def start(
     # The hosts' virtual CPUs are the same few real ones; the ranks cannot see that there are too few.
     full = child_environment({"OMPI_MCA_mpi_yield_when_idle": "1", "RESULTS": str(folder), **(env or {})})
     allocation = [f"--nodes={lab.settings.hosts}", "--ntasks-per-node=2"]
-    command = [sys.executable, str(PROGRAMS / f"{program}.py"), *map(str, arguments)]
+    file = program if isinstance(program, Path) else PROGRAMS / f"{program}.py"
+    command = [sys.executable, str(file), *map(str, arguments)]
     if by == "mpirun":
-        command = ["salloc", "--quiet", *allocation, *mpirun_command(), *places.mpirun, *command]
+        command = ["salloc", "--quiet", *allocation, *mpirun_command(), *flags, *places.mpirun, *command]
     else:
         full |= SRUN_SETTINGS
         if "--distribution=arbitrary" in places.srun:
