@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,13 @@ class Settings:
             raise ValueError(f"switches is {self.switches}; expected 1 to {self.hosts}, the number of hosts")
         if self.trunk is not None and self.switches == 1:
             raise ValueError(f"trunk is {self.trunk} and switches is 1; expected at least 2 switches")
+        if not re.fullmatch(r"[1-9]\d*k", self.burst):
+            raise ValueError(f"burst is {self.burst!r}; expected KiB, such as 8k")
+
+    @property
+    def burst_bytes(self) -> int:
+        """The burst as a number."""
+        return int(self.burst.removesuffix("k")) * 1024
 
     @property
     def folder(self) -> Path:
