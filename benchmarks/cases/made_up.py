@@ -13,7 +13,7 @@ from mpidist.cli.doctor_facts.machine import facts_of_this_rank
 from mpidist.collectives.channel.executor import ChannelStatus
 from mpidist.collectives.channel.mismatch import mismatch_text
 from mpidist.collectives.watch.deadlock import Wait, WaitState
-from mpidist.collectives.watch.guard import RankStatus, report_text
+from mpidist.collectives.watch.hang_text import RankStatus, report_text
 from mpidist.topology import import_mpi
 from mpidist.topology.topology import PLACE, map_of_ranks
 
@@ -27,7 +27,7 @@ def run(ranks: int) -> list[Figure]:
     figures = [
         *_made("map of ranks and nodes", lambda: map_of_ranks(_places(ranks))),
         *_made("mismatch, message", lambda: mismatch_text(_calls(ranks))),
-        *_made("hang report", lambda: report_text(17, {rank: _status(rank) for rank in range(ranks)}, ranks, range(1))),
+        *_made("hang report", lambda: report_text(17, {rank: _status(rank) for rank in range(ranks)}, ranks)),
     ]
     told = {
         "start of a communicator": _places(1),

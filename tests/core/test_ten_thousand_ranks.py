@@ -22,7 +22,7 @@ from mpidist.collectives.mpi import communicator_names
 from mpidist.collectives.watch.deadlock import Wait, WaitState, find_deadlock
 from mpidist.collectives.watch.flight_record import DONE, MESSAGE, RUNNING, Flight, FlightEntry
 from mpidist.collectives.watch.flight_text import merged_text
-from mpidist.collectives.watch.guard import RankStatus, report_text
+from mpidist.collectives.watch.hang_text import RankStatus, report_text
 from mpidist.collectives.watch.recorder import OperationTotals
 from mpidist.collectives.watch.recorder import report_text as totals_text
 from mpidist.core.errors import PeerError
@@ -169,7 +169,7 @@ def status(rank: int, number: int = 17, *, waits: bool = True, text: str = LATE,
 def test_a_hang_for_one_rank() -> None:
     answers = {rank: status(rank) for rank in EVERYBODY}
     answers[ODD] = status(ODD, 16, waits=False, line=30)
-    lines = fitting(lambda: report_text(17, answers, RANKS, EVERYBODY))
+    lines = fitting(lambda: report_text(17, answers, RANKS))
     assert lines[1] == (
         f"  rank {ODD}: has not come to it: its last collective was number 16, {LATE}, 64 s ago; its program is at "
         f"/home/me/projects/training/net/train.py:30 (step) (process {20_000 + ODD} on n0588)"
@@ -182,7 +182,7 @@ def test_a_hang_for_half_of_the_ranks() -> None:
     answers = {rank: status(rank, 17 if rank % 2 else 16, waits=bool(rank % 2)) for rank in EVERYBODY}
     answers[ODD - 1] = status(ODD - 1, 15, waits=False, line=30)
     del answers[ODD + 1]
-    lines = fitting(lambda: report_text(17, answers, RANKS, EVERYBODY), width=460)
+    lines = fitting(lambda: report_text(17, answers, RANKS), width=460)
     assert [line.split(":")[0].split(",")[0] for line in lines[1:]] == [
         "  rank 4710", "  rank 4712", "  ranks 0", "  ranks 1"
     ]  # fmt: skip
@@ -193,7 +193,7 @@ def test_a_hang_for_half_of_the_ranks() -> None:
 
 def test_a_hang_where_each_does_something_else() -> None:
     answers = {rank: status(rank, 16, waits=False, text=EACH[rank], line=rank) for rank in EVERYBODY}
-    lines = fitting(lambda: report_text(17, answers, RANKS, EVERYBODY), width=300)
+    lines = fitting(lambda: report_text(17, answers, RANKS), width=300)
     assert lines[-1].endswith(" ranks")
     assert sum(map(len, lines)) < 2500, "or MPI sends it only when the other side takes it"
 
