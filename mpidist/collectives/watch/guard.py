@@ -173,7 +173,10 @@ class Guard(Observer):
         self._line.send(rank, kind, content)
 
     def _take(self, question: Question, source: int) -> None:
-        """Have a question of another rank asked: in its own node this rank hands it on to those above."""
+        """Have a question of another rank asked.
+
+        One from this rank's node it hands on to those above.
+        """
         if question.purpose in (REPORT, MESSAGE):
             self._askers.setdefault(question, set()).add(source)
         if question in self._reports:
@@ -234,7 +237,7 @@ class Guard(Observer):
         return _Report(places_text(found, unasked), hopeless if is_hopeless else "")
 
     def _tell(self, question: Question, report: _Report) -> None:
-        """Tell a report to those who wait for it; one that others will ask for is kept."""
+        """Tell a report to those who wait; one that others will ask for is kept."""
         if question.purpose == REPORT:
             self._reports[question] = report
         tell = self._waiting.pop(question, None)

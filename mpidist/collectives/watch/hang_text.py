@@ -1,4 +1,4 @@
-"""The text of a hang report: who waits in a collective, who has not come to it, each state."""
+"""The text of a hang report: who waits, who has not come, and the state of each."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class _Inquiry:
     Args:
         answers: The first.
         missing: The ranks that are to answer.
-        tell: Called with all answers when they are there or the time is over, and then with each that is late.
+        tell: Called with all answers when they are there, or the time is over; then with each that is late.
     """
 
     def __init__(self, answers: Answers, missing: set[int], tell: Callable[[Answers], None]) -> None:
@@ -105,7 +105,7 @@ class Inquiries:
         self._numbers = count()
 
     def ask(self, question: Question, ranks: Collection[int], tell: Callable[[Answers], None]) -> None:
-        """Ask ranks, and call ``tell`` with the answers after 2 s, or when all are there.
+        """Ask ranks; call ``tell`` with their answers when all are there, or after 2 s.
 
         Args:
             question: The question.
@@ -147,7 +147,7 @@ class Inquiries:
         self._send_answers(rank, number, {self._rank: self._status(question)})
 
     def answer_for_node(self, rank: int, question: Question, number: int) -> None:
-        """Answer a rank of another node at once, and then for the others of this one."""
+        """Answer a rank of another node at once, then for the others of this one."""
         self.answer(rank, question, number)
         mates = {mate for mate in self._connections.own if question.is_for(mate)} - {self._rank}
         own, inquiry = self._begin(question, {}, mates, lambda found: self._send_answers(rank, number, found))
@@ -169,7 +169,11 @@ class Inquiries:
             inquiry.add(dict(pickle.loads(zlib.decompress(packed))))
 
     def unasked(self, answers: Answers) -> dict[int, str]:
-        """Return why ranks could not be asked, by rank, given the answers of an inquiry about all."""
+        """Return why ranks could not be asked, by rank.
+
+        Args:
+            answers: To a question to all.
+        """
         others = self._connections.others()
         if not self._connections.is_hub:
             known = self._connections.known()
@@ -178,7 +182,7 @@ class Inquiries:
 
 
 def _packed(answers: Sequence[tuple[int, RankStatus]]) -> Iterator[bytes]:
-    """Yield the answers as messages: the ranks of a node mostly say the same."""
+    """Yield the answers as messages; the ranks of a node mostly say the same."""
     packed = zlib.compress(pickle.dumps(answers))
     if len(packed) <= _LONGEST_ANSWER or len(answers) == 1:
         yield packed
