@@ -1,4 +1,4 @@
-"""The text of a hang report: who waits, who has not come, and the state of each."""
+"""The text of a hang report: who waits, who has not come, each state."""
 
 from __future__ import annotations
 
