@@ -24,7 +24,7 @@ import numpy as np
 from mpidist.collectives.channel.mismatch import EVERY_RANK_CALLS, mismatch_text, news_text
 from mpidist.collectives.channel.operation import plan_id
 from mpidist.collectives.channel.tally import Tally
-from mpidist.collectives.mpi.objects import gather_objects
+from mpidist.collectives.mpi.objects import gather_equal_objects
 from mpidist.collectives.mpi.waiting import Steps, until_done
 from mpidist.collectives.node.core import MISMATCH, Core
 from mpidist.collectives.node.node import Node
@@ -193,7 +193,7 @@ class Handshake:
         if not self._is_over:
             yield from self._exchange.rest()
         if not self._exchange.all_agree(identity):
-            everyone = yield from gather_objects(self._comm, (kind, text, call_site))
+            everyone = yield from gather_equal_objects(self._comm, (kind, text, call_site))
             self._note_left(everyone)
 
     def _note_left(self, everyone: list[tuple[str, str, str]]) -> None:
@@ -201,7 +201,7 @@ class Handshake:
 
     def _compare(self, text: str, call_site: str | None) -> Steps[None]:
         mine = ("plan", text, call_site or user_call_site())
-        everyone = yield from gather_objects(self._comm, mine)
+        everyone = yield from gather_equal_objects(self._comm, mine)
         self._note_left(everyone)
         news = news_text(everyone)
         if news:
