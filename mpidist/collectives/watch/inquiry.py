@@ -159,7 +159,7 @@ class Inquiries:
         side_thread.later(ANSWER_SECONDS, end)
 
     def _send_answers(self, rank: int, number: int, answers: Answers) -> None:
-        for part in _packed([*answers.items()]) if answers else ():
+        for part in packed_answers([*answers.items()]) if answers else ():
             self._send(rank, "answer", number, part)
 
     def answered(self, number: int, packed: bytes) -> None:
@@ -181,12 +181,12 @@ class Inquiries:
         return {rank: _UNHEARD for node in others if answers.keys().isdisjoint(node) for rank in node[2:]}
 
 
-def _packed(answers: Sequence[tuple[int, RankStatus]]) -> Iterator[bytes]:
+def packed_answers(answers: Sequence[tuple[int, RankStatus]]) -> Iterator[bytes]:
     """Yield the answers as messages; the ranks of a node mostly say the same."""
     packed = zlib.compress(pickle.dumps(answers))
     if len(packed) <= _LONGEST_ANSWER or len(answers) == 1:
         yield packed
         return
     half = len(answers) // 2
-    yield from _packed(answers[:half])
-    yield from _packed(answers[half:])
+    yield from packed_answers(answers[:half])
+    yield from packed_answers(answers[half:])
