@@ -11,7 +11,7 @@ _OTHERS_PRINT = "_mpidist_others_print"
 
 
 def leave_to_others(error: MismatchError) -> MismatchError:
-    """Note that other ranks have the same error and are to print it, and return it."""
+    """Note that other ranks have this error and print it; return it."""
     setattr(error, _OTHERS_PRINT, True)
     return error
 

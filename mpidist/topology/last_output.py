@@ -230,7 +230,7 @@ def _address(key: str) -> bytes:
 
 
 def own_file() -> str:
-    """Return the file of its own that this rank prints errors to, which is to hold them; or nothing."""
+    """Return the file of its own that this rank prints errors to, or nothing."""
     descriptor = lasting_descriptor(sys.stderr)
     with contextlib.suppress(OSError):  # where there is none, nothing is printed there
         status = os.fstat(STDERR if descriptor is None else descriptor)

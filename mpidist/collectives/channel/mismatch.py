@@ -39,7 +39,7 @@ options on every rank, in the same order:
 
 
 def printing_ranks(everyone: Sequence[Told], first_node: Sequence[int]) -> set[int]:
-    """Return the ranks that print the error on different calls at once, where nobody catches it.
+    """Return the ranks that print the error at once, where nobody catches it.
 
     >>> sorted(printing_ranks([("plan", "barrier", "a.py:3")] * 9 + [("plan", "all_reduce SUM", "a.py:3")], [0, 1]))
     [0, 1, 9]

@@ -99,7 +99,7 @@ def merged_text(flights: Iterable[Flight], last: int) -> str:
 
 
 def _section_lines(found: Iterable[Section], last: int, room: int) -> list[str]:
-    """Return the lines of the communicators, first of those that are not well, as many as there is room for."""
+    """Return the lines of as many communicators as there is room for, the unwell first."""
     lines: list[str] = []
     sections = [(section, section.is_well()) for section in found]
     sections.sort(key=lambda section: section[1])
