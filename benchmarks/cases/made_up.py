@@ -6,18 +6,21 @@ import json
 import pickle
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from benchmarks.measuring.rows import Figure
 from mpidist.cli.doctor_facts.machine import facts_of_this_rank
 from mpidist.collectives.channel.executor import ChannelStatus
 from mpidist.collectives.channel.mismatch import mismatch_text
 from mpidist.collectives.watch.deadlock import Wait, WaitState
-from mpidist.collectives.watch.guard import RankStatus, report_text
+from mpidist.collectives.watch.hang_text import RankStatus, report_text
+from mpidist.collectives.watch.inquiry import packed_answers
 from mpidist.topology import import_mpi
 from mpidist.topology.topology import PLACE, map_of_ranks
 
 RANKS_PER_NODE = 8
+# What each rank tells of its call, which goes to all ranks once, whoever makes it.
+_DIGEST_AND_LENGTH = bytes(16)
 _TEXT, _SITE = "all_reduce SUM of 161 x float32 arrays", "/home/somebody/projects/net/train.py:41 (step)"
 
 
@@ -27,18 +30,29 @@ def run(ranks: int) -> list[Figure]:
     figures = [
         *_made("map of ranks and nodes", lambda: map_of_ranks(_places(ranks))),
         *_made("mismatch, message", lambda: mismatch_text(_calls(ranks))),
-        *_made("hang report", lambda: report_text(17, {rank: _status(rank) for rank in range(ranks)}, ranks, range(1))),
+        *_made("hang report", lambda: report_text(17, {rank: _status(rank) for rank in range(ranks)}, ranks)),
     ]
+    nodes = ranks // RANKS_PER_NODE
     told = {
-        "start of a communicator": _places(1),
-        "mismatch": pickle.dumps(_calls(2)[0]),
-        "hang report, to the rank that asks": pickle.dumps(("answer", (_status(4711),))),
-        "checkpoint, an answer": pickle.dumps(json.dumps({"result": {"digest": 1234567890, "problem": None}})),
-        "doctor": pickle.dumps(facts_of_this_rank()),
-    }
-    figures += [Figure("made up", f"{name}: from each rank", len(data), "B") for name, data in told.items()]
-    figures += [Figure("made up", f"{name}: in all", ranks * len(data) / 2**20, "MiB") for name, data in told.items()]
+        "start of a communicator": ("rank", ranks, _places(1)),
+        "mismatch": ("rank", ranks, _DIGEST_AND_LENGTH),
+        "hang report, to the rank that asks": ("node", nodes, b"".join(_answers(4711, RANKS_PER_NODE))),
+        "checkpoint, an answer": (
+            "rank", ranks, pickle.dumps(json.dumps({"result": {"digest": 1234567890, "problem": None}}))
+        ),
+        "doctor": ("rank", ranks, pickle.dumps(facts_of_this_rank())),
+    }  # fmt: skip
+    for name, (who, count, data) in told.items():
+        figures.append(Figure("made up", f"{name}: from each {who}", len(data), "B"))
+        figures.append(Figure("made up", f"{name}: in all", count * len(data) / 2**20, "MiB"))
     return figures
+
+
+def _answers(first: int, ranks: int) -> Iterator[bytes]:
+    """Yield the messages of a node: its first rank's own answer, and those of the others."""
+    answers = [(rank, _status(rank)) for rank in range(first, first + ranks)]
+    for some in (answers[:1], answers[1:]):
+        yield from (pickle.dumps(("answer", (17, part))) for part in packed_answers(some))
 
 
 def _made(name: str, make: Callable[[], object]) -> list[Figure]:

@@ -24,15 +24,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print them."""
+    left_out: list[str] = []
     try:
-        flights, problems = read_folder(arguments.folder)
+        flights = read_folder(arguments.folder, left_out)
         if arguments.json:
-            print(json_text({"flights": [dataclasses.asdict(flight) for flight in flights], "left_out": problems}))
+            print(json_text({"flights": [dataclasses.asdict(flight) for flight in flights], "left_out": left_out}))
         else:
             print(merged_text(flights, arguments.last))
     except (OSError, ValueError) as error:
         print(f"python -m mpidist flight: {error}", file=sys.stderr)
         return _USAGE_ERROR
-    if problems:
-        print(f"python -m mpidist flight: left out: {names_text(problems)}", file=sys.stderr)
+    if left_out:
+        print(f"python -m mpidist flight: left out: {names_text(left_out)}", file=sys.stderr)
     return 0

@@ -6,6 +6,20 @@ for errors that only a job of several ranks can have.
 
 from __future__ import annotations
 
+# Set on an error that other ranks have as well, and print where nobody catches it.
+_OTHERS_PRINT = "_mpidist_others_print"
+
+
+def leave_to_others(error: MismatchError) -> MismatchError:
+    """Note that other ranks have this error and print it; return it."""
+    setattr(error, _OTHERS_PRINT, True)
+    return error
+
+
+def is_left_to_others(error: BaseException) -> bool:
+    """Return whether other ranks have the same error and are to print it."""
+    return hasattr(error, _OTHERS_PRINT)
+
 
 class MismatchError(ValueError):
     """Ranks entered one collective with different plans; raised on every rank with the same text.

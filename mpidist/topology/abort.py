@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from mpidist.core import settings
-from mpidist.core.errors import LaunchError, PeerError
+from mpidist.core.errors import LaunchError, PeerError, is_left_to_others
 from mpidist.core.wording import numbered_ranks
 from mpidist.topology import last_output
 from mpidist.topology.environments import read_launcher
@@ -32,8 +32,9 @@ _ABORT_SECONDS = 5
 _DAEMONS_OF_OPEN_MPI_5 = ("prterun", "prted")
 # mpirun --with-ft of Open MPI 5 may hang, or return 0, where two ranks abort at the same time.
 _APART_SECONDS, _MOST_APART = 0.3, 8
-# How long a rank that an error of another has reached leaves it to that one to tell of it and to end the job; the first
-# rank, which then speaks for all, so much less that the job has ended before they speak.
+# How long a rank that an error of another has reached, or that has the same error as others, leaves it to these to tell
+# of it and to end the job; the first rank, which then speaks for all that another's has reached, so much less that the
+# job has ended before they speak.
 _OTHERS_SECONDS, _FIRST_RANK_SECONDS = 2.75, 2.0
 
 
@@ -100,8 +101,9 @@ def install_excepthook() -> None:
     """Make an uncaught exception on one rank end the whole MPI job. ``import mpidist`` calls this.
 
     The rank prints ``rank 1 of 4 on host node7:`` and the traceback on stderr, flushes its output and ends the job
-    (:func:`end_job`). Of ranks of a node with the same traceback one prints it, and names the others; frames inside
-    mpidist are one line (``MPIDIST_FULL_TRACEBACK=1``: all of it, on every rank). Where another library has a buffer in
+    (:func:`end_job`). Of ranks of a node with the same traceback one prints it, and names the others; other nodes leave
+    a MismatchError, which all ranks have, to the first one, for 2.75 s. Frames inside mpidist are one line
+    (``MPIDIST_FULL_TRACEBACK=1``: all of it, on every rank). Where another library has a buffer in
     ``sys.stderr`` it is printed on file descriptor 2. The launcher ends the other ranks and returns a code that is not
     0. It acts where MPI runs with more than one rank, for KeyboardInterrupt too, and not at an interactive prompt nor
     in a forked child. The hook that was there before is called in all cases but one: Python's own, where the job is
@@ -182,13 +184,17 @@ class _ExceptionHook:
     def _print(self, world: MPI.Intracomm, error: BaseException, title: str = "") -> None:
         """Print an error that this process ends with, under a title."""
         rank = world.Get_rank()
+        is_full = last_output.read_setting()[0]
+        if is_left_to_others(error) and not is_full and not last_output.own_file():
+            # In most cases the job has ended before; where it has not, nobody else may have printed it.
+            time.sleep(_OTHERS_SECONDS)
         if isinstance(error, PeerError):
             # The stack here is of no interest, and the rank that has the error must come to print its own.
             time.sleep(_OTHERS_SECONDS if rank else _FIRST_RANK_SECONDS)
             text = title + "".join(traceback.format_exception_only(type(error), error))
         else:
             text = title + last_output.traceback_text(error)
-        if last_output.read_setting()[0]:
+        if is_full:
             last_output.write_last(f"{self._name_of(world, [rank])}:\n{text}")
         else:
             last_output.print_once(

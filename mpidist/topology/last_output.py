@@ -223,17 +223,20 @@ def print_once(text: str, key: str, rank: int, name_of: Callable[[Iterable[int]]
 def _address(key: str) -> bytes:
     """Return the socket name at which ranks with the same error and output meet.
 
-    Ranks of a node are children of one process of the launcher, those of another job of another one. Where each prints
-    to a file of its own, each file is to hold the error.
+    Ranks of a node are children of one process of the launcher, those of another job of another one.
     """
+    job = f"{os.getuid()}:{os.getppid()}:{os.environ.get('PMIX_NAMESPACE')}\n{own_file()}"
+    return b"\0mpidist-" + hashlib.sha256(f"{job}\n{key}".encode(errors="replace")).hexdigest().encode()
+
+
+def own_file() -> str:
+    """Return the file of its own that this rank prints errors to, or nothing."""
     descriptor = lasting_descriptor(sys.stderr)
-    place = ""
     with contextlib.suppress(OSError):  # where there is none, nothing is printed there
         status = os.fstat(STDERR if descriptor is None else descriptor)
         if descriptor not in (None, STDERR) or stat.S_ISREG(status.st_mode):
-            place = f"{status.st_dev}:{status.st_ino}"
-    job = f"{os.getuid()}:{os.getppid()}:{os.environ.get('PMIX_NAMESPACE')}"
-    return b"\0mpidist-" + hashlib.sha256(f"{job}\n{place}\n{key}".encode(errors="replace")).hexdigest().encode()
+            return f"{status.st_dev}:{status.st_ino}"
+    return ""
 
 
 def _listen(address: bytes) -> socket.socket | None:

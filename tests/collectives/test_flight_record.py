@@ -20,7 +20,7 @@ from mpidist.collectives.watch.flight_record import (
     read_flight,
     read_folder,
 )
-from mpidist.collectives.watch.flight_text import first_divergence, merged_text
+from mpidist.collectives.watch.flight_text import Divergence, Section, merged_text
 from tests.support.ranks.cores import needs_core
 from tests.support.ranks.jobs import run_script
 
@@ -53,7 +53,7 @@ def test_long_texts_are_cut_and_others_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no flight record of this version"):
         read_flight(path_of(tmp_path, 0))
     with pytest.raises(FileNotFoundError, match="run the job with MPIDIST_FLIGHT_RECORD="):
-        read_folder(str(tmp_path / "nothing"))
+        next(read_folder(str(tmp_path / "nothing"), []))
 
 
 KILLED = """
@@ -72,7 +72,8 @@ comm.barrier()
 def test_a_rank_that_is_killed_leaves_its_record(tmp_path: Path) -> None:
     job = run_script(KILLED, 3, env={"MPIDIST_FLIGHT_RECORD": str(tmp_path)})
     assert job.returncode != 0
-    flights, problems = read_folder(str(tmp_path))
+    problems: list[str] = []
+    flights = [*read_folder(str(tmp_path), problems)]
     assert not problems
     assert [flight.rank for flight in flights] == [0, 1, 2]
     killed = flights[1].entries
@@ -111,7 +112,7 @@ def test_the_core_writes_the_calls_that_take_the_short_way(tmp_path: Path) -> No
     assert job.returncode == 0, job.stderr
     counts = [int(line) for line in job.stdout.split()]
     assert max(counts) == 5, "four of the sums and one broadcast, but for calls that had to wait"
-    for record in read_folder(str(tmp_path))[0]:
+    for record in read_folder(str(tmp_path), []):
         entries = [entry for entry in record.entries if entry.text.startswith(("all_reduce", "barrier", "broadcast"))]
         sums, last = entries[:10], entries[10:]
         assert [entry.text for entry in sums] == ["all_reduce SUM of float64(5,)", "barrier"] * 5
@@ -129,12 +130,18 @@ def entry(number: int, text: str, state: int = DONE) -> FlightEntry:
 
 
 def test_the_first_difference() -> None:
+    def divergence(*ranks: list[FlightEntry]) -> Divergence | None:
+        section = Section("communicator 1 of ranks 0-1")
+        for rank, entries in enumerate(ranks):
+            section.add(rank, entries, 10)
+        return section.divergence()
+
     same = [entry(n, "barrier") for n in range(5, 9)]
-    assert first_divergence({0: same, 1: same[1:]}) is None
-    late = first_divergence({0: same, 1: same[:3]})
+    assert divergence(same, same[1:]) is None
+    late = divergence(same, same[:3])
     assert late is not None
     assert (late.number, late.groups) == (8, [("barrier, at a.py:1 (f)", [0]), ("has not come to it", [1])])
-    other = first_divergence({0: same, 1: [*same[:2], entry(7, "all_reduce"), same[3]]})
+    other = divergence(same, [*same[:2], entry(7, "all_reduce"), same[3]])
     assert other is not None
     assert other.number == 7
 
@@ -152,7 +159,8 @@ comm.close()
         env={"MPIDIST_FLIGHT_RECORD": str(tmp_path)},
     )
     assert job.returncode == 0, job.stderr
-    flights, problems = read_folder(str(tmp_path))
+    problems: list[str] = []
+    flights = [*read_folder(str(tmp_path), problems)]
     assert not problems
     text = merged_text(flights, 10)
     assert "ranks 0-1 came to number" in text

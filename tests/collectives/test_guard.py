@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpidist.collectives.channel.executor import ChannelStatus
-from mpidist.collectives.watch.guard import RankStatus, report_text
+from mpidist.collectives.watch.hang_text import RankStatus, report_text
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.programs import run_program
 
@@ -89,10 +89,10 @@ def test_a_work_that_nobody_moves_on_is_told_from_one_that_was_not_issued() -> N
     assert "rank 1: has issued it, and does not move it on: its program is at" in job.stderr
 
 
-FIRST_IS_GONE = """
+SOME_ARE_STOPPED = """
 import os, signal, sys, time, numpy, mpidist
 comm = mpidist.Communicator()
-if comm.rank < int(sys.argv[1]):
+if str(comm.rank) in sys.argv[1:]:
     child = os.fork()
     if child == 0:
         time.sleep(5)
@@ -103,10 +103,31 @@ comm.all_reduce("SUM", numpy.ones(5))
 comm.close()
 """
 
+# The same until all others have their error.
+SOME_ARE_STOPPED_LONG = """
+import os, signal, sys, time, numpy, mpidist
+from mpi4py import MPI
+comm = mpidist.Communicator()
+if str(comm.rank) in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        time.sleep(8)
+        os.kill(os.getppid(), signal.SIGKILL)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+start = time.monotonic()
+try:
+    comm.all_reduce("SUM", numpy.ones(5))
+except mpidist.CollectiveTimeoutError as error:
+    report = "ranks 0,4: gave no answer" in str(error)
+    print(comm.rank, f"{time.monotonic() - start:.1f}", report, flush=True)
+time.sleep(20)
+"""
+
 
 @pytest.mark.parametrize("ranks_per_node", [None, pytest.param(1, marks=pytest.mark.long)])
 def test_another_rank_asks_where_the_first_does_not_answer(ranks_per_node: int | None) -> None:
-    job = run_program(FIRST_IS_GONE, 3, "1", env={"MPIDIST_WARN_AFTER": "0.5"}, ranks_per_node=ranks_per_node)
+    job = run_program(SOME_ARE_STOPPED, 3, "0", env={"MPIDIST_WARN_AFTER": "0.5"}, ranks_per_node=ranks_per_node)
     assert job.returncode == 0, job.stderr
     assert "ranks 1-2 of 3 have waited" in job.stderr
     assert "rank 0: gave no answer" in job.stderr
@@ -114,11 +135,30 @@ def test_another_rank_asks_where_the_first_does_not_answer(ranks_per_node: int |
 
 @pytest.mark.long
 def test_where_the_first_of_two_nodes_do_not_answer_a_node_speaks_for_itself() -> None:
-    job = run_script(FIRST_IS_GONE, 4, "2", env={"MPIDIST_WARN_AFTER": "0.5"}, ranks_per_node=1)
+    job = run_script(SOME_ARE_STOPPED, 4, "0", "1", env={"MPIDIST_WARN_AFTER": "0.5"}, ranks_per_node=1)
     assert job.returncode == 0, job.stderr
     assert "rank 2 of 4 has waited" in job.stderr
     assert "ranks 0-1: gave no answer" in job.stderr
     assert "rank 3: could not be asked from here" in job.stderr
+
+
+@pytest.mark.long
+def test_the_second_rank_of_a_node_answers_where_the_first_is_stopped() -> None:
+    job = run_script(SOME_ARE_STOPPED, 6, "3", env={"MPIDIST_WARN_AFTER": "0.5"}, ranks_per_node=3)
+    assert job.returncode == 0, job.stderr
+    assert "ranks 0-2,4-5 of 6 have waited" in job.stderr
+    assert "rank 3: gave no answer" in job.stderr
+    assert job.stderr.count("for the other ranks") == 1
+
+
+@pytest.mark.long
+def test_the_error_of_a_deadline_comes_where_leaders_are_stopped() -> None:
+    env = {"MPIDIST_TIMEOUT": "1", "MPIDIST_ABORT_ON_EXCEPTION": "0"}
+    job = run_script(SOME_ARE_STOPPED_LONG, 6, "0", "4", env=env, ranks_per_node=2)
+    waited = [line.split() for line in job.stdout.splitlines()]
+    assert sorted(int(rank) for rank, _, _ in waited) == [1, 2, 3, 5], job.stderr
+    assert all(float(seconds) < 1 + 4.5 + 1 for _, seconds, _ in waited), waited
+    assert all(report == "True" for _, _, report in waited), waited
 
 
 SUBSET = """
@@ -156,7 +196,7 @@ def test_reports_of_many_ranks_are_short() -> None:
         901: RankStatus(ChannelStatus(9, 9, "reduce", True, 70.0, False), None, "train.py:9 (load)", "process 3 on b"),
         902: RankStatus(ChannelStatus(0, 0, "", False, 70.0, True), process="process 4 on b"),
     }
-    assert report_text(7, found, 904, range(904)).splitlines() == [
+    assert report_text(7, found, 904).splitlines() == [
         "ranks 0-899 of 904 have waited 60 s for the other ranks in barrier, collective number 7:",
         "  rank 900: has not come to it: its last collective was number 6, barrier, 70 s ago; its program is at "
         "train.py:9 (load) (process 2 on b)",

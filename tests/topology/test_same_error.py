@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from mpidist.core.wording import ranks_text
 from mpidist.topology import last_output
+from tests.support.ranks.jobs import run_script
 
 pytestmark = pytest.mark.one_rank
 
@@ -81,3 +83,47 @@ def test_each_file_that_errors_go_to_has_the_whole_error(tmp_path: Path, monkeyp
         assert last_output._address("one") == mine
     monkeypatch.setattr(os, "getppid", lambda: 1)  # another launcher, another job
     assert last_output._address("one") != shared
+
+
+DIFFERENT = """
+import sys, time, numpy, mpidist
+comm = mpidist.Communicator()
+caught = [int(rank) for rank in sys.argv[2:]]
+try:
+    comm.all_reduce("SUM", numpy.ones(1 + (comm.rank == int(sys.argv[1]))))
+except mpidist.MismatchError:
+    if comm.rank not in caught:
+        raise
+time.sleep(20)
+"""
+
+
+def printing(odd: int, *caught: int, **variables: str) -> list[str]:
+    """Run a job of four ranks on two nodes, of which one calls something else; return who printed its error."""
+    start = time.monotonic()
+    job = run_script(DIFFERENT, 4, str(odd), *map(str, caught), env=variables, ranks_per_node=2)
+    assert job.returncode == 1
+    assert time.monotonic() - start < 15, "the ranks that caught it are not waited for"
+    found = re.findall(r"^rank (\d) of 4 on host \S+:\nTraceback", job.stderr, re.MULTILINE)
+    assert job.stderr.count("Traceback") == job.stderr.count("MismatchError: the ranks made") == len(found)
+    return found
+
+
+@pytest.mark.jobs
+def test_a_mismatch_is_printed_on_the_first_node_alone() -> None:
+    (first,) = printing(1)
+    assert first in "01"
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(("odd", "caught", "speaks"), [(1, (0, 1), "23"), (2, (0, 1), "2")])
+def test_a_mismatch_that_the_first_node_catches_is_printed_by_another(
+    odd: int, caught: tuple[int, ...], speaks: str
+) -> None:
+    (first,) = printing(odd, *caught)
+    assert first in speaks
+
+
+@pytest.mark.jobs
+def test_with_full_tracebacks_each_rank_prints_its_own() -> None:
+    assert sorted(printing(1, MPIDIST_FULL_TRACEBACK="1")) == ["0", "1", "2", "3"]

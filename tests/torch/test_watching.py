@@ -59,9 +59,10 @@ def run(tmp_path: Path, **variables: str) -> str:
 
 
 def entries(folder: Path) -> list[FlightEntry]:
-    flights, problems = read_folder(str(folder))
+    problems: list[str] = []
+    found = [entry for flight in read_folder(str(folder), problems) for entry in flight.entries]
     assert problems == []
-    return [entry for flight in flights for entry in flight.entries]
+    return found
 
 
 def test_the_flight_record_has_the_lines_of_the_program(tmp_path: Path) -> None:

@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpidist.collectives.channel.mismatch import EVERY_RANK_CALLS, mismatch_text, news_text
+from mpidist.collectives.channel.mismatch import EVERY_RANK_CALLS, mismatch_text, news_text, printing_ranks
 from mpidist.collectives.channel.operation import plan_id
 from mpidist.collectives.channel.tally import Tally
-from mpidist.collectives.mpi.objects import gather_objects
+from mpidist.collectives.mpi.objects import gather_equal_objects
 from mpidist.collectives.mpi.waiting import Steps, until_done
 from mpidist.collectives.node.core import MISMATCH, Core
 from mpidist.collectives.node.node import Node
 from mpidist.core.callsite import user_call_site
-from mpidist.core.errors import MismatchError, PeerError
+from mpidist.core.errors import MismatchError, PeerError, leave_to_others
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ class Handshake:
     def __init__(self, comm: MPI.Intracomm, node: Node) -> None:
         self._comm = comm
         self._exchange = _ByReduction(comm) if node.core is None else _ByCore(node.core)
+        self._first_node = node.ranks[0]
         self._is_over = True
         self._identity = 0
         self.tally: Tally | None = None
@@ -193,7 +194,7 @@ class Handshake:
         if not self._is_over:
             yield from self._exchange.rest()
         if not self._exchange.all_agree(identity):
-            everyone = yield from gather_objects(self._comm, (kind, text, call_site))
+            everyone = yield from gather_equal_objects(self._comm, (kind, text, call_site))
             self._note_left(everyone)
 
     def _note_left(self, everyone: list[tuple[str, str, str]]) -> None:
@@ -201,10 +202,12 @@ class Handshake:
 
     def _compare(self, text: str, call_site: str | None) -> Steps[None]:
         mine = ("plan", text, call_site or user_call_site())
-        everyone = yield from gather_objects(self._comm, mine)
+        everyone = yield from gather_equal_objects(self._comm, mine)
         self._note_left(everyone)
         news = news_text(everyone)
         if news:
             remedy = f". {EVERY_RANK_CALLS}" if self.left else ""
             raise PeerError(f"rank {self._comm.Get_rank()} was in {text} (at {mine[2]}) when {news}{remedy}")
-        raise MismatchError(mismatch_text(everyone), {r: text for r, (_, text, _) in enumerate(everyone)})
+        error = MismatchError(mismatch_text(everyone), {r: text for r, (_, text, _) in enumerate(everyone)})
+        is_to_print = self._comm.Get_rank() in printing_ranks(everyone, self._first_node)
+        raise error if is_to_print else leave_to_others(error)

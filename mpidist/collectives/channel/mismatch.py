@@ -11,6 +11,8 @@ EVERY_RANK_CALLS = (
     "Expected: every rank makes this call (reduce, result(), save(), reading a variable, ...), also where only one "
     "needs what it returns; put only the printing under `if strategy.extended.should_checkpoint:`"
 )
+# Of the calls, those of which a rank prints its traceback beside the first node.
+_MOST_PRINTED = 4
 # The kind of what a rank tells of itself, its text, and the line of its program.
 Told = tuple[str, str, str]
 
@@ -34,6 +36,16 @@ options on every rank, in the same order:
         "the ranks made different calls at the same point; expected the same operation, shapes, dtypes, structure "
         "and options on every rank, in the same order:\n" + "\n".join(lines) + remedy
     )
+
+
+def printing_ranks(everyone: Sequence[Told], first_node: Sequence[int]) -> set[int]:
+    """Return the ranks that print the error at once, where nobody catches it.
+
+    >>> sorted(printing_ranks([("plan", "barrier", "a.py:3")] * 9 + [("plan", "all_reduce SUM", "a.py:3")], [0, 1]))
+    [0, 1, 9]
+    """
+    groups = groups_of((rank, (text, site)) for rank, (_, text, site) in enumerate(everyone))
+    return {*first_node, *(ranks[0] for _, ranks in groups[:_MOST_PRINTED])}
 
 
 def news_text(everyone: Sequence[Told]) -> str:

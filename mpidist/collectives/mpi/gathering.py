@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from itertools import accumulate, chain, pairwise
 
 import numpy as np
@@ -70,6 +71,22 @@ def all_gather_flat(
 def all_gather_bytes(comm: Comm, data: bytes) -> Steps[list[bytes]]:
     """Return the bytes of all ranks, in rank order (MPI_Iallgatherv)."""
     lengths = [length for (length,) in (yield from gather_lengths(comm, [len(data)]))]
+    return (yield from _gather_parts(comm, data, lengths))
+
+
+def gather_bytes_once(comm: Comm, data: bytes) -> Steps[list[bytes]]:
+    """Return the bytes of all ranks; equal ones travel once, and are one object."""
+    digest = int.from_bytes(blake2b(data, digest_size=8).digest(), "big", signed=True)
+    told = yield from gather_lengths(comm, [digest, len(data)])
+    firsts: dict[int, int] = {}
+    for rank, (digest, _) in enumerate(told):
+        firsts.setdefault(digest, rank)
+    lengths = [length if firsts[digest] == rank else 0 for rank, (digest, length) in enumerate(told)]
+    parts = yield from _gather_parts(comm, data[: lengths[comm.Get_rank()]], lengths)
+    return [parts[firsts[digest]] for digest, _ in told]
+
+
+def _gather_parts(comm: Comm, data: bytes, lengths: list[int]) -> Steps[list[bytes]]:
     whole = np.empty(sum(lengths), np.uint8)
     yield from all_gather_flat(comm, np.frombuffer(data, np.uint8), whole, lengths)
     return [part.tobytes() for part in np.split(whole, np.cumsum(lengths[:-1]))]

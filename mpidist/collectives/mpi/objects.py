@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpidist.collectives.mpi.gathering import all_gather_bytes, broadcast_flat
+from mpidist.collectives.mpi.gathering import all_gather_bytes, broadcast_flat, gather_bytes_once
 from mpidist.collectives.mpi.waiting import Comm, Steps
 
 T = TypeVar("T")
@@ -17,6 +17,13 @@ def gather_objects(comm: Comm, value: T) -> Steps[list[T]]:
     """Return the objects of all ranks, in rank order, on every rank (collective; MPI_Iallgatherv)."""
     parts = yield from all_gather_bytes(comm, pickle.dumps(value))
     return [*map(pickle.loads, parts)]
+
+
+def gather_equal_objects(comm: Comm, value: T) -> Steps[list[T]]:
+    """Return the objects of all ranks; equal ones travel once, and are one (collective)."""
+    parts = yield from gather_bytes_once(comm, pickle.dumps(value))
+    objects = {part: pickle.loads(part) for part in dict.fromkeys(parts)}
+    return [objects[part] for part in parts]
 
 
 def broadcast_pickle(comm: Comm, pickled: bytes, root: int) -> Steps[Any]:

@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -260,24 +261,28 @@ def _cut(text: str, size: int, keep_end: bool = False) -> bytes:
     return data[-size:] if keep_end else data[:size]
 
 
-def read_folder(folder: str) -> tuple[list[Flight], list[str]]:
-    """Return the flights in rank order, and the errors of files that cannot be read.
+def read_folder(folder: str, left_out: list[str]) -> Iterator[Flight]:
+    """Yield the flights in rank order; each is read when its turn comes.
+
+    Args:
+        folder: Of the files.
+        left_out: Gets the errors of files that cannot be read.
 
     Raises:
         FileNotFoundError: There are none.
         ValueError: None can be read.
     """
-    paths = sorted(Path(folder).glob("flight-rank-*.bin"))
+    paths = sorted(Path(folder).glob("flight-rank-*.bin"), key=lambda path: (len(path.name), path.name))
     if not paths:
         raise FileNotFoundError(
             f"{folder} holds no flight-rank-*.bin; run the job with MPIDIST_FLIGHT_RECORD={folder} first"
         )
-    flights, problems = [], []
     for path in paths:
         try:
-            flights.append(read_flight(path))
+            flight = read_flight(path)
         except (OSError, ValueError) as error:
-            problems.append(str(error))
-    if not flights:
-        raise ValueError(names_text(problems))
-    return sorted(flights, key=lambda flight: flight.rank), problems
+            left_out.append(str(error))
+        else:
+            yield flight
+    if len(left_out) == len(paths):
+        raise ValueError(names_text(left_out))

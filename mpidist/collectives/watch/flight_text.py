@@ -1,10 +1,15 @@
-"""The text of ``python -m mpidist flight``: progress of ranks, and where they differ."""
+"""The text of ``python -m mpidist flight``: progress of ranks, and where they differ.
+
+Of the flight of a rank only that stays which the text may need: a call that many ranks made is kept once.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from sys import intern
 
 from mpidist.collectives.watch.flight_record import DONE, FAILED, MESSAGE, RUNNING, Flight, FlightEntry
 from mpidist.core.wording import group_lines, groups_of, numbered_ranks
@@ -13,7 +18,6 @@ _STATES = {RUNNING: "had not ended", FAILED: "failed"}
 # A communicator more is shown where there are fewer lines so far; messages, and calls of one number, at the most.
 _ENOUGH_LINES, _MOST_MESSAGES, _MOST_CALLS = 40, 40, 4
 _ELSEWHERE = "; all: --json"
-_ByRank = dict[int, list[FlightEntry]]
 
 
 @dataclass(frozen=True)
@@ -29,93 +33,146 @@ class Divergence:
     groups: list[tuple[str, list[int]]]
 
 
-def merged_text(flights: list[Flight], last: int) -> str:
+class _Call:
+    """The ranks that made one call, and when.
+
+    Attributes:
+        begin, end: Seconds of the wall clock: of the first that began, of the last that ended.
+        has_ended: Whether it has ended on all of them.
+    """
+
+    __slots__ = ("_runs", "begin", "end", "has_ended")
+
+    def __init__(self) -> None:
+        # First and last of ranks that follow one another.
+        self._runs: list[list[int]] = []
+        self.begin, self.end, self.has_ended = math.inf, 0.0, True
+
+    @property
+    def count(self) -> int:
+        """How many ranks there are."""
+        return sum(last + 1 - first for first, last in self._runs)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks."""
+        return [rank for first, last in self._runs for rank in range(first, last + 1)]
+
+    def add(self, rank: int, entry: FlightEntry) -> None:
+        """Add the call of the next rank."""
+        if self._runs and self._runs[-1][1] == rank - 1:
+            self._runs[-1][1] = rank
+        else:
+            self._runs.append([rank, rank])
+        self.begin, self.end = min(self.begin, entry.begin), max(self.end, entry.end)
+        self.has_ended = self.has_ended and bool(entry.end)
+
+    @property
+    def when(self) -> str:
+        """When the first rank began, and how long all took."""
+        took = f"{1e3 * (self.end - self.begin):.3f} ms" if self.has_ended else "not ended"
+        return f"{time.strftime('%H:%M:%S', time.localtime(self.begin))}  {took:>12}"
+
+
+def merged_text(flights: Iterable[Flight], last: int) -> str:
     """Return the last collectives of every communicator, rank beside rank.
 
     Args:
-        flights: Of the ranks.
+        flights: Of the ranks, in their order.
         last: How many collectives of each communicator are shown.
     """
-    ranks = flights[0].ranks
-    missing = sorted(set(range(ranks)) - {flight.rank for flight in flights})
+    ranks, missing, sections = 0, set[int](), dict[str, Section]()
+    for flight in flights:
+        if not ranks:
+            ranks = flight.ranks
+            missing.update(range(ranks))
+        missing.discard(flight.rank)
+        by_name: dict[str, list[FlightEntry]] = {}
+        for entry in flight.entries:
+            by_name.setdefault(entry.communicator, []).append(entry)
+        for name, entries in by_name.items():
+            sections.setdefault(name, Section(name)).add(flight.rank, entries, last)
     lines = [f"flight record of {ranks} rank{'s' * (ranks != 1)}"]
     if missing:
-        lines.append(f"  without {numbered_ranks(missing)}: no file to read")
-    sections = [_Section(name, by_rank) for name, by_rank in _by_communicator(flights).items()]
-    sections.sort(key=lambda section: section.is_well)
-    for shown, section in enumerate(sections):
-        if shown and len(lines) >= _ENOUGH_LINES:
-            left = sections[shown:]
-            lines += ["", f"and {len(left)} more communicators, {sum(each.is_well for each in left)} of them well"]
-            lines[-1] += _ELSEWHERE
-            break
+        lines.append(f"  without {numbered_ranks(sorted(missing))}: no file to read")
+    return "\n".join(lines + _section_lines(sections.values(), last, room=_ENOUGH_LINES - len(lines)))
+
+
+def _section_lines(found: Iterable[Section], last: int, room: int) -> list[str]:
+    """Return the lines of as many communicators as there is room for, the unwell first."""
+    lines: list[str] = []
+    sections = [(section, section.is_well()) for section in found]
+    sections.sort(key=lambda section: section[1])
+    for shown, (section, _) in enumerate(sections):
+        if shown and len(lines) >= room:
+            left = [is_well for _, is_well in sections[shown:]]
+            return [*lines, "", f"and {len(left)} more communicators, {sum(left)} of them well{_ELSEWHERE}"]
         lines += ["", section.name, *section.lines(last)]
-    return "\n".join(lines)
+    return lines
 
 
-class _Section:
+class Section:
     """The collectives and messages of one communicator.
 
     Args:
         name: Of the communicator.
-        by_rank: Its entries.
     """
 
-    def __init__(self, name: str, by_rank: _ByRank) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._calls = _only(by_rank, lambda entry: entry.number != MESSAGE)
-        self._messages = _only(by_rank, lambda entry: entry.number == MESSAGE)
-        self._progress = groups_of((rank, _progress(entries[-1])) for rank, entries in self._calls.items())
-        self._divergence = first_divergence(self._calls) if self._calls else None
+        # The last collective of each rank that made one, and all of them by number and call.
+        self._progress: list[tuple[int, str]] = []
+        self._calls: dict[int, dict[tuple[str, str], _Call]] = {}
+        # The first collective that all records have.
+        self._first = 0
+        self._all_done = True
+        self._messages: list[tuple[FlightEntry, list[int]]] = []
 
-    @property
+    def add(self, rank: int, entries: list[FlightEntry], last: int) -> None:
+        """Add those of the next rank, and the last of its messages."""
+        calls = [entry for entry in entries if entry.number != MESSAGE]
+        for entry in calls:
+            made = self._calls.setdefault(entry.number, {})
+            made.setdefault((intern(entry.text), intern(entry.call_site)), _Call()).add(rank, entry)
+        if calls:
+            self._first = max(self._first, calls[0].number)
+            self._progress.append((rank, intern(_progress(calls[-1]))))
+        messages = [entry for entry in entries if entry.number == MESSAGE]
+        self._messages += [(entry, [rank]) for entry in messages[:-last] if entry.state == RUNNING]
+        self._messages += [(entry, [rank]) for entry in messages[-last:]]
+        self._all_done &= all(each[-1].state == DONE for each in (calls, messages) if each)
+
     def is_well(self) -> bool:
-        """Whether all ranks made the same collectives, and these have ended."""
-        last = [entries[-1].state for entries in (*self._calls.values(), *self._messages.values())]
-        return len(self._progress) <= 1 and self._divergence is None and all(state == DONE for state in last)
+        """Return whether all ranks made the same collectives, and these have ended."""
+        return self._all_done and len({what for _, what in self._progress}) <= 1 and self.divergence() is None
 
     def lines(self, last: int) -> list[str]:
         """Return its lines, with so many collectives."""
         lines = []
         if self._calls:
-            lines += group_lines(self._progress, lambda what, ranks: (f"  {numbered_ranks(ranks)} ", what, ""))
-            lines += _divergence_lines(self._divergence)
-            lines += _table(self._calls, last)
-        return lines + _message_lines(self._messages, last)
+            groups = groups_of(self._progress)
+            lines += group_lines(groups, lambda what, ranks: (f"  {numbered_ranks(ranks)} ", what, ""))
+            lines += _divergence_lines(self.divergence())
+            newest = max(self._calls)
+            shown = [number for number in sorted(self._calls) if number > newest - last]
+            lines += [line for number in shown for line in _calls_of(number, self._calls[number])]
+        return lines + _message_lines(self._messages)
 
-
-def _only(by_rank: _ByRank, is_wanted: Callable[[FlightEntry], bool]) -> _ByRank:
-    found = {rank: [entry for entry in entries if is_wanted(entry)] for rank, entries in by_rank.items()}
-    return {rank: entries for rank, entries in found.items() if entries}
-
-
-def _by_communicator(flights: list[Flight]) -> dict[str, _ByRank]:
-    found: dict[str, _ByRank] = {}
-    for flight in flights:
-        for entry in flight.entries:
-            found.setdefault(entry.communicator, {}).setdefault(flight.rank, []).append(entry)
-    return found
+    def divergence(self) -> Divergence | None:
+        """Return the first collective in all records that not all ranks made alike, or None."""
+        for number in range(self._first, max(self._calls, default=0) + 1):
+            made = self._calls.get(number, {})
+            absent = len(self._progress) - sum(found.count for found in made.values())
+            if absent or len({text for text, _ in made}) > 1:
+                said = dict.fromkeys((rank for rank, _ in self._progress), "has not come to it")
+                said.update(_said(made))
+                return Divergence(number, groups_of(said.items()))
+        return None
 
 
 def _progress(last: FlightEntry) -> str:
     state = f", which {_STATES[last.state]}" if last.state in _STATES else ""
     return f"came to number {last.number}{state}"
-
-
-def first_divergence(by_rank: _ByRank) -> Divergence | None:
-    """Return the first collective in all records that not all ranks made alike, or None."""
-    numbers = {rank: {entry.number: entry for entry in entries} for rank, entries in by_rank.items()}
-    first = max(min(found) for found in numbers.values())
-    last = max(max(found) for found in numbers.values())
-    for number in range(first, last + 1):
-        entries = {rank: found.get(number) for rank, found in numbers.items()}
-        if len({None if entry is None else entry.text for entry in entries.values()}) > 1:
-            return Divergence(number, groups_of((rank, _call(entry)) for rank, entry in entries.items()))
-    return None
-
-
-def _call(entry: FlightEntry | None) -> str:
-    return "has not come to it" if entry is None else f"{entry.text}, at {entry.call_site}"
 
 
 def _divergence_lines(divergence: Divergence | None) -> list[str]:
@@ -131,49 +188,32 @@ def _divergence_lines(divergence: Divergence | None) -> list[str]:
     ]
 
 
-def _table(by_rank: _ByRank, last: int) -> list[str]:
-    newest = max(entries[-1].number for entries in by_rank.values())
-    found: dict[int, dict[int, FlightEntry]] = {}
-    for rank, entries in by_rank.items():
-        for entry in entries:
-            if entry.number > newest - last:
-                found.setdefault(entry.number, {})[rank] = entry
-    return [line for number in sorted(found) for line in _calls_of(number, found[number])]
+def _said(calls: Mapping[tuple[str, str], _Call]) -> dict[int, str]:
+    """Return the call of each rank as text."""
+    return {rank: f"{text}, at {site}" for (text, site), made in calls.items() for rank in made.ranks}
 
 
-def _calls_of(number: int, entries: dict[int, FlightEntry]) -> list[str]:
+def _calls_of(number: int, calls: Mapping[tuple[str, str], _Call]) -> list[str]:
     """Return the lines of the collective of one number."""
 
-    def line(call: str, ranks: list[int]) -> tuple[str, str, str]:
-        return f"  {number:>6}  {_when([entries[rank] for rank in ranks])}  {numbered_ranks(ranks)}: ", call, ""
+    def line(call: tuple[str, str], ranks: list[int]) -> tuple[str, str, str]:
+        return f"  {number:>6}  {calls[call].when}  {numbered_ranks(ranks)}: ", ", at ".join(call), ""
 
-    groups = groups_of((rank, _call(entry)) for rank, entry in entries.items())
+    groups = groups_of((rank, call) for call, made in calls.items() for rank in made.ranks)
     return group_lines(groups, line, most=_MOST_CALLS, elsewhere=_ELSEWHERE)
 
 
-def _message_lines(by_rank: _ByRank, last: int) -> list[str]:
-    """Return the last messages of each rank, and those that have not ended.
-
-    The latter come first where there are many.
-    """
-    shown = [
-        (entry, [rank])
-        for rank, entries in by_rank.items()
-        for entry in [*(entry for entry in entries[:-last] if entry.state == RUNNING), *entries[-last:]]
-    ]
+def _message_lines(shown: list[tuple[FlightEntry, list[int]]]) -> list[str]:
+    """Return messages, those that have not ended first where there are many."""
     if len(shown) > _MOST_MESSAGES:
-        shown.sort(key=lambda message: message[0].state == DONE)
+        shown = sorted(shown, key=lambda message: message[0].state == DONE)
 
     def line(entry: FlightEntry, ranks: list[int]) -> tuple[str, str, str]:
+        made = _Call()
+        made.add(ranks[0], entry)
         failed = " failed" if entry.state == FAILED else ""
-        return f"          {_when([entry])}  {numbered_ranks(ranks)}{failed}: ", _call(entry), ""
+        text = f"{entry.text}, at {entry.call_site}"
+        return f"          {made.when}  {numbered_ranks(ranks)}{failed}: ", text, ""
 
     lines = group_lines(shown, line, most=_MOST_MESSAGES, room=_MOST_MESSAGES * 200, elsewhere=_ELSEWHERE)
     return lines and ["  messages:", *lines]
-
-
-def _when(entries: list[FlightEntry]) -> str:
-    """Return when the first of some entries began, and how long all took."""
-    begin, ends = min(entry.begin for entry in entries), [entry.end for entry in entries]
-    took = f"{1e3 * (max(ends) - begin):.3f} ms" if all(ends) else "not ended"
-    return f"{time.strftime('%H:%M:%S', time.localtime(begin))}  {took:>12}"

@@ -56,4 +56,4 @@ def test_made_up(capsys: pytest.CaptureFixture[str]) -> None:
     lines = dict(line.rsplit(maxsplit=2)[:2] for line in capsys.readouterr().out.splitlines() if line[-1] in "Bs")
     assert float(lines["map of ranks and nodes"]) < 1024, "once for all communicators"
     assert float(lines["start of a communicator: from each rank"]) < 100
-    assert float(lines["hang report, to the rank that asks: from each rank"]) < 2500
+    assert float(lines["hang report, to the rank that asks: from each node"]) < 2500
