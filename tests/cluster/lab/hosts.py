@@ -71,8 +71,8 @@ def connect(settings: Settings, host: str) -> None:
 def limit(settings: Settings, host: str, rate: str) -> None:
     """Set what a host sends at most, such as 100mbit."""
     inside = ("ip", "netns", "exec", settings.namespace(host))
-    # What TCP hands over at once and is larger than the burst is cut into packets, each of which waits for a timer of its
-    # own: with many hosts that costs more than their ranks do.
+    # What TCP hands over at once and is larger than the burst is cut into packets, each of which waits for a timer of
+    # its own: with many hosts that costs more than their ranks do.
     largest = min(_USUAL_GSO_BYTES, settings.burst_bytes - _HEADERS_BYTES)
     command(*inside, "ip", "link", "set", "eth0", "gso_max_size", str(largest))
     command(*inside, "tc", "qdisc", "replace", "dev", "eth0", *_shaping(settings, rate))
