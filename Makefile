@@ -234,15 +234,13 @@ $(DOCS_VENV)/.done: pyproject.toml setup.cfg
 	$(DOCS_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)docs,test]'
 	@touch $@
 
-# In an environment of its own: the wheels of Open MPI and MPICH both have bin/mpirun. Two sessions: the stand-in for NCCL
-# may leave messages behind on the world of its tests.
+# In an environment of its own: the wheels of Open MPI and MPICH both have bin/mpirun.
 MPICH_PYTEST = MPIRUN=$(MPICH_VENV)/bin/mpirun $(LIMIT) $(MPICH_VENV)/bin/mpirun -n 2 $(MPICH_VENV)/bin/python \
   -m pytest -q --color=no --with-mpi -p no:cacheprovider --ranks 2
 
 test-mpich: $(MPICH_VENV)/.done $(NATIVE)
-	$(MPICH_PYTEST) tests/collectives < /dev/null
+	$(MPICH_PYTEST) $(addprefix tests/,collectives acceptance strategies topology) < /dev/null
 	MPIDIST_RANKS_PER_NODE=1 $(MPICH_PYTEST) $(addprefix tests/collectives/test_,algorithms.py all_reduce.py mismatch.py) < /dev/null
-	$(MPICH_PYTEST) tests/acceptance tests/strategies tests/topology < /dev/null
 
 $(MPICH_VENV)/.done: pyproject.toml setup.cfg
 	$(call CHECK,$(MPICH_VENV))

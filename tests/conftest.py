@@ -15,6 +15,7 @@ import pytest
 
 import mpidist  # it sets what the MPI of this machine needs, before MPI starts
 from tests.support.fake_cupy.fixture import fake_gpus  # noqa: F401 - pytest finds fixtures by their names here
+from tests.support.fake_cupy.nccl_messages import leave_the_world_alone
 from tests.support.gpu_strategies import gpu_strategy  # noqa: F401 - as above
 from tests.support.ranks import jobs
 from tests.support.ranks.layouts import Layout, is_of_one_process, layouts
@@ -67,6 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if world.size > 1:
         # What communicators of all ranks share is made once, and no test seems to leave it behind.
         config.add_cleanup(mpidist.Communicator().close)
+        leave_the_world_alone()
         # Ranks must not clear away one another's old temporary folders.
         temporary = tempfile.TemporaryDirectory(prefix=f"mpidist-rank-{world.rank}-")
         config.add_cleanup(temporary.cleanup)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import tracemalloc
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,18 +23,10 @@ from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
 from tests.support.ranks.layouts import layouts
 
-pytestmark = [pytest.mark.nodes, pytest.mark.counts]
+pytestmark = [pytest.mark.nodes, pytest.mark.counts, pytest.mark.usefixtures("every_rank_has_a_part")]
 MIB = 1 << 20
 # What a rank may have in hand beside its part: pieces that it writes, and those that it hands on.
 IN_HAND = 6 * MIB
-
-
-@pytest.fixture(autouse=True, scope="module")
-def every_rank_has_a_part() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "SMALLEST_FILE_BYTES", 1)
-        patch.setattr(shared_reading, "SMALLEST_READ_BYTES", 1)
-        yield
 
 
 def model(strategy: mpidist.Strategy, start: float, rows: int = 1000) -> dict[str, Any]:

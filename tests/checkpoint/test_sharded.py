@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,14 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist import Checkpoint
-from mpidist.checkpoint import DamagedCheckpointError, formats, parts, shared_reading
+from mpidist.checkpoint import DamagedCheckpointError, formats, parts
 from mpidist.checkpoint.parts import SMALLEST_PART_BYTES, Extent, plan_parts
 from mpidist.checkpoint.writer import Job
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
 from tests.support.ranks.layouts import layouts
 
-pytestmark = [pytest.mark.nodes, pytest.mark.counts]
+pytestmark = [pytest.mark.nodes, pytest.mark.counts, pytest.mark.usefixtures("every_rank_has_a_part")]
 
 EXTENTS = st.dictionaries(
     st.text(min_size=1),
@@ -33,15 +32,6 @@ EXTENTS = st.dictionaries(
     ),
     max_size=8,
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_files() -> Iterator[None]:
-    """Let every rank have a part, however little there is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "SMALLEST_FILE_BYTES", 1)
-        patch.setattr(shared_reading, "SMALLEST_READ_BYTES", 1)
-        yield
 
 
 @pytest.mark.one_rank

@@ -109,6 +109,14 @@ def test_a_host_without_the_native_core() -> None:
     only(found, "warning", "rank 1 on node1 without the native core: it was not built. ", "# on node1; docs/install.md")
 
 
+def test_a_native_core_that_cannot_reach_other_nodes() -> None:
+    fact = {"without_core_between_nodes": "it cannot call MPI: undefined symbol: MPI_Test"}
+    found = check_native_core(job({}, fact, hosts=["node0", "node1"]))
+    text = "rank 1 on node1 without the native core: it cannot call MPI: undefined symbol: MPI_Test. "
+    only(found, "warning", text, "--no-binary=mpi4py mpi4py   # on node1; docs/install.md")
+    assert check_native_core(job({}, fact)) == []
+
+
 def test_a_native_core_that_is_turned_off() -> None:
     off = {"without_core": "MPIDIST_NATIVE=0", "settings": {"MPIDIST_NATIVE": "0"}}
     only(check_native_core(job(off, off)), "warning", "ranks 0-1 on node0 without", "unset MPIDIST_NATIVE")

@@ -329,13 +329,20 @@ def test_large_arrays_are_reduced_in_place_without_a_copy(
             np.testing.assert_allclose(found, wanted, rtol=1e-12)
 
 
-def test_one_memory_twice_in_place(comm: Communicator) -> None:
-    whole = np.full(100_000, comm.rank + 1.0, "f4")
-    both = [whole, whole[:]]
-    for _ in range(2):
-        whole[:] = comm.rank + 1
-        comm.all_reduce("SUM", both, out=both, options=CommunicationOptions(algorithm="ring"))
-        np.testing.assert_array_equal(whole, sum(range(1, comm.size + 1)))
+@pytest.mark.parametrize("per_node", [None, "1"])
+@pytest.mark.parametrize("wire", wire_algorithms.names)
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_one_memory_twice_in_place(monkeypatch: pytest.MonkeyPatch, op: str, wire: str, per_node: str | None) -> None:
+    if per_node is not None:
+        monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", per_node)
+    with Communicator() as comm:
+        whole = np.empty(100_000, "f4")
+        both = [whole, whole[:]]
+        for _ in range(2):
+            whole[:] = comm.rank + 1
+            comm.all_reduce(op, both, out=both, options=CommunicationOptions(algorithm=wire))
+            total = sum(range(1, comm.size + 1))
+            np.testing.assert_array_equal(whole, total if op == "SUM" else total / comm.size)
 
 
 @pytest.mark.parametrize("step", [1, -1, 1000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import shutil
 import subprocess
 import sys
@@ -76,6 +77,14 @@ def test_a_library_of_other_sources_is_an_error(folder: Path, library: Path) -> 
     for ask in (native.functions, native.why_not, native.functions):
         with pytest.raises(RuntimeError, match=r"was built from other sources .* make native, or .* install -e \."):
             ask()
+
+
+def test_an_mpi_of_which_no_function_is_to_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native.why_not_between_nodes() is None
+    monkeypatch.setattr(native, "import_mpi", lambda: _ctypes)
+    reason = native.why_not_between_nodes()
+    assert reason is not None
+    assert reason.startswith(f"it cannot call MPI: {_ctypes.__file__}: undefined symbol: MPI_")
 
 
 @pytest.mark.jobs

@@ -313,6 +313,10 @@ def test_abort_frees_a_stream_whose_peers_never_come(me: Rank) -> None:
     comm.close()
     with pytest.raises(RuntimeError, match="can no longer be used: it was aborted"):
         comm.all_reduce(array, array, ReduceOp.SUM, me.stream)
+    # Of what was sent nothing is left where programs have their messages.
+    world = import_mpi().COMM_WORLD
+    world.Barrier()
+    assert not world.Iprobe()
 
 
 def test_closing(me: Rank) -> None:

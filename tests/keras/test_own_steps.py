@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -62,17 +63,21 @@ def test_a_rank_without_rows_is_an_error(strategy: Any, keras: ModuleType) -> No
         model.evaluate(np.ones((rows, 3)), np.ones((rows, 1)), batch_size=rows - 1, verbose=0)
 
 
-def without_scale_loss(keras: ModuleType) -> Any:
-    """Return a model whose train_step takes gradients by itself, with PyTorch by two calls of backward."""
+def with_step(keras: ModuleType, on_torch: Callable[..., None], on_jax: Callable[..., Any]) -> Any:
+    """Return a model of one layer with a train_step of its own.
+
+    Args:
+        keras: Keras.
+        on_torch: Leaves gradients in the weights; takes model, rows and targets.
+        on_jax: Returns the state after a step; takes model, state, rows and targets.
+    """
 
     class Torch(keras.Sequential):
         def train_step(self, data: Any) -> Any:
             import torch
 
-            x, y = data
             self.zero_grad()
-            for target in (y, y + 1):
-                (0.5 * (self(x, training=True) - target) ** 2).mean().backward()
+            on_torch(self, *data)
             weights = self.trainable_weights
             with torch.no_grad():
                 self.optimizer.apply([weight.value.grad for weight in weights], weights)
@@ -80,19 +85,32 @@ def without_scale_loss(keras: ModuleType) -> Any:
 
     class Jax(keras.Sequential):
         def train_step(self, state: Any, data: Any) -> Any:
-            import jax
-
-            (trainable, non_trainable, optimizer, metrics), (x, y) = state, data
-
-            def loss(trainable: Any) -> Any:
-                outputs, _ = self.stateless_call(trainable, non_trainable, x)
-                return sum((0.5 * (outputs - target) ** 2).mean() for target in (y, y + 1))
-
-            found = self.optimizer.stateless_apply(optimizer, jax.grad(loss)(trainable), trainable)
-            return {}, (found[0], non_trainable, found[1], metrics)
+            return {}, on_jax(self, state, *data)
 
     kind = Torch if keras.backend.backend() == "torch" else Jax
     return kind([keras.Input((10,)), keras.layers.Dense(1)])
+
+
+def without_scale_loss(keras: ModuleType) -> Any:
+    """Return a model whose train_step takes gradients by itself, with PyTorch by two calls of backward."""
+
+    def on_torch(model: Any, x: Any, y: Any) -> None:
+        for target in (y, y + 1):
+            (0.5 * (model(x, training=True) - target) ** 2).mean().backward()
+
+    def on_jax(model: Any, state: Any, x: Any, y: Any) -> Any:
+        import jax
+
+        trainable, non_trainable, optimizer, metrics = state
+
+        def loss(trainable: Any) -> Any:
+            outputs, _ = model.stateless_call(trainable, non_trainable, x)
+            return sum((0.5 * (outputs - target) ** 2).mean() for target in (y, y + 1))
+
+        found = model.optimizer.stateless_apply(optimizer, jax.grad(loss)(trainable), trainable)
+        return found[0], non_trainable, found[1], metrics
+
+    return with_step(keras, on_torch, on_jax)
 
 
 def in_float16(keras: ModuleType) -> Any:
@@ -123,37 +141,28 @@ def test_gradients_of_losses_that_are_not_weighted(
 def clipping(keras: ModuleType) -> Any:
     """Return a model whose train_step scales the loss and clips gradients, with JAX of a function that it keeps."""
 
-    class Torch(keras.Sequential):
-        def train_step(self, data: Any) -> Any:
-            import torch
+    def on_torch(model: Any, x: Any, y: Any) -> None:
+        import torch
 
-            x, y = data
-            self.zero_grad()
-            self.optimizer.scale_loss(self.compute_loss(x=x, y=y, y_pred=self(x, training=True))).backward()
-            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
-            weights = self.trainable_weights
-            with torch.no_grad():
-                self.optimizer.apply([weight.value.grad for weight in weights], weights)
-            return {}
+        model.optimizer.scale_loss(model.compute_loss(x=x, y=y, y_pred=model(x, training=True))).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
-    class Jax(keras.Sequential):
-        def train_step(self, state: Any, data: Any) -> Any:
-            import jax
+    def on_jax(model: Any, state: Any, x: Any, y: Any) -> Any:
+        import jax
 
-            (trainable, non_trainable, optimizer, metrics), (x, y) = state, data
-            if not hasattr(self, "kept"):
-                grad = jax.grad(self.compute_loss_and_updates, has_aux=True)
-                object.__setattr__(self, "kept", jax.jit(grad, static_argnames="training"))
-            grads, (_, _, non_trainable, metrics) = self.kept(
-                trainable, non_trainable, metrics, x, y, None, training=True, optimizer_variables=optimizer
-            )
-            norm = sum((value**2).sum() for value in grads) ** 0.5
-            grads = [value * jax.numpy.minimum(1.0, 0.5 / norm) for value in grads]
-            trainable, optimizer = self.optimizer.stateless_apply(optimizer, grads, trainable)
-            return {}, (trainable, non_trainable, optimizer, metrics)
+        trainable, non_trainable, optimizer, metrics = state
+        if not hasattr(model, "kept"):
+            grad = jax.grad(model.compute_loss_and_updates, has_aux=True)
+            object.__setattr__(model, "kept", jax.jit(grad, static_argnames="training"))
+        grads, (_, _, non_trainable, metrics) = model.kept(
+            trainable, non_trainable, metrics, x, y, None, training=True, optimizer_variables=optimizer
+        )
+        norm = sum((value**2).sum() for value in grads) ** 0.5
+        grads = [value * jax.numpy.minimum(1.0, 0.5 / norm) for value in grads]
+        trainable, optimizer = model.optimizer.stateless_apply(optimizer, grads, trainable)
+        return trainable, non_trainable, optimizer, metrics
 
-    kind = Torch if keras.backend.backend() == "torch" else Jax
-    return kind([keras.Input((10,)), keras.layers.Dense(1)])
+    return with_step(keras, on_torch, on_jax)
 
 
 def test_a_step_sees_gradients_of_means(strategy: Any, keras: ModuleType) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.jobs import results_in
 from tests.elastic import test_run as elastic
-from tests.scale.whole_job import PROGRAM, SETTINGS, STEPS, WholeJob, whole_job
+from tests.scale.whole_job import PROGRAM, SETTINGS, STEPS, WholeJob, WholeJobTests, whole_job
 from tests.support.ranks.jobs import run_script
 
 pytestmark = [pytest.mark.jobs, pytest.mark.long, pytest.mark.one_rank, pytest.mark.timeout(400)]
@@ -30,28 +30,8 @@ def job(request: pytest.FixtureRequest) -> Iterator[WholeJob]:
         yield whole_job(RANKS, Path(name), run)
 
 
-def test_sums_are_right_on_all_ranks(job: WholeJob) -> None:
-    job.check_sums()
-
-
-def test_the_odd_rank_is_named_by_the_error_of_all(job: WholeJob) -> None:
-    job.check_mismatch()
-
-
-def test_each_row_is_dealt_to_one_rank(job: WholeJob) -> None:
-    job.check_rows()
-
-
-def test_all_ranks_write_a_part_and_read_it_again(job: WholeJob) -> None:
-    job.check_checkpoint()
-
-
-def test_a_rank_that_is_asleep_is_named_with_its_line(job: WholeJob) -> None:
-    job.check_report()
-
-
-def test_all_end_when_one_is_killed(job: WholeJob) -> None:
-    job.check_end()
+class TestSixtyFourRanks(WholeJobTests):
+    """On virtual nodes."""
 
 
 def test_fewer_ranks_restore_it(job: WholeJob) -> None:

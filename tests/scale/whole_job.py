@@ -46,40 +46,44 @@ class WholeJob:
         assert sorted(self.results) == list(range(self.ranks)), f"{self.done.stdout}\n{self.done.stderr}"
         return [self.results[rank][step] for rank in range(self.ranks)]
 
-    def check_sums(self) -> None:
-        for rank, found in enumerate(self.all("sums")):
+
+class WholeJobTests:
+    """What must have become of a job: a class of tests inherits it beside a fixture ``job``."""
+
+    def test_sums_are_right_on_all_ranks(self, job: WholeJob) -> None:
+        for rank, found in enumerate(job.all("sums")):
             assert not any(found["wrong"].values()), f"rank {rank}: {found}"
 
-    def check_mismatch(self) -> None:
-        """Check that the error of all ranks names the odd one and fits on a screen, and that they went on."""
-        for found in self.all("mismatch"):
+    def test_the_odd_rank_is_named_by_the_error_of_all(self, job: WholeJob) -> None:
+        # It fits on a screen, and they went on.
+        for found in job.all("mismatch"):
             assert found["error"] == "MismatchError"
-            assert re.search(rf"\brank {ODD % self.ranks}\b", found["text"]), found["text"]
+            assert re.search(rf"\brank {ODD % job.ranks}\b", found["text"]), found["text"]
             check_screen(found["text"])
-            assert found["after"] == self.ranks
+            assert found["after"] == job.ranks
 
-    def check_rows(self) -> None:
-        """Check that each row was dealt to one rank, and to none more than its share of each batch."""
-        dealt = [found["rows"] for found in self.all("rows")]
+    def test_each_row_is_dealt_to_one_rank(self, job: WholeJob) -> None:
+        # And to none more than its share of each batch.
+        dealt = [found["rows"] for found in job.all("rows")]
         assert sorted(row for rows in dealt for row in rows) == list(range(ROWS))
-        assert max(map(len, dealt)) <= -(-BATCH // self.ranks) * -(-ROWS // BATCH)
+        assert max(map(len, dealt)) <= -(-BATCH // job.ranks) * -(-ROWS // BATCH)
 
-    def check_checkpoint(self) -> None:
-        assert {found["files"] for found in self.all("save")} == {self.ranks}
-        assert [found["wrong"] for found in self.all("restore")] == [[]] * self.ranks
+    def test_all_ranks_write_a_part_and_read_it_again(self, job: WholeJob) -> None:
+        assert {found["files"] for found in job.all("save")} == {job.ranks}
+        assert [found["wrong"] for found in job.all("restore")] == [[]] * job.ranks
 
-    def check_report(self) -> None:
-        """Check that one report names the rank that is asleep, with its line, and that the job went on."""
-        assert [found["after"] for found in self.all("late")] == [self.ranks] * self.ranks
-        lines = [line for line in self.done.stderr.splitlines() if "whole.py" in line and f":{_ASLEEP}" in line]
-        assert len(lines) == 1, self.done.stderr
-        assert re.search(rf"\brank {ODD % self.ranks}\b", lines[0])
-        report, *_ = self.done.stderr.partition("Traceback")
+    def test_a_rank_that_is_asleep_is_named_with_its_line(self, job: WholeJob) -> None:
+        # By one report; then the job went on.
+        assert [found["after"] for found in job.all("late")] == [job.ranks] * job.ranks
+        lines = [line for line in job.done.stderr.splitlines() if "whole.py" in line and f":{_ASLEEP}" in line]
+        assert len(lines) == 1, job.done.stderr
+        assert re.search(rf"\brank {ODD % job.ranks}\b", lines[0])
+        report, *_ = job.done.stderr.partition("Traceback")
         check_screen(report)
 
-    def check_end(self) -> None:
-        assert self.done.returncode != 0
-        assert self.seconds_after_the_death < ENDED_SECONDS
+    def test_all_end_when_one_is_killed(self, job: WholeJob) -> None:
+        assert job.done.returncode != 0
+        assert job.seconds_after_the_death < ENDED_SECONDS
 
 
 def check_screen(text: str) -> None:

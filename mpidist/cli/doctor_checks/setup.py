@@ -98,16 +98,22 @@ def _libraries(job: JobFacts) -> list[Finding]:
 
 def check_native_core(job: JobFacts) -> list[Finding]:
     """Check that every rank has the native core; where one lacks it none takes it."""
-    without = {rank: facts for rank, facts in job.known.items() if facts.without_core}
+    between_nodes = len(job.machines) > 1
+    reasons = {
+        rank: facts.without_core or facts.without_core_between_nodes * between_nodes
+        for rank, facts in job.known.items()
+    }
+    without = {rank: job.known[rank] for rank, reason in reasons.items() if reason}
     if not without:
         return []
-    first = next(iter(without.values()))
+    rank, first = next(iter(without.items()))
     hosts = names_text(dict.fromkeys(facts.host for facts in without.values()))
     effect = "The ranks of a node exchange messages in place of sharing memory."
-    text = f"{numbered_ranks(without)} on {hosts} without the native core: {first.without_core}. {effect}"
+    text = f"{numbered_ranks(without)} on {hosts} without the native core: {reasons[rank]}. {effect}"
     if NATIVE.name in first.settings:
         return [Finding(WARNING, "native core", text, f"unset {NATIVE.name}")]
-    command = f"python -m pip install --force-reinstall --no-deps mpidist   # on {first.host}; docs/install.md"
+    options, package = ("--no-deps", "mpidist") if first.without_core else ("--no-binary=mpi4py", "mpi4py")
+    command = f"python -m pip install --force-reinstall {options} {package}   # on {first.host}; docs/install.md"
     return [Finding(WARNING, "native core", text, command)]
 
 

@@ -130,6 +130,7 @@ class RankFacts:
         batch_system: In whose job it is; None outside of one.
         job_hosts: The hosts of the job, where the batch system names them.
         without_core: Why it has no native core; empty where it has one.
+        without_core_between_nodes: Why it has none in a job of several nodes; empty where it has one.
         loose_barriers: Whether the launcher's barriers let ranks go before those of other nodes have come.
     """
 
@@ -148,6 +149,7 @@ class RankFacts:
     batch_system: str | None = None
     job_hosts: tuple[str, ...] = ()
     without_core: str = ""
+    without_core_between_nodes: str = ""
     loose_barriers: bool = False
 
 

@@ -253,6 +253,7 @@ def facts_of_this_rank() -> facts.RankFacts:
         batch_system=None if system is None else system.name,
         job_hosts=hosts_of_job(os.environ),
         without_core=_without_core(),
+        without_core_between_nodes=native.why_not_between_nodes() or "",
         loose_barriers=has_loose_barriers(os.environ),
     )
 

@@ -16,7 +16,7 @@ import numpy as np
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.mpi.waiting import Steps, looks_before_yield, pause
 from mpidist.collectives.node.mapping import address_of
-from mpidist.collectives.node.native import Functions
+from mpidist.collectives.node.native import Functions, mpi_functions
 from mpidist.core.enums import ReduceOp
 from mpidist.core.message_tags import LEADERS
 from mpidist.topology import import_mpi
@@ -163,15 +163,10 @@ class Core:
             comm: The ranks of all nodes.
             leaders: The first rank of each node, there.
         """
-        mpi = import_mpi()
-        library, node = ctypes.CDLL(mpi.__file__), leaders.index(comm.Get_rank())
-        functions = [
-            ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-            for name in ("MPI_Isend", "MPI_Irecv", "MPI_Test")
-        ]
+        mpi, node = import_mpi(), leaders.index(comm.Get_rank())
         # MPICH's are ints, some below zero, which mpi4py shows as large ones.
         handles = [ctypes.c_ssize_t(handle).value for handle in (comm.handle, mpi.BYTE.handle)]
-        self._calls["lead"](*functions, *handles, mpi._sizeof(comm), leaders, node, LEADERS)
+        self._calls["lead"](*mpi_functions(), *handles, mpi._sizeof(comm), leaders, node, LEADERS)
 
     def halve_from(self, nbytes: int) -> None:
         """Exchange so many bytes or more by recursive halving, as the first rank."""

@@ -12,7 +12,10 @@ from typing import Any
 
 from mpidist.core.settings import NATIVE
 from mpidist.native.build_library import LIBRARY, SOURCES, source_id
+from mpidist.topology import import_mpi
 
+# Those that leaders call, see mpidist/native/leaders.c.
+_OF_LEADERS = ("MPI_Isend", "MPI_Irecv", "MPI_Test")
 Functions = Mapping[str, Callable[..., Any]]
 
 
@@ -42,6 +45,33 @@ def why_not() -> str | None:
         ValueError: MPIDIST_NATIVE is neither 0 nor 1.
     """
     return _core().why_not
+
+
+def mpi_functions() -> list[int]:
+    """Return the addresses of those functions of MPI that the core calls.
+
+    Raises:
+        OSError: They are not to be found through mpi4py.
+    """
+    library = ctypes.CDLL(import_mpi().__file__)
+    try:
+        functions = [getattr(library, name) for name in _OF_LEADERS]
+    except AttributeError as error:
+        raise OSError(str(error)) from error
+    return [ctypes.c_size_t.from_buffer(function).value for function in functions]
+
+
+def why_not_between_nodes() -> str | None:
+    """Return why the core cannot exchange data with other nodes, or None.
+
+    Raises:
+        LaunchError: There is no MPI.
+    """
+    try:
+        mpi_functions()
+    except OSError as error:
+        return f"it cannot call MPI: {error}"
+    return None
 
 
 def _core() -> _Core:

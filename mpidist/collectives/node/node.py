@@ -39,7 +39,7 @@ class Node:
     """The node of this rank (collective over the communicator).
 
     Where any rank has no native core, or any node no room for it in shared memory, every rank counts as a node of its
-    own.
+    own. A core that cannot call MPI is none where there are several nodes.
 
     Args:
         comm: The communicator; its ranks on this node are taken together.
@@ -62,8 +62,7 @@ class Node:
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        functions = _agreed_functions(comm)
-        self.topology = _shared_topology(comm, functions)
+        self.topology, functions = _agreed_topology(comm)
         self.comm = self.topology.node
         self.rank, self.size = self.topology.local_rank, self.topology.local_size
         self.is_alone: bool = self.topology.num_nodes == 1
@@ -198,22 +197,33 @@ def _is_same_everywhere(comm: MPI.Intracomm, build: str) -> bool:
     return bool(most[0] == -most[1] and not most[2])
 
 
-def _shared_topology(comm: MPI.Intracomm, functions: native.Functions | None) -> Topology:
-    """Return the topology of ``comm``.
+def _agreed_topology(comm: MPI.Intracomm) -> tuple[Topology, native.Functions | None]:
+    """Return topology and native core that all ranks agree on; None where they go without.
 
-    It has nodes of one rank each without a native core, and where a node has no room for it.
+    The topology has nodes of one rank each without a native core, and where a node has no room for it.
     """
+    functions = _agreed_functions(comm)
     if functions is None:
-        return Topology(comm, ranks_per_node=1)
+        return Topology(comm, ranks_per_node=1), None
     topology = Topology(comm)
     needed = functions["control_bytes"](topology.local_size)
     with revoking(topology.node):
         fits = has_room(topology.node, needed)
-    if comm.allreduce(int(fits), op=import_mpi().MIN):
-        return topology
-    _say_once(comm, f"there is no room for {needed} bytes in /dev/shm on every node")
+    # Any rank may be the first of its node, the next time.
+    cannot_lead = native.why_not_between_nodes() or ""
+    lacks = np.empty(2, np.int64)
+    comm.Allreduce(np.array([not fits, bool(cannot_lead)], np.int64), lacks, import_mpi().MAX)
+    lacks_room, lacks_leader = map(bool, lacks)
+    nodes = comm.Get_size() if lacks_room else topology.num_nodes
+    if not lacks_room and not (lacks_leader and nodes > 1):
+        return topology, functions
+    if lacks_leader and nodes > 1:
+        functions = None
+        _say_once(comm, next(reason for reason in comm.allgather(cannot_lead) if reason))
+    else:
+        _say_once(comm, f"there is no room for {needed} bytes in /dev/shm on every node")
     topology.close()
-    return Topology(comm, ranks_per_node=1)
+    return Topology(comm, ranks_per_node=1), functions
 
 
 _said: set[str] = set()

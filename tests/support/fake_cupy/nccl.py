@@ -31,6 +31,7 @@ from tests.support.fake_cupy.nccl_messages import (
     WithinProcess,
     drive,
     join,
+    world_of_messages,
 )
 from tests.support.fake_cupy.nccl_numbers import (  # noqa: F401 - names of CuPy's module
     CUDA_ERROR,
@@ -93,9 +94,7 @@ def get_version() -> int:
 
 
 def get_unique_id() -> bytes:
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
+    world = world_of_messages()
     number = next(_numbers) * world.Get_size() + world.Get_rank()
     return struct.pack("<8sqq", b"fakeNCCL", world.Get_rank(), number).ljust(_ID_BYTES, b"\0")
 
@@ -420,7 +419,7 @@ def _between_processes(size: int, unique_id: bytes, rank: int) -> Transport:
 
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise RuntimeError("streams call MPI from threads: the pretended NCCL needs MPI_THREAD_MULTIPLE")
-    world = MPI.COMM_WORLD
+    world = world_of_messages()
     _, creator, number = struct.unpack_from("<8sqq", unique_id)
     host = zlib.crc32((os.environ.get("NCCL_HOSTID") or platform.node()).encode())
     mine = (rank, world.Get_rank(), host, current_device(), size)

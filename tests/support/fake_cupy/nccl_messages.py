@@ -1,7 +1,8 @@
 """How the ranks of a pretended NCCL communicator reach one another: messages that are posted, and polled for.
 
 Between processes they go over MPI. They have tags of their own on the world communicator, far from those of anybody
-else: a communicator of their own could neither be made without all other ranks, nor given up by one rank alone.
+else: a communicator of their own could neither be made without all other ranks, nor given up by one rank alone. What
+an aborted one has sent stays behind, so that a session of tests gives them a duplicate of the world, once.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _FIRST_TAG = 1 << 15
 _LENGTH = np.dtype(np.int64)
 _NAP_SECONDS = 5e-5
 _leaving: dict[int, MPI.Request] = {}
+_duplicates: list[MPI.Comm] = []
 
 
 class Transport(Protocol):
@@ -48,7 +50,7 @@ class BetweenProcesses:
     """Messages over MPI.
 
     Args:
-        world: MPI.COMM_WORLD.
+        world: All processes.
         rank: Of this process, in the communicator.
         world_ranks: Of all processes.
         number: Of the communicator; see ``tag``.
@@ -59,14 +61,14 @@ class BetweenProcesses:
         self._world, self._world_ranks, self._number = world, world_ranks, number
 
     def send(self, peer: int, lane: int, data: bytes) -> Callable[[], bool]:
-        target, tag = self._world_ranks[peer], tag_of(self._world, self._number, lane)
+        target, tag = self._world_ranks[peer], tag_of(self._number, lane)
         length = _sent(self._world.Isend(np.array([len(data)], _LENGTH), target, tag))
         content = _sent(self._world.Isend([np.frombuffer(data, np.uint8), len(data), _byte()], target, tag))
         # Both are tested each time: MPI need not move what nobody asks for.
         return lambda: all([length(), content()])
 
     def receive(self, peer: int, lane: int) -> Steps[bytes]:
-        source, tag = self._world_ranks[peer], tag_of(self._world, self._number, lane)
+        source, tag = self._world_ranks[peer], tag_of(self._number, lane)
         length = np.zeros(1, _LENGTH)
         yield from _received(self._world.Irecv(length, source, tag))
         content = np.empty(int(length[0]), np.uint8)
@@ -153,11 +155,25 @@ def drive(steps: Steps[T], check: Callable[[], None]) -> T:
         time.sleep(_NAP_SECONDS)
 
 
-def tag_of(world: MPI.Comm, number: int, lane: int) -> int:
+def leave_the_world_alone() -> None:
+    """Duplicate the world for all later messages (collective)."""
+    from mpi4py import MPI
+
+    _duplicates.append(MPI.COMM_WORLD.Dup())
+
+
+def world_of_messages() -> MPI.Comm:
+    """Return the communicator of all processes over which messages go."""
+    from mpi4py import MPI
+
+    return _duplicates[-1] if _duplicates else MPI.COMM_WORLD
+
+
+def tag_of(number: int, lane: int) -> int:
     """Return the tag of a lane of communicator ``number``, unique among those that are in use."""
     from mpi4py import MPI
 
-    rooms = (world.Get_attr(MPI.TAG_UB) - _FIRST_TAG) // _TAGS_EACH
+    rooms = (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) - _FIRST_TAG) // _TAGS_EACH
     return _FIRST_TAG + number % rooms * _TAGS_EACH + lane
 
 
@@ -165,7 +181,7 @@ def join(world: MPI.Comm, creator: int, number: int, size: int, mine: tuple[int,
     """Return what each rank of a new communicator told of itself, in rank order.
 
     Args:
-        world: MPI.COMM_WORLD.
+        world: All processes.
         creator: Rank in ``world`` of the process that made the unique id; it must be one of the ranks.
         number: Of the communicator.
         size: How many ranks there are.
@@ -173,7 +189,7 @@ def join(world: MPI.Comm, creator: int, number: int, size: int, mine: tuple[int,
     """
     from mpi4py import MPI
 
-    tag = tag_of(world, number, JOINING)
+    tag = tag_of(number, JOINING)
     row = np.array(mine, _LENGTH)
     leaving = [_sent(world.Isend(row, creator, tag))]
     table = np.zeros((size, row.size), _LENGTH)

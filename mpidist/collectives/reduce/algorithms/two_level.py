@@ -22,7 +22,7 @@ from mpidist.collectives.mpi.waiting import Steps, pause
 from mpidist.collectives.node.chunks import pieces
 from mpidist.collectives.node.core import CHUNK, DONE, MET, OVERLAP, SHARED_BYTES, SLICE, Core
 from mpidist.collectives.node.node import LANES_BETWEEN_NODES
-from mpidist.collectives.node.packing import PackedReduction, divided
+from mpidist.collectives.node.packing import PackedReduction, divided, overlaps
 from mpidist.collectives.reduce.cost_model import SMALLEST_SLICE_BETWEEN_NODES, Cost, Way, fastest
 from mpidist.collectives.reduce.registry import (
     HOST_PLACES,
@@ -230,24 +230,26 @@ class TwoLevel(Algorithm):
                 divided(target, job.divisor)
             return
         in_flight, per_slice = self._to_wire(job), self._way(job).slice_bytes // job.dtype.itemsize
+        # Slices of several results are under way together, and sums are made in them.
+        are_apart = job.given is None or max(overlaps(job.given, job.given), default=0) <= 1
         start = looks = 0
         while start < job.count or len(in_flight):
             while start < job.count and len(in_flight) < LANES_BETWEEN_NODES:
                 stop = min(start + per_slice, job.count)
                 chunk = start // per_slice
-                in_flight.add(chunk, self._crossing_alone(job, in_flight, chunk, start, stop))
+                in_flight.add(chunk, self._crossing_alone(job, in_flight, chunk, start, stop, are_apart))
                 start = stop
             looks = 0 if in_flight.move() else looks + len(in_flight)
             pause(self._comm, looks)
             yield
 
     def _crossing_alone(
-        self, job: PackedReduction, in_flight: _InFlight, chunk: int, start: int, stop: int
+        self, job: PackedReduction, in_flight: _InFlight, chunk: int, start: int, stop: int, are_apart: bool
     ) -> Steps[None]:
         parts = pieces(job.counts, start, stop, stop - start)
         inputs = [job.pieces[piece][begin : begin + count] for piece, begin, count, _ in parts]
         targets = [job.targets()[piece][begin : begin + count] for piece, begin, count, _ in parts]
-        if len(parts) == 1:
+        if len(parts) == 1 and are_apart:
             yield from in_flight.crossing(inputs[0], targets[0], chunk, start)
             divided(targets[0], job.divisor)
             return
