@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from mpidist.core import settings
-from mpidist.core.errors import LaunchError, PeerError, is_left_to_others
+from mpidist.core.errors import LaunchError, PeerError, is_left_to_others, shared_text
 from mpidist.core.wording import numbered_ranks
 from mpidist.topology import last_output
 from mpidist.topology.environments import read_launcher
@@ -102,7 +102,7 @@ def install_excepthook() -> None:
 
     The rank prints ``rank 1 of 4 on host node7:`` and the traceback on stderr, flushes its output and ends the job
     (:func:`end_job`). Of ranks of a node with the same traceback one prints it, and names the others; other nodes leave
-    a MismatchError, which all ranks have, to the first one, for 2.75 s. Frames inside mpidist are one line
+    a MismatchError, and a CollectiveTimeoutError with a report, to the first one, for 2.75 s. Frames inside mpidist are one line
     (``MPIDIST_FULL_TRACEBACK=1``: all of it, on every rank). Where another library has a buffer in
     ``sys.stderr`` it is printed on file descriptor 2. The launcher ends the other ranks and returns a code that is not
     0. It acts where MPI runs with more than one rank, for KeyboardInterrupt too, and not at an interactive prompt nor
@@ -197,9 +197,8 @@ class _ExceptionHook:
         if is_full:
             last_output.write_last(f"{self._name_of(world, [rank])}:\n{text}")
         else:
-            last_output.print_once(
-                text, last_output.without_folds(text), rank, lambda ranks: self._name_of(world, ranks)
-            )
+            key = last_output.without_folds(shared_text(error, text))
+            last_output.print_once(text, key, rank, lambda ranks: self._name_of(world, ranks))
 
     def _call(self, world: MPI.Intracomm, previous: Callable[[], object]) -> None:
         """Have the previous hook print the error, under the name of this rank."""

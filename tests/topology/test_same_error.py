@@ -127,3 +127,23 @@ def test_a_mismatch_that_the_first_node_catches_is_printed_by_another(
 @pytest.mark.jobs
 def test_with_full_tracebacks_each_rank_prints_its_own() -> None:
     assert sorted(printing(1, MPIDIST_FULL_TRACEBACK="1")) == ["0", "1", "2", "3"]
+
+
+LATE = """
+import time, numpy, mpidist
+comm = mpidist.Communicator()
+if comm.rank == {late}:
+    time.sleep(20)
+comm.all_reduce("SUM", numpy.ones(1))
+"""
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(("late", "printing"), [(5, ["0"]), (1, ["0"]), (0, ["1"])])
+def test_ranks_that_wait_for_the_same_one_print_one_report(late: int, printing: list[str]) -> None:
+    job = run_script(LATE.format(late=late), 6, env={"MPIDIST_TIMEOUT": "1"}, ranks_per_node=2)
+    assert job.returncode == 1
+    found = re.findall(r"^rank (\d) of 6 on host \S+:\nTraceback", job.stderr, re.MULTILINE)
+    assert job.stderr.count("CollectiveTimeoutError: rank") == len(found)
+    # Of the ranks of a node whichever comes first.
+    assert len(found) == 1 and int(found[0]) // 2 == int(printing[0]) // 2, job.stderr

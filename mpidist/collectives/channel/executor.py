@@ -22,7 +22,7 @@ from mpidist.collectives.node.core import Core
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline
-from mpidist.core.errors import CollectiveTimeoutError, PeerError, RankLostError
+from mpidist.core.errors import CollectiveTimeoutError, PeerError, RankLostError, leave_to_others
 from mpidist.core.wording import numbered_ranks
 from mpidist.topology.faults import says_rank_is_lost
 
@@ -467,7 +467,8 @@ class Executor:
         report = next((text for text in found if text is not None), None)
         error = CollectiveTimeoutError(operation.text, operation.number, waited, self._rank, report)
         self._settle_all(error)
-        return error
+        # All that wait have the same report. Where nobody does on the first node, the others print it a little later.
+        return error if report is None or self._handshake.is_on_first_node else leave_to_others(error)
 
     def _give_up(self, steps: Steps[object], reason: str) -> None:
         # Requests are still open, and MPI may write to their buffers: the communicator is never used again,

@@ -130,6 +130,7 @@ class Handshake:
         self._comm = comm
         self._exchange = _ByReduction(comm) if node.core is None else _ByCore(node.core)
         self._first_node = node.ranks[0]
+        self.is_on_first_node = comm.Get_rank() in self._first_node
         self._is_over = True
         self._identity = 0
         self.tally: Tally | None = None
