@@ -21,7 +21,7 @@ def leave_to_others(error: E) -> E:
 
 
 def shared_text(error: BaseException, text: str) -> str:
-    """Return a text about an error without the words that are this rank's alone, which others print in their way."""
+    """Return a text about an error without the words that are this rank's alone."""
     return text.replace(error.own_words, "") if isinstance(error, CollectiveTimeoutError) else text
 
 

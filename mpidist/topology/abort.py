@@ -102,8 +102,8 @@ def install_excepthook() -> None:
 
     The rank prints ``rank 1 of 4 on host node7:`` and the traceback on stderr, flushes its output and ends the job
     (:func:`end_job`). Of ranks of a node with the same traceback one prints it, and names the others; other nodes leave
-    a MismatchError, and a CollectiveTimeoutError with a report, to the first one, for 2.75 s. Frames inside mpidist are one line
-    (``MPIDIST_FULL_TRACEBACK=1``: all of it, on every rank). Where another library has a buffer in
+    a MismatchError, and a CollectiveTimeoutError with a report, to the first one, for 2.75 s. Frames inside mpidist are
+    one line (``MPIDIST_FULL_TRACEBACK=1``: all of it, on every rank). Where another library has a buffer in
     ``sys.stderr`` it is printed on file descriptor 2. The launcher ends the other ranks and returns a code that is not
     0. It acts where MPI runs with more than one rank, for KeyboardInterrupt too, and not at an interactive prompt nor
     in a forked child. The hook that was there before is called in all cases but one: Python's own, where the job is

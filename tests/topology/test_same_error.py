@@ -139,11 +139,11 @@ comm.all_reduce("SUM", numpy.ones(1))
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize(("late", "printing"), [(5, ["0"]), (1, ["0"]), (0, ["1"])])
-def test_ranks_that_wait_for_the_same_one_print_one_report(late: int, printing: list[str]) -> None:
+@pytest.mark.parametrize("late", [5, 1, 0])
+def test_ranks_that_wait_for_the_same_one_print_one_report(late: int) -> None:
     job = run_script(LATE.format(late=late), 6, env={"MPIDIST_TIMEOUT": "1"}, ranks_per_node=2)
     assert job.returncode == 1
     found = re.findall(r"^rank (\d) of 6 on host \S+:\nTraceback", job.stderr, re.MULTILINE)
     assert job.stderr.count("CollectiveTimeoutError: rank") == len(found)
-    # Of the ranks of a node whichever comes first.
-    assert len(found) == 1 and int(found[0]) // 2 == int(printing[0]) // 2, job.stderr
+    (first,) = found
+    assert first in "01"
