@@ -35,6 +35,8 @@ class World:
         self.stopped = {*stopped}
         self.partners: dict[int, set[int]] = {rank: set() for rank in range(ranks)}
         self.longest, self.received = 0, dict.fromkeys(range(ranks), 0)
+        # Of ranks whose side threads come to nothing for so long.
+        self.late: dict[int, float] = {}
         self._busy_until = dict.fromkeys(range(ranks), 0.0)
         self._lines: dict[int, Line] = {}
         self._order, self._due = count(), list[tuple[float, int, Callable[[], None]]]()
@@ -70,7 +72,7 @@ class World:
         assert source not in self.stopped
         size = len(pickle.dumps(message))
         self.longest = max(self.longest, size)
-        takes = BUSY if self.now < self._busy_until[rank] else IDLE
+        takes = (BUSY if self.now < self._busy_until[rank] else IDLE) + self.late.get(rank, 0)
         self._busy_until[source] = self.now + BUSY_FOR
         self._busy_until[rank] = self.now + takes + BUSY_FOR
         self.partners[source].add(rank)
@@ -93,6 +95,9 @@ class Line:
 
     def open(self) -> None:
         self._world.open(self)
+
+    def close(self) -> None:
+        pass
 
     def send(self, rank: int, kind: str, content: object) -> None:
         self._world.deliver(self.rank, rank, (kind, content))
@@ -204,6 +209,62 @@ def test_the_other_side_of_a_message_is_found_wherever_it_is(job: Job, rank: int
         "ranks 0-62 have ended the program"
     ))  # fmt: skip
     assert len(world.guards[rank]._reports) == 0
+
+
+def test_all_that_wait_for_a_message_of_any_rank_ask_together(job: Job) -> None:
+    received = []
+    for ranks in (256, 512):
+        world = job.make(ranks, 8)
+        for guard in world.guards:
+            guard.message_asks(SimpleNamespace(**vars(OPERATION)), None)
+        for guard in world.guards[1:]:
+            guard.message_asks(SimpleNamespace(**vars(OPERATION)), 0)
+        world.run()
+        received.append(world.received[0])
+    assert received[1] < 2.5 * received[0]
+
+
+def test_questions_leave_nothing_behind(job: Job) -> None:
+    world = job.make(64, 8, [8])
+    for _ in range(3):
+        for rank, other in ((63, None), (63, 5), (62, 5), (61, 8)):
+            world.guards[rank].message_asks(SimpleNamespace(**vars(OPERATION)), other)
+        world.guards[60]._have_asked(Question(DEADLOCK, 17))
+        world.run()
+    for guard in world.guards:
+        left = [guard._heard, guard._passed_on, guard._askers, guard._asked, guard._inquiries._open]
+        assert not any(left)
+        assert not any(guard._waiting.values())
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(4, 4), (8, 4), (64, 8)])
+def test_a_first_rank_that_is_a_little_late_prints_the_only_report(job: Job, ranks: int, per_node: int) -> None:
+    world = job.make(ranks, per_node)
+    world.late[0] = 0.7
+    for guard in world.guards:
+        guard.tells(OPERATION)
+    world.run()
+    assert len(job.printed) == 1
+
+
+def test_a_communicator_that_is_closed_reports_nothing(job: Job) -> None:
+    world = job.make(4, 2)
+    for guard in world.guards:
+        guard.tells(OPERATION)
+    world.run(lambda: world.received[0] > 0)
+    for guard in world.guards:
+        guard.closed()
+    world.run()
+    assert job.printed == []
+
+
+def test_whether_there_is_a_deadlock_is_asked_again(job: Job) -> None:
+    world = job.make(64, 8)
+    for _ in range(2):
+        world.received[0] = 0
+        world.guards[63]._have_asked(Question(DEADLOCK, 17))
+        world.run()
+        assert world.received[0] > 1000, "answers"
 
 
 def test_all_ranks_of_a_deadlock_have_its_error(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from itertools import count
 
 import pytest
 
@@ -42,26 +41,50 @@ def test_the_core_is_given_away_at_once_where_cores_are_short(fresh, monkeypatch
     assert len(given_away) == (2 if is_short else 0)
 
 
-def test_a_wait_of_a_second_takes_few_looks_and_one_of_a_millisecond_ends_soon(monkeypatch) -> None:
-    naps: list[float] = []
-    monkeypatch.setattr(time, "sleep", naps.append)
-    looks = 0
-    while sum(naps) < 1:
-        looks += 1
-        waiting.relax(looks, 0)
-    assert looks < 2500
-    assert naps == sorted(naps)
-    waited = [sum(naps[:i]) for i in range(len(naps))]
-    assert max(nap for nap, before in zip(naps, waited, strict=True) if before < 1e-3) < 1e-4
-    assert naps[-1] <= 1e-3
+class _Clock:
+    """Of a core of which each yield takes some seconds; naps pass at once."""
+
+    def __init__(self, yields: float) -> None:
+        self.now, self.yields, self.naps = 0.0, yields, list[float]()
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sched_yield(self) -> None:
+        self.now += self.yields
+
+    def sleep(self, seconds: float) -> None:
+        self.naps.append(seconds)
+        self.now += seconds
 
 
-def test_who_looks_at_many_messages_naps_sooner(monkeypatch) -> None:
-    naps: list[float] = []
-    monkeypatch.setattr(time, "sleep", naps.append)
+@pytest.fixture(params=[1e-6, 1e-3], ids=["free", "wanted"])
+def clock(request, monkeypatch) -> _Clock:
+    clock = _Clock(request.param)
+    for name in ("perf_counter", "sleep"):
+        monkeypatch.setattr(time, name, getattr(clock, name))
+    monkeypatch.setattr(os, "sched_yield", clock.sched_yield)
+    monkeypatch.setattr(waiting, "_processor", waiting._Processor())
+    return clock
 
-    def rounds(each: int) -> int:
-        naps.clear()
-        return next(n for n in count(1) if waiting.relax(n * each, 20) or naps)
 
-    assert rounds(16) < rounds(1) / 10
+def test_naps_grow_faster_where_others_need_the_core(clock: _Clock) -> None:
+    looks, is_free = 0, clock.yields < 1e-4
+    while sum(clock.naps) < 0.1:
+        looks += waiting.looks_at(16)
+        waiting.relax(looks, 20)
+    waited = [sum(clock.naps[:i]) for i in range(len(clock.naps))]
+    pairs = list(zip(clock.naps, waited, strict=True))
+    assert clock.naps == sorted(clock.naps)
+    assert clock.naps[-1] <= 1e-3
+    if is_free:
+        assert all(nap < before / 50 for nap, before in pairs if before > 2e-3)
+    else:
+        assert len(clock.naps) < 200
+        assert max(nap for nap, before in pairs if before < 1e-3) < 4e-4
+
+
+def test_a_look_at_many_messages_counts_as_many_where_others_need_the_core(clock: _Clock) -> None:
+    assert waiting.looks_at(16) == 1
+    waiting.relax(21, 20)
+    assert waiting.looks_at(16) == (1 if clock.yields < 1e-4 else 16)

@@ -142,7 +142,7 @@ comm.all_reduce("SUM", numpy.ones(1))
 @pytest.mark.parametrize("late", [5, 1, 0])
 def test_ranks_that_wait_for_the_same_one_print_one_report(late: int) -> None:
     job = run_script(LATE.format(late=late), 6, env={"MPIDIST_TIMEOUT": "1"}, ranks_per_node=2)
-    assert job.returncode == 1
+    assert job.returncode != 0
     found = re.findall(r"^rank (\d) of 6 on host \S+:\nTraceback", job.stderr, re.MULTILINE)
     assert job.stderr.count("CollectiveTimeoutError: rank") == len(found)
     (first,) = found

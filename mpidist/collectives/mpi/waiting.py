@@ -35,24 +35,58 @@ LOOKS_BEFORE_YIELD = 500
 # Between nodes little is lost by yielding early: other ranks, or the system's network stack, may need the core.
 LOOKS_BEFORE_YIELD_ON_WIRE = 20
 _LOOKS_BETWEEN_MPI = 16
-# Each nap is so much longer than the one before, so that it grows with the root of the wait: who waits for long shall
-# not use a core up, which others may need to do what is waited for.
-_NAP_SECONDS, _LONGEST_NAP_SECONDS = 2e-6, 1e-3
+# A nap grows with the wait, to less than a hundredth of it: who waits for seconds shall not use a core up.
+_NAP_SECONDS, _LONGEST_NAP_SECONDS, _LOOKS_TO_GROW = 2e-5, 1e-3, 500
+# Where it took so long to have the core back in one of the last yields, others need it, maybe to do what is waited for.
+# Then each nap is so much longer than the one before, and naps grow with the root of the wait.
+_LONG_YIELD_SECONDS, _LAST_YIELDS, _GROWTH_SECONDS = 5e-5, 1000, 2e-6
 # A server that nobody asks for so long is not about to be asked; a nap costs the next request half of it.
 _IDLE_SECONDS = 0.5
 
 
-def relax(looks: int, limit: int = LOOKS_BEFORE_YIELD) -> None:
-    """Let others have the core, after more than ``limit`` looks in vain.
+class _Processor:
+    """The processor core that this process runs on."""
 
-    A look at several messages counts as so many: it keeps the core as long.
-    """
+    def __init__(self) -> None:
+        self._short_yields = _LAST_YIELDS
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether others need it, as far as is known."""
+        return self._short_yields < _LAST_YIELDS
+
+    def give_away(self) -> None:
+        """Let others have it for as long as they wish."""
+        start = time.perf_counter()
+        os.sched_yield()
+        is_long = time.perf_counter() - start > _LONG_YIELD_SECONDS
+        self._short_yields = 0 if is_long else self._short_yields + 1
+
+    def nap(self, naps: int) -> None:
+        """Let it rest, after so many naps in this wait."""
+        seconds = _GROWTH_SECONDS * naps if self.is_wanted else _NAP_SECONDS * (1 + naps // _LOOKS_TO_GROW)
+        time.sleep(min(seconds, _LONGEST_NAP_SECONDS))
+
+
+_processor = _Processor()
+
+
+def relax(looks: int, limit: int = LOOKS_BEFORE_YIELD) -> None:
+    """Let others have the core, after more than ``limit`` looks in vain."""
     if looks > limit:
         naps = looks - 10 * max(limit, LOOKS_BEFORE_YIELD_ON_WIRE)
         if naps > 0:
-            time.sleep(min(_NAP_SECONDS * naps, _LONGEST_NAP_SECONDS))
+            _processor.nap(naps)
         else:
-            os.sched_yield()
+            _processor.give_away()
+
+
+def looks_at(messages: int) -> int:
+    """Return the number of looks that one at several messages counts as.
+
+    Where others need the core as many as messages, as it keeps the core as long.
+    """
+    return messages if _processor.is_wanted else 1
 
 
 def pause(comm: MPI.Intracomm, looks: int) -> None:

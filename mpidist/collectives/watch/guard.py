@@ -13,7 +13,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any, NamedTuple
 
 from mpidist.collectives.channel.channel import Channel
@@ -35,6 +34,8 @@ from mpidist.core.wording import numbered_ranks, tell_user
 # How long a rank that is to have others asked may take to say that it will: a hub, and one of this node. Where one of
 # this node is only late, two of them pass the question on, and it is asked once.
 _HUB_SECONDS, _MATE_SECONDS = 1.0, 0.6
+# After which no report comes any more.
+_LONGEST_SECONDS = ANSWER_SECONDS + 2 * _HUB_SECONDS + _MATE_SECONDS
 # A message must be one that MPI sends without waiting for the other side.
 _LONGEST_TEXT, _LONGEST_REPORT = 300, 2500
 # How long a rank waits before it has others asked, and between two questions. Every rank sees its error within 2 s.
@@ -77,11 +78,11 @@ class Guard(Observer):
         self._heard: set[tuple[Question, int]] = set()
         self._reports: dict[Question, _Report] = {}
         # Called with the report.
-        self._waiting: dict[Question, Callable[[_Report], None]] = {}
+        self._waiting: dict[Question, list[Callable[[_Report], None]]] = {}
         self._deadlocks: dict[int, str] = {}
-        self._messages = count(1)
         # The collective that the program waits in, and when to ask whether it can ever go on.
         self._waits_in, self._ask_at = 0, math.inf
+        self._is_closed = False
         self._line = SideLine(channel.comm, self._receive)
         _guards.append(self)
         # Last: messages may have come already.
@@ -111,8 +112,7 @@ class Guard(Observer):
         """Return why the collective does not go on, if another rank tells in time."""
         question = Question(REPORT, operation.number)
         self._have_asked(question)
-        longest = ANSWER_SECONDS + 2 * _HUB_SECONDS + _MATE_SECONDS
-        wait_at_most(longest, lambda: question in self._reports, 0.01)
+        wait_at_most(_LONGEST_SECONDS, lambda: question in self._reports, 0.01)
         return self._reports[question].text if question in self._reports else None
 
     def message_tells(self, operation: Operation[object], rank: int | None) -> bool:
@@ -127,14 +127,23 @@ class Guard(Observer):
     def _ask_other_side(
         self, operation: Operation[object], rank: int | None, print_report: Callable[[str], None]
     ) -> None:
-        question = Question(MESSAGE, next(self._messages), self._rank, rank)
+        # All that wait for the same rank, or for any, ask the same, and are told together.
+        question = Question(MESSAGE, other=rank)
         head = f"rank {self._rank} of {self._size} waits for {operation.text}, at {operation.call_site}:"
 
         def tell(report: _Report) -> None:
             print_report(f"{head}\n{report.text}")
-            operation.hopeless = report.hopeless
+            operation.hopeless = report.hopeless or operation.hopeless
 
-        self._waiting[question] = tell
+        def give_up() -> None:
+            if tell in self._waiting.get(question, ()):
+                self._waiting[question].remove(tell)
+
+        def ask() -> None:
+            self._waiting.setdefault(question, []).append(tell)
+            side_thread.later(_LONGEST_SECONDS, give_up)
+
+        side_thread.call(ask)
         self._have_asked(question)
 
     def _have_asked(self, question: Question) -> None:
@@ -144,6 +153,7 @@ class Guard(Observer):
 
     def closed(self) -> None:
         """Ask and answer no more."""
+        self._is_closed = True
         self._line.close()
         if self in _guards:
             _guards.remove(self)
@@ -157,7 +167,8 @@ class Guard(Observer):
             self._send(source, "heard", about)
             self._take(about, source)
         elif kind == "heard":
-            self._heard.add((about, source))
+            if about in self._passed_on:
+                self._heard.add((about, source))
         elif kind == "ask":
             self._inquiries.answer(source, about, *told)
         elif kind == "ask_node":
@@ -177,8 +188,13 @@ class Guard(Observer):
 
         One from this rank's node it hands on to those above.
         """
+
+        def forget() -> None:
+            self._askers.pop(question, None)
+
         if question.purpose in (REPORT, MESSAGE):
             self._askers.setdefault(question, set()).add(source)
+            side_thread.later(_LONGEST_SECONDS, forget)
         if question in self._reports:
             self._tell(question, self._reports[question])
         else:
@@ -186,20 +202,23 @@ class Guard(Observer):
 
     def _pass_on(self, question: Question, order: Sequence[int]) -> None:
         """Have the first rank in an order that answers ask all others."""
+        if self._is_closed:
+            return
         if order[0] == self._rank:
             self._ask(question)
         elif question not in self._passed_on:
             rank, others = order[0], order[1:]
             self._passed_on.add(question)
-            self._heard.discard((question, rank))
             self._send(rank, "stuck", question)
 
             def look() -> None:
-                self._passed_on.remove(question)
-                if (question, rank) not in self._heard:
-                    self._pass_on(question, others)
+                if question in self._passed_on:
+                    self._passed_on.remove(question)
+                    if (question, rank) not in self._heard:
+                        self._pass_on(question, others)
+                self._heard.discard((question, rank))
 
-            side_thread.later(_MATE_SECONDS if rank in self._connections.own else _HUB_SECONDS, look)
+            side_thread.later(_HUB_SECONDS if rank in self._connections.hubs else _MATE_SECONDS, look)
 
     def _ask(self, question: Question) -> None:
         """Ask all others, once for all that wait."""
@@ -209,6 +228,8 @@ class Guard(Observer):
             self._inquiries.ask(question, ranks, lambda answers: self._conclude(question, answers))
 
     def _conclude(self, question: Question, answers: Answers) -> None:
+        if self._is_closed:
+            return
         unasked = self._inquiries.unasked(answers)
         if question.purpose in (DEADLOCK, MESSAGE):
             # The next that asks wants to know anew.
@@ -232,7 +253,8 @@ class Guard(Observer):
     def _message_report(self, question: Question, answers: Answers, unasked: dict[int, str]) -> _Report:
         found = {rank: answers.get(rank) for rank in range(self._size) if question.is_for(rank)}
         left = [rank for rank, status in found.items() if status is not None and status.status.ended]
-        is_hopeless = left and {*left, question.rank} >= found.keys()
+        # Who waits for a message of any rank is the only one that is left.
+        is_hopeless = left and len(left) >= len(found) - (question.other is None)
         hopeless = f"{numbered_ranks(left)} {'have' if len(left) > 1 else 'has'} ended the program"
         return _Report(places_text(found, unasked), hopeless if is_hopeless else "")
 
@@ -240,8 +262,9 @@ class Guard(Observer):
         """Tell a report to those who wait; one that others will ask for is kept."""
         if question.purpose == REPORT:
             self._reports[question] = report
-        tell = self._waiting.pop(question, None)
-        if tell is not None:
+        # Who waits for another message may ask again.
+        self._passed_on.discard(question)
+        for tell in self._waiting.pop(question, ()):
             tell(report)
         for asker in self._askers.pop(question, ()):
             self._send(asker, "report", question, report._replace(text=report.text[:_LONGEST_REPORT]))

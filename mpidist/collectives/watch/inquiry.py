@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
 
 from mpidist.collectives.channel.connections import Connections
 from mpidist.collectives.watch.hang_text import ANSWER_SECONDS, RankStatus
@@ -19,7 +18,7 @@ from mpidist.collectives.watch.side_thread import side_thread
 
 # After so long without a word of the first rank of a node the second is asked, and so long one of these waits for the
 # others of its node before it sends on what it has: those that are late come after it, one by one.
-_SECOND_AFTER_SECONDS, _NODE_SECONDS = 0.6, 0.9
+_SECOND_AFTER_SECONDS, _NODE_SECONDS = 0.6, 0.6
 # A message must be one that MPI sends without waiting for the other side.
 _LONGEST_ANSWER = 2500
 # The purpose of a question: a report to be printed, one for the error of a deadline, a deadlock, or the report of a
@@ -40,22 +39,17 @@ class Question:
 
     Args:
         purpose: One of those above.
-        number: Of the collective; of a message, one that its rank has given no other.
-        rank, other: Of a message, the rank that waits for it and the other side of it, None for any.
+        number: Of the collective.
+        other: Of a message, the other side of it, or None for any.
     """
 
     purpose: str
-    number: int
-    rank: int | None = None
+    number: int = 0
     other: int | None = None
 
     def is_for(self, rank: int) -> bool:
         """Return whether a rank is to answer."""
         return self.other is None or rank == self.other
-
-
-class _Send(Protocol):
-    def __call__(self, rank: int, kind: str, *content: object) -> None: ...
 
 
 class _Inquiry:
@@ -98,7 +92,7 @@ class Inquiries:
     """
 
     def __init__(
-        self, rank: int, connections: Connections, send: _Send, status: Callable[[Question], RankStatus]
+        self, rank: int, connections: Connections, send: Callable[..., None], status: Callable[[Question], RankStatus]
     ) -> None:
         self._rank, self._connections, self._send, self._status = rank, connections, send, status
         self._open: dict[int, _Inquiry] = {}

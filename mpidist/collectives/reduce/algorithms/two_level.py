@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from mpidist.arrays.dtypes import Array, as_dtype
-from mpidist.collectives.mpi.waiting import Steps, pause
+from mpidist.collectives.mpi.waiting import Steps, looks_at, pause
 from mpidist.collectives.node.chunks import pieces
 from mpidist.collectives.node.core import CHUNK, DONE, MET, OVERLAP, SHARED_BYTES, SLICE, Core
 from mpidist.collectives.node.node import LANES_BETWEEN_NODES
@@ -204,7 +204,7 @@ class TwoLevel(Algorithm):
                 arrived = in_flight.move()
                 for chunk in arrived:
                     core.crossed(chunk)
-                looks = 0 if arrived else core.pause(looks, 1 + len(in_flight))
+                looks = 0 if arrived else core.pause(looks, looks_at(1 + len(in_flight)))
                 yield
             core.look(0 if in_flight is None else None)
 
@@ -239,7 +239,7 @@ class TwoLevel(Algorithm):
                 chunk = start // per_slice
                 in_flight.add(chunk, self._crossing_alone(job, in_flight, chunk, start, stop, are_apart))
                 start = stop
-            looks = 0 if in_flight.move() else looks + len(in_flight)
+            looks = 0 if in_flight.move() else looks + looks_at(len(in_flight))
             pause(self._comm, looks)
             yield
 
