@@ -190,7 +190,10 @@ class Guard(Observer):
         """
 
         def forget() -> None:
-            self._askers.pop(question, None)
+            askers = self._askers.get(question, set())
+            askers.discard(source)
+            if not askers:
+                self._askers.pop(question, None)
 
         if question.purpose in (REPORT, MESSAGE):
             self._askers.setdefault(question, set()).add(source)
