@@ -89,38 +89,32 @@ def test_a_work_that_nobody_moves_on_is_told_from_one_that_was_not_issued() -> N
     assert "rank 1: has issued it, and does not move it on: its program is at" in job.stderr
 
 
-SOME_ARE_STOPPED = """
+# Ranks that stop, until a child of theirs lets them go on, or ends them.
+STOP = """
 import os, signal, sys, time, numpy, mpidist
 comm = mpidist.Communicator()
 if str(comm.rank) in sys.argv[1:]:
     child = os.fork()
     if child == 0:
-        time.sleep(5)
-        os.kill(os.getppid(), signal.SIGCONT)
+        time.sleep({seconds})
+        os.kill(os.getppid(), signal.{then})
         os._exit(0)
     os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+SOME_ARE_STOPPED = f"""{STOP.format(seconds=5, then="SIGCONT")}
 comm.all_reduce("SUM", numpy.ones(5))
 comm.close()
 """
 
-# The same until all others have their error.
-SOME_ARE_STOPPED_LONG = """
-import os, signal, sys, time, numpy, mpidist
-from mpi4py import MPI
-comm = mpidist.Communicator()
-if str(comm.rank) in sys.argv[1:]:
-    child = os.fork()
-    if child == 0:
-        time.sleep(8)
-        os.kill(os.getppid(), signal.SIGKILL)
-        os._exit(0)
-    os.kill(os.getpid(), signal.SIGSTOP)
+# Longer than all others take to have their error.
+SOME_ARE_STOPPED_LONG = f"""{STOP.format(seconds=8, then="SIGKILL")}
 start = time.monotonic()
 try:
     comm.all_reduce("SUM", numpy.ones(5))
 except mpidist.CollectiveTimeoutError as error:
     report = "ranks 0,4: gave no answer" in str(error)
-    print(comm.rank, f"{time.monotonic() - start:.1f}", report, flush=True)
+    print(comm.rank, f"{{time.monotonic() - start:.1f}}", report, flush=True)
 time.sleep(20)
 """
 

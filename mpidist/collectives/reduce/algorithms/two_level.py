@@ -231,7 +231,7 @@ class TwoLevel(Algorithm):
             return
         in_flight, per_slice = self._to_wire(job), self._way(job).slice_bytes // job.dtype.itemsize
         # Slices of several results are under way together, and sums are made in them.
-        are_apart = job.given is None or max(overlaps(job.given, job.given), default=0) <= 1
+        are_apart = job.given is None or job.count <= per_slice or max(overlaps(job.given, job.given)) <= 1
         start = looks = 0
         while start < job.count or len(in_flight):
             while start < job.count and len(in_flight) < LANES_BETWEEN_NODES:
