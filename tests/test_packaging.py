@@ -20,6 +20,7 @@ import pytest
 
 from mpidist.core.settings import SETTINGS
 from mpidist.core.version import __version__
+from mpidist.native.build_library import build_id
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
@@ -81,7 +82,7 @@ def in_tree() -> set[str]:
     """Return what a wheel without the native core holds of the package."""
     found = [path for ending in ("py", "c", "h") for path in (ROOT / "mpidist").rglob(f"*.{ending}")]
     examples = {f"mpidist/examples/{path.name}" for path in (ROOT / "examples").iterdir() if path.is_file()}
-    return {str(path.relative_to(ROOT)) for path in found} | examples | {"mpidist/py.typed"}
+    return {str(path.relative_to(ROOT)) for path in found} | examples | {"mpidist/build_id.txt", "mpidist/py.typed"}
 
 
 needs_compiler = pytest.mark.skipif(
@@ -99,6 +100,7 @@ def test_a_wheel_with_the_native_core_is_for_every_python_of_the_platform(source
         opened.extractall(tmp_path)
         names = {name for name in opened.namelist() if name.startswith("mpidist/")}
     assert names == in_tree() | {"mpidist/native/libmpidist.so"}
+    assert (tmp_path / "mpidist" / "build_id.txt").read_text() == build_id()
     program = "from mpidist.collectives.node import native; assert native.functions(), native.why_not()"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "MPIDIST_NATIVE": "1"}
     done = subprocess.run(

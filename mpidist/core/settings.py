@@ -26,6 +26,8 @@ class Setting(Generic[Value]):
     parse: Callable[[str], Value]
     expected: str
     meaning: str
+    same_on_all: bool = False
+    """Whether every rank must have the same value."""
 
     def read(self) -> Value:
         """Return the value in force.
@@ -84,9 +86,14 @@ SETTINGS: dict[str, Setting[object]] = {}
 
 
 def _setting(
-    name: str, default: Parsed, parse: Callable[[str], Parsed], expected: str, meaning: str
+    name: str,
+    default: Parsed,
+    parse: Callable[[str], Parsed],
+    expected: str,
+    meaning: str,
+    same_on_all: bool = False,
 ) -> Setting[Parsed]:
-    SETTINGS[name] = setting = Setting(name, default, parse, expected, meaning)
+    SETTINGS[name] = setting = Setting(name, default, parse, expected, meaning, same_on_all)
     return setting
 
 
@@ -134,6 +141,7 @@ JOBS: Setting[dict[str, int] | None] = _setting(
     _jobs,
     "jobs with their numbers of tasks, such as ps:1,worker:3",
     "which ranks are which tasks, in rank order, for the resolvers of MPI and Slurm; all are workers by default",
+    same_on_all=True,
 )
 NATIVE = _switch(
     "MPIDIST_NATIVE", True, "0: collectives go without the native core, as where it was not built (docs/install.md)"
@@ -154,6 +162,7 @@ RANKS_PER_NODE: Setting[int | None] = _setting(
     _positive_int,
     "a whole number of at least 1",
     "ranks on one machine count as several virtual nodes of this many ranks each (for tests)",
+    same_on_all=True,
 )
 READ_NEIGHBOURS = _switch(
     "MPIDIST_READ_NEIGHBOURS",

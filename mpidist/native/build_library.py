@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import functools
 import hashlib
 import importlib
 import io
@@ -31,8 +32,11 @@ if TYPE_CHECKING:
     Compiler = tuple[str, list[str]]
 
 SOURCES = Path(__file__).resolve().parent
+PACKAGE = SOURCES.parent
 LIBRARY = "libmpidist.so"
 EXAMPLES = SOURCES.parents[1] / "examples"
+# In a wheel, where the sources need not be read again on every rank.
+BUILD_ID = "build_id.txt"
 
 _VARIABLE = "MPIDIST_BUILD_NATIVE"
 # Sums are the same whatever compiles them: no multiply-add in place of two operations. And no -march: the library
@@ -44,6 +48,7 @@ _ZIG_TARGETS = {"x86_64": "x86_64-linux", "aarch64": "aarch64-linux"}
 _ZIG_GLIBC = "gnu.2.17"
 # Needs what the sources need: the headers of C11, those of the C library, and a linker.
 _PROBE = "#include <stdatomic.h>\n#include <string.h>\nint probe(_Atomic int *p) { return atomic_load(p); }\n"
+_IS_SOURCE = re.compile(r"(?!examples/).*\.(py|c|h)").fullmatch
 _SHOWN_LINES = 15
 _SECONDS = 600.0
 
@@ -63,6 +68,23 @@ def source_id(folder: Path) -> str:
 
 def _c_files(folder: Path) -> list[Path]:
     return sorted([*folder.glob("*.c"), *folder.glob("*.h")])
+
+
+@functools.cache
+def build_id() -> str:
+    """Return the id of this package's sources, Python and C: the recorded one, or in a checkout a computed one."""
+    recorded = PACKAGE / BUILD_ID
+    if recorded.exists():
+        return recorded.read_text()
+    paths = [Path(folder, name) for folder, _, names in os.walk(PACKAGE) for name in names if _IS_SOURCE(name)]
+    return _package_id({path.relative_to(PACKAGE).as_posix(): path.read_bytes() for path in paths})
+
+
+def _package_id(sources: Mapping[str, bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for name, data in sorted(sources.items()):
+        digest.update(f"{name} {len(data)}\n".encode() + data)
+    return digest.hexdigest()
 
 
 def is_wanted() -> bool:
@@ -203,8 +225,7 @@ def add_library(wheel: Path, library: bytes) -> Path:
     # --plat-name, for a library that $CC compiles for another machine, has already taken the place of "any".
     system = re.sub(r"[-.]", "_", sysconfig.get_platform()) if system == "any" else system
     tag = f"{python}-{abi}-{system}"
-    with zipfile.ZipFile(wheel) as archive:
-        contents = {info.filename: archive.read(info) for info in archive.infolist()}
+    contents = _contents_of(wheel)
     contents = {name: data for name, data in contents.items() if not re.fullmatch(r"mpidist/native/.*\.[ch]", name)}
     contents |= {f"mpidist/native/{path.name}": path.read_bytes() for path in _c_files(SOURCES)}
     contents[f"mpidist/native/{LIBRARY}"] = library
@@ -218,12 +239,24 @@ def add_library(wheel: Path, library: bytes) -> Path:
 
 
 def add_examples(wheel: Path) -> None:
-    """Put the examples of a checkout into a wheel, for ``python -m mpidist example``."""
-    with zipfile.ZipFile(wheel) as archive:
-        contents = {info.filename: archive.read(info) for info in archive.infolist()}
+    """Add the examples of a checkout to a wheel, for ``python -m mpidist example``."""
+    contents = _contents_of(wheel)
     found = [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.npz")]
     contents |= {f"mpidist/examples/{path.name}": path.read_bytes() for path in sorted(found)}
     _write_wheel(wheel, contents)
+
+
+def add_build_id(wheel: Path) -> None:
+    """Record the id of a wheel's sources in it."""
+    contents = _contents_of(wheel)
+    inside = {name.removeprefix("mpidist/"): data for name, data in contents.items() if name.startswith("mpidist/")}
+    sources = {name: data for name, data in inside.items() if _IS_SOURCE(name)}
+    _write_wheel(wheel, {**contents, f"mpidist/{BUILD_ID}": _package_id(sources).encode()})
+
+
+def _contents_of(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {info.filename: archive.read(info) for info in archive.infolist()}
 
 
 def _write_wheel(path: Path, contents: dict[str, bytes]) -> None:
@@ -285,7 +318,10 @@ def build_wheel(
         name: str = _setuptools().build_wheel(wheel_directory, config_settings, metadata_directory)
         wheel = Path(wheel_directory) / name
         add_examples(wheel)
-        return add_library(wheel, library.read_bytes()).name if library.exists() else name
+        if library.exists():
+            wheel = add_library(wheel, library.read_bytes())
+        add_build_id(wheel)
+        return wheel.name
 
 
 def build_editable(

@@ -10,9 +10,6 @@
 
 #include <string.h>
 
-/* Elements of one slice, in bytes: small enough to stay in the cache from one rank to the next. Ranks that take turns
-   on a processor had better have fewer turns. */
-enum { SLICE_BYTES = 128 << 10, SLICE_BYTES_IN_TURNS = 256 << 10 };
 enum { REDUCED_AT_ONCE = 32 << 10 };
 
 static int has_lanes(const nc *c) { return c->call.kind != NC_REDUCE_SCATTER && c->shared == NULL; }
@@ -35,8 +32,7 @@ static size_t longest_stripe(const nc *c)
 int core_start_chunks(nc *c)
 {
     size_t fits = c->sizes.chunk / ((size_t)c->rails * (size_t)c->most_replicas * c->itemsize);
-    size_t usual = (size_t)(c->spins ? SLICE_BYTES : SLICE_BYTES_IN_TURNS);
-    size_t slice = c->call.slice ? c->call.slice : usual / c->itemsize;
+    size_t slice = c->call.slice ? c->call.slice : c->sizes.usual / c->itemsize;
     if (moves(c))
         fits = c->sizes.slice;
     if (slice > c->sizes.slice / c->itemsize)

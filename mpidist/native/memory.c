@@ -21,7 +21,8 @@ size_t nc_segment_bytes(const nc_sizes *s)
 void nc_room(nc *c, char *const *segments, const nc_sizes *sizes)
 {
     memcpy(c->slots, segments, sizeof *segments * (size_t)c->ranks);
-    c->sizes = (nc_sizes){rounded(sizes->small), rounded(sizes->chunk), rounded(sizes->slice), sizes->lanes};
+    c->sizes = (nc_sizes){rounded(sizes->small), rounded(sizes->chunk), rounded(sizes->slice), sizes->lanes,
+                          sizes->usual};
     c->has_room = 1;
 }
 

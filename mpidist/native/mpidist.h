@@ -73,12 +73,14 @@ typedef struct {
                              REDUCE_SCATTER: elements before what each rank keeps */
 } nc_call;
 
-/* The size of the slots of each rank. */
+/* The sizes of the slots of each rank. They must be equal on all ranks, because each rank computes from them where the
+   others put their data. */
 typedef struct {
     size_t small;     /* each of two, for what is shown before the ranks meet */
     size_t chunk;     /* each of NC_DEPTH, for inputs of other ranks' slices */
     size_t slice;     /* each of lanes, for reduced slices */
     int lanes;        /* how many slices may be on their way */
+    size_t usual;     /* bytes of a slice in calls that name no size */
 } nc_sizes;
 
 enum { NC_DEPTH = 2 };

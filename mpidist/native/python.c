@@ -243,13 +243,14 @@ static int addresses(face *f, PyObject *list, char **to)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* room(addresses, small, chunk, slice, lanes) */
+/* room(addresses, small, chunk, slice, lanes, usual) */
 static PyObject *room(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
     char *segments[NC_MOST_RANKS];
-    nc_sizes sizes = {(size_t)whole(a[1]), (size_t)whole(a[2]), (size_t)whole(a[3]), (int)whole(a[4])};
+    nc_sizes sizes = {(size_t)whole(a[1]), (size_t)whole(a[2]), (size_t)whole(a[3]), (int)whole(a[4]),
+                      (size_t)whole(a[5])};
     if (PyErr_Occurred() || addresses(f, a[0], segments) < 0)
         return NULL;
     nc_room(f->core, segments, &sizes);
@@ -405,12 +406,6 @@ static PyObject *read_number(PyObject *self, PyObject *const *a, ssize_t n)
     return PyLong_FromLongLong(number);
 }
 
-static PyObject *build(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    (void)self, (void)a, (void)n;
-    return PyUnicode_InternFromString(NC_BUILD);
-}
-
 /* The memory between the first and the last element of any array that offers its buffer. */
 static int range_of(PyObject *array, nc_range *range)
 {
@@ -464,7 +459,6 @@ EXPORT PyObject *nc_functions(void)
     static PyMethodDef functions[] = {
         {"open", open_core, METH_FASTCALL, NULL},
         {"control_bytes", control_bytes, METH_FASTCALL, NULL},
-        {"build", build, METH_FASTCALL, NULL},
         {"overlap", overlap, METH_FASTCALL, NULL},
         {"read_number", read_number, METH_FASTCALL, NULL},
         {NULL, NULL, 0, NULL},

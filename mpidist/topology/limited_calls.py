@@ -41,11 +41,11 @@ def duplicate(comm: MPI.Intracomm, doing: str) -> MPI.Intracomm:
     """
     copy, request = comm.Idup()
     if not can_go_on():
-        _wait(request, comm, doing)
+        finish(request, comm, doing)
         return copy
     lost: BaseException | None = None
     try:
-        _wait(request, comm, doing)
+        finish(request, comm, doing)
     except import_mpi().Exception as error:
         if not means_loss(error, comm):
             raise
@@ -58,7 +58,12 @@ def duplicate(comm: MPI.Intracomm, doing: str) -> MPI.Intracomm:
     return copy
 
 
-def _wait(request: MPI.Request, comm: MPI.Intracomm, doing: str) -> None:
+def finish(request: MPI.Request, comm: MPI.Intracomm, doing: str) -> None:
+    """Wait for a request of a collective on ``comm``.
+
+    Raises:
+        CollectiveTimeoutError: Not all ranks came within ``MPIDIST_TIMEOUT``.
+    """
     deadline = Deadline(
         lambda waited: (
             f"rank {comm.Get_rank()} of {comm.Get_size()} has waited {waited:.0f} s for the other ranks in {doing}, at "

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, cast
 from weakref import WeakValueDictionary
 
 from mpidist.core import settings
+from mpidist.topology.agreement import check_same_everywhere
 from mpidist.topology.faults import revoking
 from mpidist.topology.launcher import check_world, import_mpi
-from mpidist.topology.limited_calls import duplicate
+from mpidist.topology.limited_calls import duplicate, limited
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -152,13 +153,15 @@ def world_topology() -> Topology:
     """Return the topology of all ranks that are left. The first call makes it (collective), and starts MPI.
 
     Raises:
-        LaunchError: There is no MPI library, or the launcher started more ranks than this world has.
+        LaunchError: There is no MPI library, the launcher started more ranks than this world has, or ranks have
+            different builds of mpidist or different settings.
     """
     if not _world:
         mpi = import_mpi()
         check_world(mpi.COMM_WORLD.Get_size())
         comm = duplicate(mpi.COMM_WORLD, "finding out which ranks share a node")
-        with revoking(comm):
+        check_same_everywhere(comm)
+        with revoking(comm), limited("finding out which ranks share a node"):
             _world.append(Topology(comm))
     return _world[0]
 

@@ -29,7 +29,7 @@ from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline
 from mpidist.core.errors import PeerError
 from mpidist.topology.faults import revoke, revoking
-from mpidist.topology.limited_calls import duplicate
+from mpidist.topology.limited_calls import duplicate, limited
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class Channel:
         shutdown.install()
 
     def _make_node(self) -> Node:
-        with revoking(self.comm):
+        with revoking(self.comm), limited(f"making a {self.owner}"):
             try:
                 check_descriptors(self.comm)
             except (OSError, PeerError):

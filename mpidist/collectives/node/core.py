@@ -97,12 +97,14 @@ class Sizes(NamedTuple):
         chunk: Of each of two, for the inputs of others' slices.
         piece: Of a reduced slice, at most.
         lanes: How many reduced slices may be on their way.
+        usual: Of a slice in calls that name no size.
     """
 
     small: int
     chunk: int
     piece: int
     lanes: int
+    usual: int
 
     @property
     def nbytes(self) -> int:

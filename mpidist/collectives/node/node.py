@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import zlib
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +17,8 @@ from mpidist.collectives.node.mapping import address_of
 from mpidist.collectives.node.shared_memory import SharedMemory, has_room, room_for_segments
 from mpidist.collectives.node.shared_results import SharedResults
 from mpidist.core import settings
-from mpidist.topology import Topology, import_mpi
+from mpidist.topology import Topology, cores_are_short, import_mpi
+from mpidist.topology.agreement import check_same_everywhere
 from mpidist.topology.faults import revoking
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ _MAGIC = 0x6D70696469737421
 # Bytes of a reduced slice, at most. Between nodes it is cut once more into messages.
 _SLICE_BYTES, SLICE_BYTES_BETWEEN_NODES = 256 << 10, 1 << 20
 _SMALLEST_SLICE_BYTES = 16 << 10
+# Of a slice on one node: small enough to stay in the cache from one rank to the next. Ranks that share a processor core
+# should take fewer turns.
+_USUAL_SLICE_BYTES, _OVERSUBSCRIBED_SLICE_BYTES = 128 << 10, 256 << 10
 # Slices on their way: on one node one is copied out while the next is reduced; several keep a wire busy.
 _LANES, LANES_BETWEEN_NODES = 2, 16
 # Of data that a rank shows before the ranks meet, and of its slots for larger ones.
@@ -62,7 +65,8 @@ class Node:
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self.topology, functions = _agreed_topology(comm)
+        self.topology, functions, is_oversubscribed = _agreed_topology(comm)
+        self._usual_slice_bytes = _OVERSUBSCRIBED_SLICE_BYTES if is_oversubscribed else _USUAL_SLICE_BYTES
         self.comm = self.topology.node
         self.rank, self.size = self.topology.local_rank, self.topology.local_size
         self.is_alone: bool = self.topology.num_nodes == 1
@@ -127,7 +131,8 @@ class Node:
         piece = max(usual // shrink, _SMALLEST_SLICE_BYTES)
         chunk = piece * self.rails if not self.is_alone else min(piece * self.size, _MOST_CHUNK_BYTES)
         lanes = _LANES if self.is_alone else LANES_BETWEEN_NODES
-        return Sizes(_SMALL_BYTES if self.is_alone else SMALL_BETWEEN_NODES, chunk, piece, lanes)
+        small = _SMALL_BYTES if self.is_alone else SMALL_BETWEEN_NODES
+        return Sizes(small, chunk, piece, lanes, self._usual_slice_bytes)
 
     def close(self) -> None:
         """Let go of shared memory, and free the communicator of the node (collective)."""
@@ -157,73 +162,56 @@ def _can_read(comm: MPI.Intracomm, functions: native.Functions, pids: list[int])
 
 
 def _agreed_functions(comm: MPI.Intracomm) -> native.Functions | None:
-    """Return the functions of the native core; None where any rank has none.
+    """Return the functions of the native core; None if any rank has no core.
 
     Raises:
-        RuntimeError: A rank cannot use its library, or ranks have libraries of different sources; on all ranks.
+        RuntimeError: A rank cannot use its library. Raised on every rank.
     """
-    functions, error = None, ""
+    functions, error, reason = None, "", ""
     try:
         functions = native.functions()
-        mine = native.why_not() or ""
+        reason = native.why_not() or ""
     except (RuntimeError, ValueError) as problem:
-        mine = error = str(problem)
-    build = "" if functions is None else functions["build"]()
-    if _is_same_everywhere(comm, build):
+        error = str(problem)
+    if not comm.allreduce(int(functions is None), op=import_mpi().MAX):
         return functions
-    told = comm.allgather((error, mine, build))
-    for rank, (failed, _, _) in enumerate(told):
+    found: list[tuple[str, str]] = comm.allgather((error, reason))
+    for rank, (failed, _) in enumerate(found):
         if failed:
             raise RuntimeError(f"rank {rank}: {failed}")
-    builds = sorted({build for _, _, build in told if build})
-    if len(builds) > 1:
-        ranks = [next(rank for rank, (_, _, other) in enumerate(told) if other == build) for build in builds]
-        raise RuntimeError(
-            f"ranks run different builds of mpidist's native core: rank {ranks[0]} {builds[0]}, rank {ranks[1]} "
-            f"{builds[1]}; expected the same mpidist on every host: install it anew there"
-        )
-    missing = [reason for _, reason, _ in told if reason]
-    if missing:
-        _say_once(comm, missing[0])
-    return None if missing else functions
+    _say_once(comm, next(missing for _, missing in found if missing))
+    return None
 
 
-def _is_same_everywhere(comm: MPI.Intracomm, build: str) -> bool:
-    """Return whether every rank has the core, and of one build."""
-    number = zlib.crc32(build.encode())
-    # The largest number is the smallest, too, where all are the same.
-    mine, most = np.array([number, -number, not build], np.int64), np.empty(3, np.int64)
-    comm.Allreduce(mine, most, import_mpi().MAX)
-    return bool(most[0] == -most[1] and not most[2])
+def _agreed_topology(comm: MPI.Intracomm) -> tuple[Topology, native.Functions | None, bool]:
+    """Return the topology, the native core, and whether any rank shares a processor core, as all ranks agree.
 
-
-def _agreed_topology(comm: MPI.Intracomm) -> tuple[Topology, native.Functions | None]:
-    """Return topology and native core that all ranks agree on; None where they go without.
-
-    The topology has nodes of one rank each without a native core, and where a node has no room for it.
+    Without a native core, or without room for it on a node, each rank is a node of its own.
     """
+    check_same_everywhere(comm)
     functions = _agreed_functions(comm)
     if functions is None:
-        return Topology(comm, ranks_per_node=1), None
+        return Topology(comm, ranks_per_node=1), None, False
     topology = Topology(comm)
     needed = functions["control_bytes"](topology.local_size)
     with revoking(topology.node):
         fits = has_room(topology.node, needed)
     # Any rank may be the first of its node, the next time.
     cannot_lead = native.why_not_between_nodes() or ""
-    lacks = np.empty(2, np.int64)
-    comm.Allreduce(np.array([not fits, bool(cannot_lead)], np.int64), lacks, import_mpi().MAX)
-    lacks_room, lacks_leader = map(bool, lacks)
+    found = np.empty(3, np.int64)
+    mine = np.array([not fits, bool(cannot_lead), cores_are_short()], np.int64)
+    comm.Allreduce(mine, found, import_mpi().MAX)
+    lacks_room, lacks_leader, is_oversubscribed = map(bool, found)
     nodes = comm.Get_size() if lacks_room else topology.num_nodes
     if not lacks_room and not (lacks_leader and nodes > 1):
-        return topology, functions
+        return topology, functions, is_oversubscribed
     if lacks_leader and nodes > 1:
         functions = None
         _say_once(comm, next(reason for reason in comm.allgather(cannot_lead) if reason))
     else:
         _say_once(comm, f"there is no room for {needed} bytes in /dev/shm on every node")
     topology.close()
-    return Topology(comm, ranks_per_node=1), functions
+    return Topology(comm, ranks_per_node=1), functions, is_oversubscribed
 
 
 _said: set[str] = set()

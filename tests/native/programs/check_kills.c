@@ -190,7 +190,7 @@ static void run_job(uint64_t seed, int can_read)
     *j = (job){.seed = seed, .ranks = 2 + (int)below(&d, MOST_RANKS - 1), .spins = chance(&d, 50) ? 0 : 100};
     j->reads_memory = can_read && chance(&d, 50);
     j->victim = chance(&d, 80) ? (int)below(&d, (size_t)j->ranks) : -1;
-    j->sizes = (nc_sizes){4096, 16384, 4096, 1 + (int)below(&d, 4)};
+    j->sizes = (nc_sizes){4096, 16384, 4096, 1 + (int)below(&d, 4), 4096};
     j->board = shared_memory(4096);
     j->control = shared_memory(nc_control_bytes(j->ranks));
     for (int r = 0; r < j->ranks; r++)

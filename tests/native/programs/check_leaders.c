@@ -148,7 +148,7 @@ static void *live(void *argument)
     const world *w = at->w;
     int ranks = w->ranks[at->node], all = 0;
     nc *core = nc_open(w->control[at->node], at->rank, ranks, 0, NULL, 1, 1);
-    nc_sizes sizes = {ROOM, 64, 64, 1};
+    nc_sizes sizes = {ROOM, 64, 64, 1, 64};
     my_node = at->node;
     nc_room(core, (char *const *)w->segments[at->node], &sizes);
     for (int n = 0; n < w->nodes; n++)
@@ -219,7 +219,7 @@ int main(int n, char **arguments)
             ranks_of_leaders[node] = all;
             size_t bytes = (nc_control_bytes(w.ranks[node]) + 127) / 128 * 128;
             w.control[node] = memset(aligned_alloc(128, bytes), 0, bytes);
-            nc_sizes sizes = {ROOM, 64, 64, 1};
+            nc_sizes sizes = {ROOM, 64, 64, 1, 64};
             for (int r = 0; r < w.ranks[node]; r++) {
                 w.segments[node][r] = aligned_alloc(128, (nc_segment_bytes(&sizes) + 127) / 128 * 128);
                 places[all] = (place){&w, node, r, all};

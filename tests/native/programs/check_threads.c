@@ -375,9 +375,11 @@ static void open_core(member *m)
     node_memory *node = &m->world->node[m->node];
     int32_t pids[MOST_RANKS];
     char *common[MOST_RANKS];
+    /* Each rank knows only its own processor cores. */
+    int spins = m->rank % 2 ? 0 : p->spins;
     for (int r = 0; r < MOST_RANKS; r++)
         pids[r] = (int32_t)getpid(), common[r] = node->common;
-    m->core = nc_open(node->control, m->rank, p->ranks[m->node], p->spins, p->reads_memory ? pids : NULL, p->nodes > 1,
+    m->core = nc_open(node->control, m->rank, p->ranks[m->node], spins, p->reads_memory ? pids : NULL, p->nodes > 1,
                       p->rails);
     if (m->core == NULL)
         fail("no memory for a core");

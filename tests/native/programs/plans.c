@@ -25,9 +25,9 @@ world_plan plan_world(uint64_t seed, size_t most_bytes, int reads_memory)
     w.calls = is_large(&w) ? 8 : 40 + (int)below(&d, 60);
     /* A slot holds at least an element of 32 bytes for each stripe and replica. */
     w.sizes = (nc_sizes){ONE_OF(&d, 0, 100, 1000, 4096, 40000), ONE_OF(&d, 800, 4096, 16384, 60000),
-                         ONE_OF(&d, 64, 500, 4096, 16384), 1 + (int)below(&d, 4)};
+                         ONE_OF(&d, 64, 500, 4096, 16384), 1 + (int)below(&d, 4), ONE_OF(&d, 32, 500, 3000, 128 << 10)};
     if (is_large(&w))
-        w.sizes = (nc_sizes){256 << 10, 1 << 20, 128 << 10, 4};
+        w.sizes = (nc_sizes){256 << 10, 1 << 20, 128 << 10, 4, 128 << 10};
     return w;
 }
 
