@@ -27,6 +27,7 @@ from mpidist.checkpoint.formats import MANIFEST, FileRecord, Manifest, Tensor
 from mpidist.checkpoint.parts import Plan
 from mpidist.checkpoint.storage import is_checkpoint, read_manifest
 from mpidist.core import settings
+from mpidist.core.deadline import Stopwatch
 from mpidist.core.errors import PeerError
 from mpidist.core.files import open_regular
 from mpidist.core.wording import numbered_ranks
@@ -140,14 +141,14 @@ class Job:
             DamagedCheckpointError: One was not written by a rank.
         """
         records, missing = {0: own}, set(range(1, self.ranks))
-        limit, nap = time.monotonic() + settings.TIMEOUT.read(), 0.001
+        stopwatch, limit, nap = Stopwatch(), settings.TIMEOUT.read(), 0.001
         while missing:
             arrived = {rank for rank in missing if os.path.lexists(self._note(rank))}
             for rank in arrived:
                 records[rank] = _read_note(self._note(rank))
                 self._note(rank).unlink()
             missing -= arrived
-            if time.monotonic() > limit:
+            if stopwatch.seconds > limit:
                 late = numbered_ranks(sorted(missing))
                 raise TimeoutError(f"{late} did not write its part of {self.directory} in time")
             if missing and gave_up(nap):

@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
 from mpidist.core import settings
 from mpidist.core.wording import tell_user
 
+# A poll takes much less, even on oversubscribed cores.
+_LONGEST_GAP_SECONDS = 1.0
+POLL_SECONDS = 0.25
+"""How long a wait with a stopwatch may sleep between two readings."""
+
+
+class Stopwatch:
+    """Seconds since it was made, without the time for which this process was suspended.
+
+    A suspended job (``scontrol suspend``, ``docker pause``) must not reach its deadlines when it is resumed. So a gap
+    between two readings counts as at most one second, and a wait must read its stopwatch more often.
+
+    >>> stopwatch = Stopwatch()
+    >>> stopwatch.seconds < 1.0
+    True
+    """
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds so far."""
+        now = time.monotonic()
+        self._seconds += min(now - self._last, _LONGEST_GAP_SECONDS)
+        self._last = now
+        return self._seconds
+
 
 class Deadline:
     """A wait that reports once and gives up in the end.
 
-    It begins when it is made; the code that waits checks it now and then.
+    It begins when it is made. The code that waits must check it more than once a second (see :class:`Stopwatch`).
 
     Args:
         report: Returns the text for the user, given the seconds waited; or None. Without it nothing is said.
@@ -42,11 +70,11 @@ class Deadline:
         self._limit: float = settings.TIMEOUT.read() if limit_seconds is None else limit_seconds
         self._warn: float = settings.WARN_AFTER.read() if warn_seconds is None else warn_seconds
         self._meanwhile = meanwhile
-        self._start = time.monotonic()
+        self._stopwatch = Stopwatch()
 
     def check(self) -> float:
         """Report or give up if it is time to, and return the seconds waited."""
-        waited = time.monotonic() - self._start
+        waited = self._stopwatch.seconds
         if waited > self._warn and self._report is not None:
             report, self._report = self._report, None
             text = report(waited)
@@ -60,9 +88,9 @@ class Deadline:
 
     @property
     def next_seconds(self) -> float:
-        """The seconds until there is something to do at the next check."""
+        """The seconds until the next check."""
         at = [self._warn] * (self._report is not None) + [self._limit] * (self._failure is not None)
-        return max(0.0, min([*at, threading.TIMEOUT_MAX]) - (time.monotonic() - self._start))
+        return min(POLL_SECONDS, max(0.0, min(at, default=POLL_SECONDS) - self._stopwatch.seconds))
 
 
 def wait_until(is_over: Callable[[], bool], deadline: Deadline, nap_seconds: float, longest_nap: float = 0.0) -> None:
@@ -75,6 +103,6 @@ def wait_until(is_over: Callable[[], bool], deadline: Deadline, nap_seconds: flo
 
 def wait_at_most(seconds: float, is_over: Callable[[], bool], nap_seconds: float) -> None:
     """Wait until ``is_over``, for some seconds."""
-    end = time.monotonic() + seconds
-    while not is_over() and time.monotonic() < end:
+    stopwatch = Stopwatch()
+    while not is_over() and stopwatch.seconds < seconds:
         time.sleep(nap_seconds)

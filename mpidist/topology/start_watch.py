@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from mpidist.core import settings
+from mpidist.core.deadline import POLL_SECONDS, Stopwatch
 from mpidist.topology.environments import LauncherInfo
 
 _MODULE = "mpi4py.MPI"
@@ -135,9 +136,11 @@ def _start(reading: int, writing: int, seconds: tuple[float, float], me: str) ->
 
 def _watch(reading: int, rank: int, seconds: tuple[float, float], me: str) -> NoReturn:
     warn_after, limit = seconds
-    for until, since, and_then in ((min(warn_after, limit), 0.0, ""), (limit, min(warn_after, limit), ", and ends")):
-        if select.select([reading], [], [], until - since)[0]:
-            os._exit(0)
+    stopwatch = Stopwatch()
+    for until, and_then in ((min(warn_after, limit), ""), (limit, ", and ends")):
+        while (left := until - stopwatch.seconds) > 0:
+            if select.select([reading], [], [], min(left, POLL_SECONDS))[0]:
+                os._exit(0)
         text = (
             f"{me} has waited {until:g} s for MPI to start{and_then}: another rank has ended before, was killed, or "
             "has not come to it. Expected: every rank imports mpi4py.MPI or makes its strategy; python -m mpidist "

@@ -19,6 +19,7 @@ from mpidist.collectives.channel.shutdown import after_the_end
 from mpidist.collectives.mpi.mailbox import Mailbox
 from mpidist.core import message_tags
 from mpidist.core.daemon_thread import DaemonThread
+from mpidist.core.deadline import Deadline, Stopwatch
 from mpidist.topology import world_topology
 from mpidist.topology.limited_calls import duplicate
 from mpidist.torch.foreign import Foreign
@@ -102,8 +103,9 @@ class StoreLine:
         with self._lock:
             self._asked += 1
             self.mailbox.send(0, (self._asked, request))
-            nap = _SHORTEST_NAP_SECONDS
+            nap, deadline = _SHORTEST_NAP_SECONDS, Deadline(None, _no_answer)
             while True:
+                deadline.check()
                 for _, (number, answer) in self.mailbox.received():
                     if number == _LEFT:
                         raise dist.DistNetworkError("rank 0, which keeps the store, has left the program")
@@ -128,6 +130,13 @@ class StoreLine:
         """Tell all other ranks that nobody answers any more."""
         for rank in range(1, self._size):
             self.mailbox.send(rank, (_LEFT, None))
+
+
+def _no_answer(waited: float) -> dist.DistNetworkError:
+    return dist.DistNetworkError(
+        f"Rank 0, which keeps the store, gave no answer for {waited:.0f} s. Look for a process that was stopped; set "
+        "MPIDIST_TIMEOUT=SECONDS to allow more time."
+    )
 
 
 class StoreThread(DaemonThread[StoreLine]):
@@ -207,9 +216,9 @@ class MpiStore(_Store):
             DistStoreError: They did not come in time.
         """
         seconds = (self.timeout if timeout is None else timeout).total_seconds()
-        end, nap = time.monotonic() + seconds, _SHORTEST_NAP_SECONDS
+        stopwatch, nap = Stopwatch(), _SHORTEST_NAP_SECONDS
         while not self.check(keys):
-            if time.monotonic() > end:
+            if stopwatch.seconds > seconds:
                 raise dist.DistStoreError(f"wait timeout after {1e3 * seconds:.0f}ms, keys: {', '.join(keys)}")
             time.sleep(nap)
             nap = min(1.5 * nap, _LONGEST_NAP_SECONDS)

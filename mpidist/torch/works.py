@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from mpidist.collectives.channel.progress import progress
 from mpidist.collectives.channel.work import Work
 from mpidist.core.daemon_thread import is_own_thread
+from mpidist.core.deadline import Stopwatch
 from mpidist.core.errors import CollectiveTimeoutError
 from mpidist.torch.foreign import Foreign
 from mpidist.torch.ordering import HOST_ORDER, Order
@@ -109,6 +109,7 @@ class StartedWork(_TorchWork):
         super().__init__()
         self._work, self._finish, self._tensors, self._program, self._ended = work, finish, tensors, program, ended
         self._order, self._future = order, order.future()
+        self._stopwatch = Stopwatch()
         self._completing = threading.Lock()
         self._error: BaseException | None = None
         self._source: int | None = None
@@ -176,7 +177,7 @@ class StartedWork(_TorchWork):
         if not self._is_over:
             if self._work.is_done:
                 self._end(blocking=False)
-            elif time.monotonic() - self._work.began > self._work.timeout:
+            elif self._stopwatch.seconds > self._work.timeout:
                 self._expire()
         return self._is_over
 

@@ -148,7 +148,7 @@ def test_a_host_that_is_lost_is_named_by_all_others_and_the_job_ends(
 
 def check_reports(results: dict[int, Any], done: CompletedProcess[str], gone: set[int]) -> None:
     """Check that ranks name those that are gone, in their errors and in the report before."""
-    named = f"  ranks {min(gone)}-{max(gone)}: gave no answer within 2 s: its host cannot be reached"
+    named = f"  ranks {min(gone)}-{max(gone)}: gave no answer within 1.5 s: its host cannot be reached"
     assert done.returncode != 0
     assert results
     for found in results.values():

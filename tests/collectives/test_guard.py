@@ -53,7 +53,7 @@ def test_one_report_names_all_that_are_waited_for() -> None:
     assert ":8 (load) (process " in lines["rank 1"]
     assert last in lines["rank 2"]
     assert "(<module>)" in lines["rank 2"]
-    assert "gave no answer within 2 s" in lines["rank 3"]
+    assert "gave no answer within 1.5 s" in lines["rank 3"]
     assert lines["ranks 0,4"].endswith(":23 (<module>)")
 
 
@@ -196,7 +196,7 @@ def test_reports_of_many_ranks_are_short() -> None:
         "train.py:9 (load) (process 2 on b)",
         "  rank 901: waiting in number 9, reduce, at train.py:9 (load) (process 3 on b)",
         "  rank 902: has ended its program; it has made no collective yet (process 4 on b)",
-        "  rank 903: gave no answer within 2 s: its host cannot be reached, its process has ended or was stopped, or "
+        "  rank 903: gave no answer within 1.5 s: its host cannot be reached, its process has ended or was stopped, or "
         "runs code that keeps Python's lock",
         "  ranks 0-899: waiting for them at train.py:3 (step)",
     ]

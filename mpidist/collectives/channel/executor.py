@@ -21,7 +21,7 @@ from mpidist.collectives.mpi.waiting import Comm, Steps, drive
 from mpidist.collectives.node.core import Core
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
-from mpidist.core.deadline import Deadline
+from mpidist.core.deadline import Deadline, Stopwatch
 from mpidist.core.errors import CollectiveTimeoutError, PeerError, RankLostError, leave_to_others
 from mpidist.core.wording import numbered_ranks
 from mpidist.topology.faults import says_rank_is_lost
@@ -335,9 +335,9 @@ class Executor:
             yield from shutdown.finish_given_up(self._given_up, lambda: shutdown.abort_job(self._rank, self.unusable))
         while self._works:
             work = self._works[0]
-            give_up = time.monotonic() + max(work.timeout - work.waited, 0.0)
+            stopwatch, limit = Stopwatch(), max(work.timeout - work.waited, 0.0)
             while not self._handshake.left and not work.step():
-                if time.monotonic() > give_up:
+                if stopwatch.seconds > limit:
                     what = f"{work.operation.text}, started at {work.operation.call_site}"
                     shutdown.abort_job(self._rank, f"the other ranks have not come to {what}")
                 yield

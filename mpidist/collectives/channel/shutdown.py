@@ -6,11 +6,11 @@ import atexit
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable
 from types import TracebackType
 
 from mpidist.collectives.mpi.waiting import Steps
+from mpidist.core.deadline import Stopwatch
 from mpidist.core.errors import MismatchError, PeerError
 from mpidist.core.wording import tell_user
 from mpidist.topology import end_job, import_mpi
@@ -59,10 +59,10 @@ def finish_given_up(steps: Steps[object], otherwise: Callable[[], None]) -> Step
         steps: Of the collective.
         otherwise: Ends the job.
     """
-    give_up = time.monotonic() + EXIT_SECONDS
+    stopwatch = Stopwatch()
     try:
         for _ in steps:
-            if time.monotonic() > give_up:
+            if stopwatch.seconds > EXIT_SECONDS:
                 otherwise()
             yield
     except (MismatchError, PeerError):

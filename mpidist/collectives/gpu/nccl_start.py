@@ -10,7 +10,6 @@ import os
 import pickle
 import platform
 import threading
-import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import ModuleType
@@ -27,6 +26,7 @@ from mpidist.collectives.mpi.objects import broadcast_pickle, gather_objects
 from mpidist.collectives.mpi.waiting import Comm, Steps, relax, until_done
 from mpidist.collectives.reduce.device_packs import nccl_reduction
 from mpidist.core.daemon_thread import start_daemon
+from mpidist.core.deadline import Stopwatch
 from mpidist.core.enums import ReduceOp
 from mpidist.core.message_tags import NCCL_START
 from mpidist.core.wording import groups_of, names_text, numbered_ranks
@@ -177,12 +177,12 @@ def _shared_gpus(everyone: list[_Candidate]) -> str | None:
 
 def _agreed_outcome(comm: Comm, start: _Start, start_seconds: float) -> Steps[_Problem | None]:
     """Return why NCCL did not start, the same on every rank, or None."""
-    give_up = time.monotonic() + start_seconds
+    stopwatch = Stopwatch()
     is_called_off, is_late, looks = False, False, 0
     while not (start.is_over or is_called_off or is_late):
         # A rank that failed says so, as NCCL may leave the others waiting for it.
         is_called_off = comm.Iprobe(tag=NCCL_START)
-        is_late = time.monotonic() > give_up
+        is_late = stopwatch.seconds > start_seconds
         looks += 1
         relax(looks, 0)
         yield

@@ -11,12 +11,12 @@ from mpidist.collectives.channel.executor import ChannelStatus
 from mpidist.collectives.watch.deadlock import WaitState
 from mpidist.core.wording import group_lines, groups_of, names_text, numbered_ranks
 
-ANSWER_SECONDS = 2.0
+ANSWER_SECONDS = 1.5
 """How long ranks may take to answer."""
 # For the states of the ranks, in characters.
 _ROOM = 1800
 _NO_ANSWER = (
-    f"gave no answer within {ANSWER_SECONDS:.0f} s: its host cannot be reached, its process has ended or was "
+    f"gave no answer within {ANSWER_SECONDS:g} s: its host cannot be reached, its process has ended or was "
     "stopped, or runs code that keeps Python's lock"
 )
 

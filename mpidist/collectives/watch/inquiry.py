@@ -99,7 +99,7 @@ class Inquiries:
         self._numbers = count()
 
     def ask(self, question: Question, ranks: Collection[int], tell: Callable[[Answers], None]) -> None:
-        """Ask ranks; call ``tell`` with their answers when all are there, or after 2 s.
+        """Ask ranks; call ``tell`` with their answers when all are there, or after `ANSWER_SECONDS`.
 
         Args:
             question: The question.

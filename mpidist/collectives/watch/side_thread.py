@@ -17,6 +17,7 @@ from mpidist.collectives.mpi.mailbox import Mailbox
 from mpidist.collectives.mpi.waiting import Comm
 from mpidist.core import message_tags
 from mpidist.core.daemon_thread import DaemonThread
+from mpidist.core.deadline import Stopwatch
 
 _IDLE_SECONDS, _BUSY_SECONDS = 0.25, 0.005
 # After a message there are often more.
@@ -57,6 +58,8 @@ class SideThread(DaemonThread[SideLine]):
     def __init__(self) -> None:
         super().__init__("side")
         self._asked: deque[Callable[[], None]] = deque()
+        # A suspended job has time for its answers after it is resumed.
+        self._stopwatch = Stopwatch()
         self._timers: list[tuple[float, Callable[[], None]]] = []
         # With messages that may not have left, also of lines that are closed.
         self._mailboxes: list[Mailbox] = []
@@ -85,7 +88,7 @@ class SideThread(DaemonThread[SideLine]):
 
     def later(self, seconds: float, function: Callable[[], None]) -> None:
         """Have the thread call ``function`` after some seconds; called in the thread."""
-        self._timers.append((time.monotonic() + seconds, function))
+        self._timers.append((self._stopwatch.seconds + seconds, function))
 
     def be_busy(self) -> None:
         """Look often for a while."""
@@ -103,7 +106,7 @@ class SideThread(DaemonThread[SideLine]):
                     line.receive(source, kind, content)
             in_use = [line.mailbox for line in self.watched]
             self._mailboxes = [each for each in self._mailboxes if not each.all_sent() or each in in_use]
-            now = time.monotonic()
+            now = self._stopwatch.seconds
             due = [function for moment, function in self._timers if moment <= now]
             self._timers = [timer for timer in self._timers if timer[0] > now]
             for function in due:

@@ -8,11 +8,10 @@ these: no rank has come to its end, and none passes an end of a step while it do
 from __future__ import annotations
 
 import threading
-import time
 
 from mpidist.collectives.mpi.waiting import Comm
 from mpidist.collectives.watch.side_thread import SideLine, side_thread
-from mpidist.core import settings
+from mpidist.core.deadline import Deadline
 from mpidist.core.errors import CollectiveTimeoutError
 from mpidist.topology.limited_calls import duplicate
 
@@ -41,7 +40,6 @@ class StepAgreement:
         self._rounds: dict[str, _Round] = {}
         self._changed = threading.Condition()
         self._counts: dict[str, dict[int, int]] = {}
-        self._timeout: float = settings.TIMEOUT.read()
         self._comm: Comm | None = None
         self._rank, self._size = 0, 1
         if comm is not None and comm.Get_size() > 1:
@@ -78,11 +76,12 @@ class StepAgreement:
             self.steps += 1
             if not self._rounds:
                 return []
-            start = time.monotonic()
+            deadline = Deadline(
+                None, lambda waited: CollectiveTimeoutError("agreeing on a step", self.steps, waited, self._rank)
+            )
             while any(each.target is None for each in self._rounds.values()):
-                if not self._changed.wait(self._timeout):
-                    waited = time.monotonic() - start
-                    raise CollectiveTimeoutError("agreeing on a step", self.steps, waited, self._rank)
+                self._changed.wait(deadline.next_seconds)
+                deadline.check()
             due = [act for act, each in self._rounds.items() if each.target == self.steps and not each.is_over]
             for act in due:
                 self._rounds[act].is_over = True
