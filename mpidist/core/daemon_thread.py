@@ -34,6 +34,11 @@ def is_own_thread() -> bool:
     return _thread.is_own
 
 
+def is_name_of_own_thread(name: str) -> bool:
+    """Return whether a thread of this name is mpidist's, and issues no collectives of its own accord."""
+    return name.startswith("mpidist-")
+
+
 def start_daemon(name: str, run: Callable[[], object]) -> threading.Thread:
     """Start and return a thread of mpidist's own. A program that ends does not wait for it."""
 

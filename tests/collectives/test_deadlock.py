@@ -73,6 +73,30 @@ def test_waits_that_end_are_let_alone() -> None:
     assert job.stdout.split() == ["done"] * 3
 
 
+THREADS = """
+import threading, time, mpidist
+first, second = mpidist.Communicator(), mpidist.Communicator()
+# On each rank one thread waits at once, and the other computes for longer than a deadlock takes to be found.
+def use(comm, seconds):
+    time.sleep(seconds)
+    comm.barrier()
+late = threading.Thread(target=use, args=(second if first.rank == 0 else first, 4.0))
+late.start()
+use(first if first.rank == 0 else second, 0.0)
+late.join()
+second.close()
+first.close()
+print("done")
+"""
+
+
+@pytest.mark.jobs
+def test_threads_that_are_slow_to_begin() -> None:
+    job = run_program(THREADS, 2)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.split() == ["done"] * 2
+
+
 PART = """
 import numpy as np, mpidist
 from mpi4py import MPI

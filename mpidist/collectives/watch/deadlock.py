@@ -2,7 +2,8 @@
 
 One rank waits in a collective of one communicator, and another, which has not come to it, waits in one of another
 communicator for the first. Waits only end when all ranks come, so facts found of ranks at different moments are
-true of them together. A process counts as waiting only while all its collectives come from the one thread that waits.
+true of them together. A process counts as waiting only if its one thread waits: any other thread of the program may be
+about to issue the collective that another rank waits for.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpidist.collectives.channel.channel import open_channels
+from mpidist.core.daemon_thread import is_name_of_own_thread
 from mpidist.core.wording import group_lines, groups_of, numbered_ranks
 from mpidist.topology import import_mpi
 
 _LONGEST_TEXT = 200
 # Of what is said of the ranks, in characters: it goes to each of them in one message.
 _ROOM = 1800
-# Threads of this process that have waited for other ranks.
-_threads: set[int] = set()
 
 
 class Wait(NamedTuple):
@@ -45,18 +45,13 @@ class WaitState:
 
     Args:
         rank: In the job.
-        wait: The collective that its program waits in; None if it goes on, or may issue collectives in another thread.
+        wait: The collective that its program waits in. None if the program runs, or has several threads.
         issued: How many collectives it has issued on each communicator, by name.
     """
 
     rank: int
     wait: Wait | None
     issued: dict[str, int]
-
-
-def note_thread() -> None:
-    """Note that the current thread waits for other ranks."""
-    _threads.add(threading.get_ident())
 
 
 def wait_state(where: str) -> WaitState:
@@ -71,7 +66,8 @@ def wait_state(where: str) -> WaitState:
         for channel in channels
         for number, text in channel.executor.waiting()
     ]
-    wait = waits[0] if len(waits) == 1 and len(_threads) == 1 else None
+    threads = [thread for thread in threading.enumerate() if not is_name_of_own_thread(thread.name)]
+    wait = waits[0] if len(waits) == 1 and len(threads) == 1 else None
     return WaitState(import_mpi().COMM_WORLD.Get_rank(), wait, {each.name: each.executor.issued for each in channels})
 
 

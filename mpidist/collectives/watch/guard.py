@@ -21,7 +21,7 @@ from mpidist.collectives.channel.executor import DEADLOCKED
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.mpi.communicator_names import first_name
-from mpidist.collectives.watch.deadlock import Deadlock, find_deadlock, note_thread, wait_state
+from mpidist.collectives.watch.deadlock import Deadlock, find_deadlock, wait_state
 from mpidist.collectives.watch.hang_text import ANSWER_SECONDS, RankStatus, places_text, report_text
 from mpidist.collectives.watch.inquiry import DEADLOCK, MESSAGE, PRINT, REPORT, Answers, Inquiries, Question
 from mpidist.collectives.watch.side_thread import SideLine, side_thread
@@ -92,7 +92,6 @@ class Guard(Observer):
 
     def waits(self, operation: Operation[object]) -> Exception | None:
         """Return the error of a wait that can never end, once that is known."""
-        note_thread()
         now, number = time.monotonic(), operation.number
         if number != self._waits_in:
             is_first = self._channel.name == first_name()
