@@ -42,7 +42,7 @@ _VARIABLE = "MPIDIST_BUILD_NATIVE"
 # Sums are the same whatever compiles them: no multiply-add in place of two operations. And no -march: the library
 # serves every CPU of its kind.
 _FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
-_LIBRARIES = ("-lm",)
+_LIBRARIES = ("-lm", "-pthread")
 # By machine; without a target zig compiles for the CPU that it runs on.
 _ZIG_TARGETS = {"x86_64": "x86_64-linux", "aarch64": "aarch64-linux"}
 _ZIG_GLIBC = "gnu.2.17"

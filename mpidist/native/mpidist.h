@@ -2,7 +2,8 @@
 
    Every rank maps one block of control memory, and later one segment of slots per rank. A collective is a call, which
    all ranks begin with the same id; it goes on in steps, none of which waits for long. Nothing here knows Python
-   (python.c is the face for Python), is built with MPI (leaders.c calls it by address), makes a thread, or allocates memory once a core has been opened.
+   (python.c is the face for Python), is built with MPI (leaders.c calls it by address), or allocates memory once a core
+   has been opened. Only nc_limit_finalize starts a thread.
 
    What nc_begin and nc_step return says what may follow. One thread at a time calls into a core. */
 
@@ -141,6 +142,10 @@ int nc_lead(nc *core, const nc_mpi *mpi, const int32_t *ranks, int nodes, int me
 void nc_halve_from(nc *core, size_t bytes);   /* as a leader: data so large go by recursive halving; the same on all */
 int nc_mpi_error(const nc *core);             /* the code of the function that failed, after NC_MPI */
 int nc_is_on_wire(const nc *core);            /* whether there are other nodes */
+
+/* Bound the time until this process ends: print a warning after some seconds, and an error at the limit, which also
+   ends the process. Returns 0, or an error number. */
+int nc_limit_finalize(int warn_seconds, const char *warning, int limit_seconds, const char *error);
 
 /* Give a core the slots of all ranks. */
 void nc_room(nc *core, char *const *segments, const nc_sizes *sizes);

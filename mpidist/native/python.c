@@ -452,6 +452,18 @@ static PyObject *control_bytes(PyObject *self, PyObject *const *a, ssize_t n)
     return PyErr_Occurred() ? NULL : PyLong_FromLongLong((long long)nc_control_bytes(ranks));
 }
 
+/* limit_finalize(seconds, warning, seconds, error) */
+static PyObject *limit_finalize(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)self, (void)n;
+    int warn_seconds = (int)whole(a[0]), limit_seconds = (int)whole(a[2]);
+    const char *warning = PyBytes_AsString(a[1]), *error = PyBytes_AsString(a[3]);
+    if (PyErr_Occurred())
+        return NULL;
+    errno = nc_limit_finalize(warn_seconds, warning, limit_seconds, error);
+    return errno ? PyErr_SetFromErrno(PyExc_OSError) : none();
+}
+
 EXPORT const char *nc_build(void) { return NC_BUILD; }
 
 EXPORT PyObject *nc_functions(void)
@@ -460,6 +472,7 @@ EXPORT PyObject *nc_functions(void)
         {"open", open_core, METH_FASTCALL, NULL},
         {"control_bytes", control_bytes, METH_FASTCALL, NULL},
         {"overlap", overlap, METH_FASTCALL, NULL},
+        {"limit_finalize", limit_finalize, METH_FASTCALL, NULL},
         {"read_number", read_number, METH_FASTCALL, NULL},
         {NULL, NULL, 0, NULL},
     };

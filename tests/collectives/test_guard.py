@@ -177,6 +177,12 @@ def test_each_communicator_speaks_for_itself() -> None:
     assert "ranks 2-3: has not come to it" not in job.stderr
 
 
+def test_a_report_without_waiting_ranks_names_none() -> None:
+    late = RankStatus(ChannelStatus(6, 6, "barrier", False, 70.0, False), None, "train.py:9", "process 2 on b")
+    (head, *_) = report_text(7, {0: late}, 2).splitlines()
+    assert head == "none of the 2 ranks says that it waits in collective number 7:"
+
+
 def test_reports_of_many_ranks_are_short() -> None:
     waiting = {
         rank: RankStatus(ChannelStatus(7, 7, "barrier", True, 60.0, False), None, "train.py:3 (step)", "process 1 on a")

@@ -165,9 +165,9 @@ def test_where_one_rank_forbids_it_no_memory_is_read(monkeypatch: pytest.MonkeyP
     pids: list[list[int] | None] = []
 
     class Seen(Core):
-        def __init__(self, functions: Any, comm: Any, may_read: list[int] | None, *others: Any) -> None:
+        def __init__(self, functions: Any, comm: Any, memory: Any, may_read: list[int] | None, *others: Any) -> None:
             pids.append(may_read)
-            super().__init__(functions, comm, may_read, *others)
+            super().__init__(functions, comm, memory, may_read, *others)
 
     monkeypatch.setattr(node_module, "Core", Seen)
     with Communicator() as comm:

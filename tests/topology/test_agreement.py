@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -126,6 +127,20 @@ def test_memory_that_one_rank_may_not_read() -> None:
     assert libc.prctl(22, 2, ctypes.byref(Program(4, rules))) == 0, ctypes.get_errno()""",
         1,
     )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting takes root")
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_private_shared_memory_folder(odd: int) -> None:
+    printed = check(
+        """import ctypes
+    libc, new_namespace, private_tree = ctypes.CDLL(None), 0x20000, 0x44000
+    assert libc.unshare(new_namespace) == 0
+    assert libc.mount(b"none", b"/", None, private_tree, None) == 0
+    assert libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None) == 0""",
+        odd,
+    )
+    assert printed.count("ranks of a node do not share one /dev/shm") == 1
 
 
 def test_every_setting_has_a_value_here() -> None:

@@ -115,3 +115,33 @@ def test_a_rank_that_is_stopped_alone_is_found(ranks: int, limit: float) -> None
             if "CollectiveTimeoutError" in line:
                 break
         assert time.monotonic() - begin < limit
+
+
+ENDING = """
+import atexit, os, time
+import mpidist
+
+def stop_at_the_end():
+    if comm.rank:
+        print("started", flush=True)
+        time.sleep(600)
+
+# Called last, after mpidist has told the other ranks that this program has ended.
+atexit.register(stop_at_the_end)
+import mpidist.collectives
+comm = mpidist.Communicator()
+print("rank", comm.rank, "pid", os.getpid(), flush=True)
+comm.barrier()
+"""
+
+
+def test_finalize_has_a_deadline() -> None:
+    with started(ENDING, 2, TIMEOUT_SECONDS) as (job, pids):
+        os.kill(pids[1], signal.SIGSTOP)
+        begin = time.monotonic()
+        assert job.stdout is not None
+        printed = ""
+        while "MPI_Finalize" not in printed and (line := job.stdout.readline()):
+            printed += line
+        assert "rank 0 of 2 ended its program 4 s ago and has not finished MPI_Finalize; it exits now" in printed
+        assert time.monotonic() - begin < TIMEOUT_SECONDS + 3

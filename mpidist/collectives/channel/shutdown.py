@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.node.native import limit_finalize
 from mpidist.core.deadline import Stopwatch
 from mpidist.core.errors import MismatchError, PeerError
 from mpidist.core.wording import tell_user
@@ -132,6 +133,15 @@ def install() -> None:
 
 
 @atexit.register
+def _leave_at_exit() -> None:
+    """Leave, and bound the rest: all ranks have ended their programs, so MPI_Finalize should not take long."""
+    leave_all()
+    if _keyvals and not _forked and mpi_runs():
+        world = import_mpi().COMM_WORLD
+        if world.Get_size() > 1:
+            limit_finalize(world.Get_rank(), world.Get_size())
+
+
 def leave_all() -> None:
     """Tell the other ranks that this program has ended, before MPI_Finalize waits in silence.
 

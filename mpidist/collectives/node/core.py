@@ -129,11 +129,12 @@ class Slice(NamedTuple):
 
 
 class Core:
-    """The core of one node (collective over its ranks).
+    """The core of one node.
 
     Args:
         functions: Of the library.
         comm: The ranks of the node.
+        memory: Control memory of the node.
         pids: Their processes, whose memory each may read; None where that is forbidden.
         is_alone: Whether there are no other nodes.
         rails: How many ranks of the node reduce a slice.
@@ -143,11 +144,17 @@ class Core:
     """
 
     def __init__(
-        self, functions: Functions, comm: MPI.Intracomm, pids: list[int] | None, is_alone: bool, rails: int
+        self,
+        functions: Functions,
+        comm: MPI.Intracomm,
+        memory: Array,
+        pids: list[int] | None,
+        is_alone: bool,
+        rails: int,
     ) -> None:
         self._comm = comm
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self._window, self._memory = _control_memory(comm, functions["control_bytes"](self.size))
+        self._memory = memory
         self._calls: dict[str, Any] = functions["open"](
             address_of(self._memory), self.rank, self.size, looks_before_yield(), pids, int(not is_alone), rails
         )
@@ -426,33 +433,10 @@ class Core:
         self._calls["segment"](bases, segments[0].size)
 
     def close(self) -> None:
-        """Free the memory (collective)."""
+        """Unmap the control memory. No call may follow."""
         # But for the cells, which stay as long as this object does.
         self._calls = {"step": self._step}
-        if self._window is not None:
-            self._window.Unlock_all()
-            self._window.Free()
-
-
-def _control_memory(comm: MPI.Intracomm, nbytes: int) -> tuple[MPI.Win | None, Array]:
-    """Return memory that all ranks of a node map, after its window.
-
-    A rank alone needs no window.
-    """
-    if comm.Get_size() == 1:
-        memory = np.zeros(nbytes + _ALIGNMENT, np.uint8)
-        start = -address_of(memory) % _ALIGNMENT
-        return None, memory[start : start + nbytes]
-    mpi = import_mpi()
-    window = mpi.Win.Allocate_shared(nbytes if comm.Get_rank() == 0 else 0, _ALIGNMENT, comm=comm)
-    segment, _ = window.Shared_query(0)
-    memory = np.frombuffer(segment, np.uint8, nbytes)
-    if comm.Get_rank() == 0:
-        memory[:] = 0
-    window.Lock_all(mpi.MODE_NOCHECK)
-    window.Sync()
-    comm.Barrier()
-    return window, memory
+        self._memory = self._memory[:0].copy()
 
 
 def _lending(array: Array) -> Array:

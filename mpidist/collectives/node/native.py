@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpidist.core.settings import NATIVE
+from mpidist.core.settings import NATIVE, TIMEOUT, WARN_AFTER
 from mpidist.native.build_library import LIBRARY, SOURCES, source_id
 from mpidist.topology import import_mpi
 
-# Those that leaders call, see mpidist/native/leaders.c.
+# The functions that leaders call, see mpidist/native/leaders.c.
 _OF_LEADERS = ("MPI_Isend", "MPI_Irecv", "MPI_Test")
+_LONGEST_SECONDS = 2**31 - 1
 Functions = Mapping[str, Callable[..., Any]]
 
 
@@ -48,10 +50,10 @@ def why_not() -> str | None:
 
 
 def mpi_functions() -> list[int]:
-    """Return the addresses of those functions of MPI that the core calls.
+    """Return the addresses of the functions of MPI that leaders call.
 
     Raises:
-        OSError: They are not to be found through mpi4py.
+        OSError: mpi4py's library does not have them.
     """
     library = ctypes.CDLL(import_mpi().__file__)
     try:
@@ -59,6 +61,19 @@ def mpi_functions() -> list[int]:
     except AttributeError as error:
         raise OSError(str(error)) from error
     return [ctypes.c_size_t.from_buffer(function).value for function in functions]
+
+
+def limit_finalize(rank: int, size: int) -> None:
+    """Bound the time that this process takes to end, if it has the native core."""
+    core = functions()
+    if core is None:
+        return
+    warn, limit = (min(math.ceil(each.read()), _LONGEST_SECONDS) for each in (WARN_AFTER, TIMEOUT))
+    text = (
+        f"mpidist: rank {rank} of {size} ended its program {{}} s ago and has not finished MPI_Finalize{{}}. Look for "
+        "a rank that is stopped, or for a slow atexit function. Set MPIDIST_TIMEOUT=SECONDS to allow more time.\n"
+    )
+    core["limit_finalize"](warn, text.format(warn, "").encode(), limit, text.format(limit, "; it exits now").encode())
 
 
 def why_not_between_nodes() -> str | None:

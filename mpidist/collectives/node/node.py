@@ -14,7 +14,14 @@ from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node import native
 from mpidist.collectives.node.core import SMALL_BETWEEN_NODES, Core, Sizes
 from mpidist.collectives.node.mapping import address_of
-from mpidist.collectives.node.shared_memory import SharedMemory, has_room, room_for_segments
+from mpidist.collectives.node.shared_memory import (
+    NO_ROOM,
+    NOT_SHARED,
+    SharedMemory,
+    aligned_zeros,
+    control_memory,
+    room_for_segments,
+)
 from mpidist.collectives.node.shared_results import SharedResults
 from mpidist.core import settings
 from mpidist.topology import Topology, cores_are_short, import_mpi
@@ -35,6 +42,10 @@ _USUAL_SLICE_BYTES, _OVERSUBSCRIBED_SLICE_BYTES = 128 << 10, 256 << 10
 _LANES, LANES_BETWEEN_NODES = 2, 16
 # Of data that a rank shows before the ranks meet, and of its slots for larger ones.
 _SMALL_BYTES, _MOST_CHUNK_BYTES = 128 << 10, 2 << 20
+_REASONS = {
+    NO_ROOM: "/dev/shm of a node has no room for {} bytes",
+    NOT_SHARED: "ranks of a node do not share one /dev/shm, as in containers of their own",
+}
 _log = logging.getLogger("mpidist")
 
 
@@ -65,7 +76,7 @@ class Node:
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self.topology, functions, is_oversubscribed = _agreed_topology(comm)
+        self.topology, functions, memory, is_oversubscribed = _agreed_topology(comm)
         self._usual_slice_bytes = _OVERSUBSCRIBED_SLICE_BYTES if is_oversubscribed else _USUAL_SLICE_BYTES
         self.comm = self.topology.node
         self.rank, self.size = self.topology.local_rank, self.topology.local_size
@@ -78,10 +89,9 @@ class Node:
             may_read = may_read and settings.READ_NEIGHBOURS.read()
         self.reads_neighbours = bool(comm.allreduce(int(may_read), op=import_mpi().MIN))
         self.core: Core | None = None
-        if functions is not None:
-            with revoking(self.comm):
-                read = pids if self.reads_neighbours else None
-                self.core = Core(functions, self.comm, read, self.is_alone, self.rails)
+        if functions is not None and memory is not None:
+            read = pids if self.reads_neighbours else None
+            self.core = Core(functions, self.comm, memory, read, self.is_alone, self.rails)
             if self.rank == 0 and not self.is_alone:
                 self.core.lead(comm, [ranks[0] for ranks in self.ranks])
         self.has_neighbours = functions is not None and (self.size > 1 or self.is_alone)
@@ -183,35 +193,35 @@ def _agreed_functions(comm: MPI.Intracomm) -> native.Functions | None:
     return None
 
 
-def _agreed_topology(comm: MPI.Intracomm) -> tuple[Topology, native.Functions | None, bool]:
-    """Return the topology, the native core, and whether any rank shares a processor core, as all ranks agree.
+def _agreed_topology(comm: MPI.Intracomm) -> tuple[Topology, native.Functions | None, Array | None, bool]:
+    """Return the topology, the native core with its control memory, and whether ranks share processor cores.
 
-    Without a native core, or without room for it on a node, each rank is a node of its own.
+    All ranks agree on them. Without a native core, or without shared memory for it, each rank is a node of its own.
     """
     check_same_everywhere(comm)
     functions = _agreed_functions(comm)
     if functions is None:
-        return Topology(comm, ranks_per_node=1), None, False
+        return Topology(comm, ranks_per_node=1), None, None, False
     topology = Topology(comm)
-    needed = functions["control_bytes"](topology.local_size)
+    nbytes = functions["control_bytes"](topology.local_size)
     with revoking(topology.node):
-        fits = has_room(topology.node, needed)
-    # Any rank may be the first of its node, the next time.
+        memory, reason = control_memory(topology.node, nbytes)
+    # Any rank may be the leader of its node in another communicator.
     cannot_lead = native.why_not_between_nodes() or ""
     found = np.empty(3, np.int64)
-    mine = np.array([not fits, bool(cannot_lead), cores_are_short()], np.int64)
+    mine = np.array([reason, bool(cannot_lead), cores_are_short()], np.int64)
     comm.Allreduce(mine, found, import_mpi().MAX)
-    lacks_room, lacks_leader, is_oversubscribed = map(bool, found)
-    nodes = comm.Get_size() if lacks_room else topology.num_nodes
-    if not lacks_room and not (lacks_leader and nodes > 1):
-        return topology, functions, is_oversubscribed
-    if lacks_leader and nodes > 1:
-        functions = None
-        _say_once(comm, next(reason for reason in comm.allgather(cannot_lead) if reason))
-    else:
-        _say_once(comm, f"there is no room for {needed} bytes in /dev/shm on every node")
+    reason, lacks_leader, is_oversubscribed = int(found[0]), bool(found[1]), bool(found[2])
+    has_nodes = topology.num_nodes > 1 or reason != 0
+    if not reason and not (lacks_leader and has_nodes):
+        return topology, functions, memory, is_oversubscribed
     topology.close()
-    return Topology(comm, ranks_per_node=1), functions, is_oversubscribed
+    topology = Topology(comm, ranks_per_node=1)
+    if lacks_leader and has_nodes:
+        _say_once(comm, next(reason for reason in comm.allgather(cannot_lead) if reason))
+        return topology, None, None, is_oversubscribed
+    _say_once(comm, _REASONS[reason].format(nbytes))
+    return topology, functions, aligned_zeros(functions["control_bytes"](1)), is_oversubscribed
 
 
 _said: set[str] = set()

@@ -20,16 +20,21 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.node.core import Core
-from mpidist.collectives.node.mapping import map_shared
+from mpidist.collectives.node.mapping import address_of, map_shared
 from mpidist.core.files import open_regular
+from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+NO_ROOM, NOT_SHARED = 1, 2
+"""Why ranks of a node cannot share memory."""
 _DIRECTORY = "/dev/shm"
 # Left to others: the MPI library itself needs some.
 _RESERVE_BYTES = 8 << 20
@@ -141,6 +146,30 @@ def _told_by_all(core: Core | None, words: list[int]) -> Steps[list[list[int]]]:
     return core.told(len(words))
 
 
+def control_memory(comm: MPI.Intracomm, nbytes: int) -> tuple[Array | None, int]:
+    """Return zeroed memory that all ranks of a node map, or None with a reason (collective).
+
+    The reason, ``NO_ROOM`` or ``NOT_SHARED``, is this rank's. MPI_Win_allocate_shared is not used, because Open MPI
+    crashes in it if a rank has a ``/dev/shm`` of its own, as in a container.
+    """
+    if comm.Get_size() == 1:
+        return aligned_zeros(nbytes), 0
+    is_first = comm.Get_rank() == 0
+    with _temporary_file(nbytes if is_first else 0) as mine:
+        pid, number = comm.bcast((os.getpid(), mine))
+        whole = _mapped(_name(pid, number), nbytes, 0, nbytes if is_first else 0) if number else None
+        # The file has its name until all ranks have mapped it.
+        reason = 0 if whole is not None else NOT_SHARED if number else NO_ROOM
+        return (None, reason) if comm.allreduce(reason, import_mpi().MAX) else (whole, 0)
+
+
+def aligned_zeros(nbytes: int) -> Array:
+    """Return zeroed memory of this process, aligned to a cache line."""
+    memory = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+    start = -address_of(memory) % _ALIGNMENT
+    return memory[start : start + nbytes]
+
+
 def _name(pid: int, number: int) -> str:
     return f"{_DIRECTORY}/mpidist-{pid}-{number}"
 
@@ -234,15 +263,6 @@ def _mapped(name: str, nbytes: int, start: int, stop: int) -> Array | None:
 
 
 # Free space -------------------------------------------------------------------------------------------------------
-
-
-def has_room(comm: MPI.Intracomm, nbytes: int) -> bool:
-    """Return whether ``nbytes`` of shared memory are free (collective).
-
-    All ranks of the node get the same answer.
-    """
-    room: int | None = comm.bcast(free_bytes() if comm.Get_rank() == 0 else None)
-    return comm.Get_size() == 1 or room is None or nbytes <= room
 
 
 def room_for_segments() -> int | None:

@@ -51,13 +51,13 @@ def report_text(
     """
     statuses = {rank: found.status for rank, found in answers.items()}
     waiting = {rank: found for rank, found in statuses.items() if found.waits and found.number == number}
-    text = next((found.text for found in waiting.values()), "a collective that has ended meanwhile")
-    seconds = max((found.seconds for found in waiting.values()), default=0.0)
-    head = (
-        f"{numbered_ranks(sorted(waiting))} of {size} "
-        f"{'has' if len(waiting) == 1 else 'have'} waited {seconds:.0f} s for the other ranks in {text}, "
-        f"collective number {number}:"
-    )
+    head = f"none of the {size} ranks says that it waits in collective number {number}:"
+    if waiting:
+        longest = max(waiting.values(), key=lambda found: found.seconds)
+        head = (
+            f"{numbered_ranks(sorted(waiting))} of {size} {'has' if len(waiting) == 1 else 'have'} waited "
+            f"{longest.seconds:.0f} s for the other ranks in {longest.text}, collective number {number}:"
+        )
     states = {
         rank: _Standing(unasked[rank]) if rank in unasked else _state(answers.get(rank), number) for rank in range(size)
     }
