@@ -18,5 +18,6 @@ ROLES = 1
 REQUEST, REQUEST_DATA, REPLY, REPLY_DATA, GIVE_UP, TO_WORKER, FROM_WORKER = range(1, 8)
 # On that of the store of torch.distributed.
 TORCH_STORE = 1
-# On the world itself, of doctor.
+# On the world itself, of ranks that make no communicator, and of doctor.
+ROLL_CALL, ROLL_CALL_ANSWER = range(7106, 7108)
 DOCTOR_LENGTH, DOCTOR_CONTENT, DOCTOR_VERDICT, DOCTOR_HELLO, DOCTOR_PING = range(7101, 7106)

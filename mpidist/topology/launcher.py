@@ -15,6 +15,7 @@ from mpidist.topology import environments
 from mpidist.topology.environments import LauncherInfo, read_launcher
 from mpidist.topology.faults import is_fault_tolerant
 from mpidist.topology.mpi_library import MpiLibrary, library_of, loaded_library, mpirun_beside, no_library
+from mpidist.topology.roll_call import start_answering
 from mpidist.topology.start_watch import watch_start
 
 
@@ -97,6 +98,7 @@ def prepare_environment() -> None:
         os.environ.update({**_quicker(info), **missing, **os.environ})
         watch_start(info)
         return
+    start_answering()
     if missing and info is not None and info.size != 1 and mpi.Get_library_version().startswith("Open MPI"):
         export = " ".join(f"{name}='{value}'" for name, value in missing.items())
         warnings.warn(

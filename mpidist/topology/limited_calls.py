@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -28,12 +28,15 @@ if TYPE_CHECKING:
 _BUSY_SECONDS, _NAP_SECONDS = 1.0, 1e-4
 
 
-def duplicate(comm: MPI.Intracomm, doing: str) -> MPI.Intracomm:
+def duplicate(
+    comm: MPI.Intracomm, doing: str, absent: Callable[[MPI.Intracomm], str | None] = lambda _: None
+) -> MPI.Intracomm:
     """Return a duplicate of ``comm`` (collective; MPI_Comm_idup).
 
     Args:
         comm: The communicator.
         doing: The purpose of the duplicate, for the report.
+        absent: Returns lines about the ranks that did not come, for the error.
 
     Raises:
         CollectiveTimeoutError: Not all ranks came within ``MPIDIST_TIMEOUT``.
@@ -41,11 +44,11 @@ def duplicate(comm: MPI.Intracomm, doing: str) -> MPI.Intracomm:
     """
     copy, request = comm.Idup()
     if not can_go_on():
-        finish(request, comm, doing)
+        finish(request, comm, doing, absent)
         return copy
     lost: BaseException | None = None
     try:
-        finish(request, comm, doing)
+        finish(request, comm, doing, absent)
     except import_mpi().Exception as error:
         if not means_loss(error, comm):
             raise
@@ -58,8 +61,13 @@ def duplicate(comm: MPI.Intracomm, doing: str) -> MPI.Intracomm:
     return copy
 
 
-def finish(request: MPI.Request, comm: MPI.Intracomm, doing: str) -> None:
-    """Wait for a request of a collective on ``comm``.
+def finish(
+    request: MPI.Request,
+    comm: MPI.Intracomm,
+    doing: str,
+    absent: Callable[[MPI.Intracomm], str | None] = lambda _: None,
+) -> None:
+    """Wait for a request of a collective on ``comm``; arguments as of :func:`duplicate`.
 
     Raises:
         CollectiveTimeoutError: Not all ranks came within ``MPIDIST_TIMEOUT``.
@@ -69,7 +77,7 @@ def finish(request: MPI.Request, comm: MPI.Intracomm, doing: str) -> None:
             f"rank {comm.Get_rank()} of {comm.Get_size()} has waited {waited:.0f} s for the other ranks in {doing}, at "
             f"{user_call_site()}"
         ),
-        lambda waited: CollectiveTimeoutError(doing, 0, waited, comm.Get_rank()),
+        lambda waited: CollectiveTimeoutError(doing, 0, waited, comm.Get_rank(), absent(comm)),
     )
     while not request.Test():
         if deadline.check() > _BUSY_SECONDS:

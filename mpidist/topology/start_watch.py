@@ -25,6 +25,7 @@ from typing import NoReturn
 from mpidist.core import settings
 from mpidist.core.deadline import POLL_SECONDS, Stopwatch
 from mpidist.topology.environments import LauncherInfo
+from mpidist.topology.roll_call import start_answering
 
 _MODULE = "mpi4py.MPI"
 _STDERR = 2
@@ -82,6 +83,7 @@ class _Watch(MetaPathFinder, Loader):
             self._loader.exec_module(module)
         finally:
             self._stop()
+        start_answering()
 
     def _stop(self) -> None:
         if self._end_of_watch is not None:

@@ -16,6 +16,7 @@ from mpidist.topology.agreement import check_same_everywhere
 from mpidist.topology.faults import revoking
 from mpidist.topology.launcher import check_world, import_mpi
 from mpidist.topology.limited_calls import duplicate, limited
+from mpidist.topology.roll_call import absent_ranks, arrive, stop_answering
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -159,10 +160,12 @@ def world_topology() -> Topology:
     if not _world:
         mpi = import_mpi()
         check_world(mpi.COMM_WORLD.Get_size())
-        comm = duplicate(mpi.COMM_WORLD, "finding out which ranks share a node")
+        arrive()
+        comm = duplicate(mpi.COMM_WORLD, "making the first strategy or communicator", absent_ranks)
         check_same_everywhere(comm)
         with revoking(comm), limited("finding out which ranks share a node"):
             _world.append(Topology(comm))
+        stop_answering()
     return _world[0]
 
 

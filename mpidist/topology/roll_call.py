@@ -1,0 +1,105 @@
+"""Roll call: where ranks are that do not make the first communicator or strategy.
+
+mpidist has no communicator of its own by then, so a thread of each rank answers questions on MPI_COMM_WORLD. It runs
+from the start of MPI until all ranks have made their first communicator. Only a rank whose deadline has passed asks:
+before that, a question that is not received in time could end up in a receive of the program.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpidist.core.callsite import main_thread_frame, program_line
+from mpidist.core.daemon_thread import DaemonThread
+from mpidist.core.deadline import POLL_SECONDS, wait_at_most
+from mpidist.core.message_tags import ROLL_CALL, ROLL_CALL_ANSWER
+from mpidist.core.wording import group_lines, groups_of, numbered_ranks
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_ANSWER_SECONDS, _NAP_SECONDS = 1.5, 0.01
+_NO_ANSWER = "gave no answer: its program has ended, or its process is stopped"
+# Each rank asks all others, so in large jobs none does.
+_MOST_RANKS, _ROOM = 256, 1800
+# Whether this rank is making its first communicator.
+_arrived: list[bool] = []
+
+
+class _Answering(DaemonThread["MPI.Intracomm"]):
+    """The thread that answers, while it watches MPI_COMM_WORLD."""
+
+    def __init__(self) -> None:
+        super().__init__("roll-call")
+        self._answers: list[MPI.Request] = []
+
+    def look(self) -> float:
+        """Answer the questions that have arrived; return the seconds until the next look."""
+        with self.lock:
+            for world in self.watched:
+                for rank, _ in _messages(world, ROLL_CALL):
+                    answer = [_own_state().encode(), sys.modules["mpi4py.MPI"].BYTE]
+                    self._answers.append(world.Isend(answer, rank, ROLL_CALL_ANSWER))
+        return POLL_SECONDS
+
+
+_answering = _Answering()
+
+
+def _own_state() -> str:
+    frame = main_thread_frame()
+    place = "its program has ended" if frame is None else f"it is at {program_line(frame)}"
+    return f"{'waits for the others' if _arrived else 'has not made a strategy or communicator'}; {place}"
+
+
+def start_answering() -> None:
+    """Start the thread if MPI runs with several ranks and allows threads to call it."""
+    mpi = sys.modules["mpi4py.MPI"]
+    if not mpi.Is_initialized() or mpi.Is_finalized() or mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        return
+    if mpi.COMM_WORLD.Get_size() > 1:
+        atexit.register(stop_answering)
+        # A program may end MPI itself, which begins with the attributes of MPI_COMM_SELF.
+        mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=lambda *_: stop_answering()), None)
+        _answering.watch(mpi.COMM_WORLD)
+
+
+def stop_answering() -> None:
+    """Stop the thread."""
+    _answering.stop()
+
+
+def arrive() -> None:
+    """Note that this rank is making its first communicator."""
+    _arrived.append(True)
+
+
+def absent_ranks(world: MPI.Intracomm) -> str | None:
+    """Ask all other ranks where they are; return lines for the error of a deadline."""
+    size, own = world.Get_size(), world.Get_rank()
+    if not _answering.watched or size > _MOST_RANKS:
+        return None
+    others = [rank for rank in range(size) if rank != own]
+    questions = [world.Isend([b"", sys.modules["mpi4py.MPI"].BYTE], rank, ROLL_CALL) for rank in others]
+    found: dict[int, str] = {}
+
+    def is_complete() -> bool:
+        found.update(_messages(world, ROLL_CALL_ANSWER))
+        return len(found) == len(questions)
+
+    wait_at_most(_ANSWER_SECONDS, is_complete, _NAP_SECONDS)
+    groups = groups_of((rank, found.get(rank, _NO_ANSWER)) for rank in others)
+    return "\n".join(group_lines(groups, lambda text, ranks: (f"  {numbered_ranks(ranks)} ", text, ""), room=_ROOM))
+
+
+def _messages(world: MPI.Intracomm, tag: int) -> Iterator[tuple[int, str]]:
+    """Receive the messages with a tag that have arrived; yield rank and text of each."""
+    mpi = sys.modules["mpi4py.MPI"]
+    status = mpi.Status()
+    while world.Iprobe(mpi.ANY_SOURCE, tag, status):
+        text = bytearray(status.Get_count(mpi.BYTE))
+        world.Recv([text, mpi.BYTE], status.Get_source(), tag)
+        yield status.Get_source(), text.decode(errors="replace")
