@@ -146,19 +146,22 @@ def check_world(size: int) -> None:
     """Raise if the launcher started more ranks than the MPI world has; local.
 
     A launcher and an MPI library that do not understand each other give N worlds of one rank each: N
-    trainings that do not know of each other, and exit code 0.
+    trainings that do not know of each other, and exit code 0. A launcher that does not start MPI, such as torchrun,
+    gives the same.
 
     Args:
         size: The size of ``MPI.COMM_WORLD``.
 
     Raises:
-        LaunchError: The world is smaller than the job. A larger world is no error: the parts of a
-            heterogeneous Slurm job are told only their own size. Where the launcher tells the ranks but not their
-            number, those whose rank is beyond the world raise.
+        LaunchError: The world is smaller than the job, or has one rank although WORLD_SIZE is more. A larger world is
+            no error: the parts of a heterogeneous Slurm job are told only their own size. Where the launcher tells the
+            ranks but not their number, those whose rank is beyond the world raise.
         ValueError: ``MPIDIST_ABORT_ON_EXCEPTION`` is neither 0 nor 1.
     """
     # `import mpidist` leaves this to here where the user imports MPI after it.
     settings.ABORT_ON_EXCEPTION.read()
+    if size == 1:
+        _check_world_size_variable()
     info = read_launcher()
     if info is None or (size > info.rank and size >= (info.size or 0)):
         return
@@ -171,6 +174,21 @@ def check_world(size: int) -> None:
         f"this process has {size}: it does not know of the others. Expected: one world of all of them. "
         f"mpi4py loaded {library}{place}. {one_world(info, library)} If separate programs are what you want: "
         f"env -u {info.size_variable} python ..."
+    )
+
+
+def _check_world_size_variable() -> None:
+    """Raise LaunchError if WORLD_SIZE announces several processes to this world of one rank."""
+    count, by_torchrun = os.environ.get("WORLD_SIZE", ""), "TORCHELASTIC_RUN_ID" in os.environ
+    is_own = count == os.environ.get(environments.OWN_WORLD_SIZE) and not by_torchrun
+    if is_own or not count.isdecimal() or int(count) < 2:
+        return
+    names = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    found = " and ".join(f"{name}={os.environ[name]}" for name in names)
+    raise LaunchError(
+        f"{'torchrun set' if by_torchrun else 'The environment has'} {found}, but the MPI world of this process has 1 "
+        "rank, so each process would train alone. Start the program with mpirun, srun or `python -m mpidist launch "
+        f"-n {count} train.py`. If one process alone is intended, type: unset {' '.join(names)}"
     )
 
 
