@@ -35,6 +35,8 @@ from mpidist.core.wording import numbered_ranks
 _log = logging.getLogger("mpidist")
 _LONGEST_NAP_SECONDS = 0.1
 _untold: set[Pending] = set()
+# A forked child has none of their threads and would wait for them at its end.
+os.register_at_fork(after_in_child=_untold.clear)
 # A FileRecord in types that JSON has, or None where a rank had nothing to write.
 Record = dict[str, Any] | None
 # The errors of a file system without locks. Writers of one name are not kept apart there, and leftovers left alone.

@@ -92,6 +92,8 @@ class _ReadingThread(threading.Thread):
 
 
 _running: set[_ReadingThread] = set()
+# A forked child has none of these threads, and their queues may be locked.
+os.register_at_fork(after_in_child=_running.clear)
 
 
 @atexit.register

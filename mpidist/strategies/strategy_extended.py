@@ -406,18 +406,19 @@ class StrategyExtended(ABC):
     ) -> Any:
         """Call ``fn(component, *args, **kwargs)`` for each local component of ``var``, in its update context.
 
-        Distributed values in the arguments become the part of the component's replica. No communication: the
-        copies stay equal because the arguments are; the ranks compare checksums of theirs at their next collective. In
-        replica context it goes through ``merge_call``.
+        Not collective. Each component receives its own copy of a Mirrored argument. The arguments must be equal on all
+        ranks: the ranks compare checksums of their copies at the next collective. In replica context the call goes
+        through ``merge_call``.
 
         Args:
             var: A variable of this strategy.
             fn: The update of a component.
-            args, kwargs: Further arguments.
+            args, kwargs: Further arguments. They may hold a PerReplica only if ``var`` is ON_READ, because the copies
+                of other variables must stay equal.
             group: Whether to group the results; otherwise a tuple of them is returned.
 
         Raises:
-            ValueError: ``var`` is no variable of this strategy.
+            ValueError: ``var`` is no variable of this strategy, or an argument holds a PerReplica.
 
         >>> import mpidist
         >>> strategy = mpidist.OneDeviceStrategy("cpu:0")
@@ -429,11 +430,17 @@ class StrategyExtended(ABC):
         var = self.own_variable(var, "update()")
         replica = context.get_replica_context()
         if replica is not None and context.has_strategy():
-            return replica.merge_call(
-                lambda strategy, *a, **k: strategy.extended.update(var, fn, a, k, group), args, kwargs
-            )
+            # merge_call wraps the arguments of several replicas in PerReplica even if they are equal.
+            return replica.merge_call(lambda _, *a, **k: self._update_in_scope(var, fn, a, k, group), args, kwargs)
+        if var.synchronization != VariableSynchronization.ON_READ:
+            value_checks.check_equal_on_replicas(f"update() of variable {var.name!r}", args, kwargs)
+        return self._update_in_scope(var, fn, tuple(args), kwargs or {}, group)
+
+    def _update_in_scope(
+        self, var: Variable, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool
+    ) -> object:
         with context.scope(self.strategy), changing(var, "extended.update()"):
-            return self._update(var, fn, tuple(args), kwargs or {}, group)
+            return self._update(var, fn, args, kwargs, group)
 
     def update_non_slot(
         self,
@@ -443,8 +450,14 @@ class StrategyExtended(ABC):
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Call ``fn(*args, **kwargs)`` once per local device, for state that belongs to no variable."""
+        """Call ``fn(*args, **kwargs)`` once per local device, for state that belongs to no variable.
+
+        Raises:
+            RuntimeError: Called in replica context.
+            ValueError: An argument holds a PerReplica.
+        """
         context.require_cross_replica(self.strategy, "update_non_slot()", "use merge_call")
+        value_checks.check_equal_on_replicas("update_non_slot()", args, kwargs)
         return self._update_non_slot(fn, tuple(args), kwargs or {}, group)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:

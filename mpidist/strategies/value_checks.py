@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any, TypeVar
 
@@ -107,6 +107,17 @@ def check_can_gather(value: object, axis: int, method: str) -> None:
             f"{method} along axis {axis!r} of an array of rank {array.ndim}; "
             f"expected an axis from {-array.ndim} to {array.ndim - 1}"
         )
+
+
+def check_equal_on_replicas(what: str, args: Sequence[object], kwargs: Mapping[str, object] | None) -> None:
+    """Raise ValueError if an argument of an update holds a PerReplica."""
+    for name, given in (("args", args), ("kwargs", kwargs or {})):
+        for path, leaf in nest.flatten_with_path(given, name):
+            if isinstance(leaf, PerReplica):
+                raise ValueError(
+                    f"{what} received a PerReplica as {path}, and the copies on the replicas would differ. Reduce it "
+                    "first: strategy.extended.reduce_to(op, value, variable)."
+                )
 
 
 def copied(value: Value) -> Value:

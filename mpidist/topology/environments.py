@@ -233,6 +233,9 @@ _LAUNCHERS = (
     Launcher("a PMIx launcher", "PMIX_RANK", None),
 )
 
+OWN_WORLD_SIZE = "WORLD_SIZE_OF_MPIDIST"
+"""The WORLD_SIZE that mpidist set for programs of PyTorch. Child processes of a rank inherit both variables."""
+
 # From here on it numbers the steps that are not started by a user's srun: of the batch script, of salloc, and others.
 _STEPS_OF_SLURM_ITSELF = 0xFFFFFFF0
 

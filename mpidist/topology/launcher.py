@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import importlib
 import multiprocessing.process
 import os
 import shutil
 import sys
+import traceback
 import warnings
+from functools import partial
 from types import ModuleType
 
 from mpidist.core import settings
@@ -17,6 +22,9 @@ from mpidist.topology.faults import is_fault_tolerant
 from mpidist.topology.mpi_library import MpiLibrary, library_of, loaded_library, mpirun_beside, no_library
 from mpidist.topology.roll_call import start_answering
 from mpidist.topology.start_watch import watch_start
+
+# mpi4py reads it as False. A program that sets rc.finalize itself replaces it.
+_FINALIZES = "no"
 
 
 def cores_are_short(threads: int = 1) -> bool:
@@ -97,6 +105,8 @@ def prepare_environment() -> None:
     if mpi is None or not mpi.Is_initialized():
         os.environ.update({**_quicker(info), **missing, **os.environ})
         watch_start(info)
+        if mpi is None:
+            _own_finalize()
         return
     start_answering()
     if missing and info is not None and info.size != 1 and mpi.Get_library_version().startswith("Open MPI"):
@@ -107,6 +117,31 @@ def prepare_environment() -> None:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+def _own_finalize() -> None:
+    """Keep MPI_Finalize out of forked children, in which it hangs and holds the whole job.
+
+    mpi4py calls it in every process that ends with MPI running, and has no hook for forks.
+    """
+    mpi4py = importlib.import_module("mpi4py")
+    rc, runner = mpi4py.rc, os.path.join(mpi4py.__path__[0], "run.py")
+    # `python -m mpi4py` aborts MPI at the same point if the program failed.
+    has_runner = any(frame.f_code.co_filename == runner for frame, _ in traceback.walk_stack(None))
+    if rc.initialize and rc.finalize is None and not has_runner:
+        rc.finalize = _FINALIZES
+        atexit.register(_finalize_at_exit)
+
+
+def _finalize_at_exit() -> None:
+    mpi = sys.modules.get("mpi4py.MPI")
+    is_own = importlib.import_module("mpi4py").rc.finalize == _FINALIZES
+    if is_own and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        # As mpi4py does: after all functions of atexit, which may use MPI.
+        ctypes.pythonapi.Py_AtExit(ctypes.cast(ctypes.CDLL(mpi.__file__).MPI_Finalize, ctypes.c_void_p))
+
+
+os.register_at_fork(after_in_child=partial(atexit.unregister, _finalize_at_exit))
 
 
 def import_mpi() -> ModuleType:
@@ -148,19 +183,22 @@ def check_world(size: int) -> None:
     """Raise if the launcher started more ranks than the MPI world has; local.
 
     A launcher and an MPI library that do not understand each other give N worlds of one rank each: N
-    trainings that do not know of each other, and exit code 0.
+    trainings that do not know of each other, and exit code 0. A launcher that does not start MPI, such as torchrun,
+    gives the same.
 
     Args:
         size: The size of ``MPI.COMM_WORLD``.
 
     Raises:
-        LaunchError: The world is smaller than the job. A larger world is no error: the parts of a
-            heterogeneous Slurm job are told only their own size. Where the launcher tells the ranks but not their
-            number, those whose rank is beyond the world raise.
+        LaunchError: The world is smaller than the job, or has one rank although WORLD_SIZE is more. A larger world is
+            no error: the parts of a heterogeneous Slurm job are told only their own size. Where the launcher tells the
+            ranks but not their number, those whose rank is beyond the world raise.
         ValueError: ``MPIDIST_ABORT_ON_EXCEPTION`` is neither 0 nor 1.
     """
     # `import mpidist` leaves this to here where the user imports MPI after it.
     settings.ABORT_ON_EXCEPTION.read()
+    if size == 1:
+        _check_world_size_variable()
     info = read_launcher()
     if info is None or (size > info.rank and size >= (info.size or 0)):
         return
@@ -173,6 +211,21 @@ def check_world(size: int) -> None:
         f"this process has {size}: it does not know of the others. Expected: one world of all of them. "
         f"mpi4py loaded {library}{place}. {one_world(info, library)} If separate programs are what you want: "
         f"env -u {info.size_variable} python ..."
+    )
+
+
+def _check_world_size_variable() -> None:
+    """Raise LaunchError if WORLD_SIZE announces several processes to this world of one rank."""
+    count, by_torchrun = os.environ.get("WORLD_SIZE", ""), "TORCHELASTIC_RUN_ID" in os.environ
+    is_own = count == os.environ.get(environments.OWN_WORLD_SIZE) and not by_torchrun
+    if is_own or not count.isdecimal() or int(count) < 2:
+        return
+    names = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    found = " and ".join(f"{name}={os.environ[name]}" for name in names)
+    raise LaunchError(
+        f"{'torchrun set' if by_torchrun else 'The environment has'} {found}, but the MPI world of this process has 1 "
+        "rank, so each process would train alone. Start the program with mpirun, srun or `python -m mpidist launch "
+        f"-n {count} train.py`. If one process alone is intended, type: unset {' '.join(names)}"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from datetime import timedelta
 from urllib.parse import parse_qs, urlparse
@@ -11,6 +10,7 @@ from mpidist.core.errors import LaunchError
 from mpidist.topology import world_topology
 from mpidist.torch.foreign import Foreign
 from mpidist.torch.mpi_store import open_store
+from mpidist.torch.variables import set_missing
 
 
 def meet(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tuple[Foreign, int, int]]:
@@ -28,13 +28,6 @@ def meet(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tu
     for name, number in (("rank", world.rank), ("world_size", world.size)):
         if name in query and int(query[name][0]) not in (-1, number):
             raise LaunchError(f"{name} is {query[name][0]}; MPI has {number}. Leave it out: the launcher has set it")
-    places = {
-        "RANK": world.rank,
-        "WORLD_SIZE": world.size,
-        "LOCAL_RANK": world.local_rank,
-        "LOCAL_WORLD_SIZE": world.local_size,
-    }
-    for name, number in places.items():
-        os.environ.setdefault(name, str(number))
+    set_missing(world.rank, world.size, world.local_rank, world.local_size)
     yield open_store(timeout), world.rank, world.size
     raise RuntimeError("torch asks to meet once more; ranks of MPI meet once")

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import os
 
-from mpidist.topology.environments import read_launcher
+from mpidist.topology.environments import OWN_WORLD_SIZE, read_launcher
 
 
 def set_variables() -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as the launcher has them.
+    """Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE from the launcher's variables.
 
-    Those that are set stay. A launcher that does not tell all of them gets none set that it does not tell.
+    Variables that are set stay. A variable is skipped if the launcher does not tell its value.
     """
     info = read_launcher()
     if info is None or info.size is None or "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return
-    told = {
-        "RANK": info.rank,
-        "WORLD_SIZE": info.size,
-        "LOCAL_RANK": info.local_rank,
-        "LOCAL_WORLD_SIZE": info.local_size,
-    }
-    for name, value in told.items():
+    set_missing(info.rank, info.size, info.local_rank, info.local_size)
+
+
+def set_missing(rank: int, size: int, local_rank: int | None, local_size: int | None) -> None:
+    """Set the variables that are missing and known, and record a WORLD_SIZE of mpidist's own."""
+    known = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
+    if "WORLD_SIZE" not in os.environ:
+        os.environ[OWN_WORLD_SIZE] = str(size)
+    for name, value in known.items():
         if value is not None:
             os.environ.setdefault(name, str(value))

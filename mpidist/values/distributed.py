@@ -243,15 +243,3 @@ def select_replica(local_id: int, structure: Value) -> Value:
 
     selected: Value = nest.map_structure(select, structure)
     return selected
-
-
-def select_replica_mirrored(local_id: int, structure: Value) -> Value:
-    """Select as :func:`select_replica`, where nothing may differ between replicas.
-
-    Raises:
-        TypeError: A leaf is a PerReplica.
-    """
-    for path, leaf in nest.flatten_with_path(structure):
-        if isinstance(leaf, ReplicaValues) and not isinstance(leaf, Mirrored):
-            raise TypeError(f"expected a value that is equal on all replicas, and was given {leaf!r}{path}")
-    return select_replica(local_id, structure)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mpidist
+from mpidist.values import PerReplica
 from tests.acceptance.checks import (
     MEAN,
     ON_READ,
@@ -102,7 +103,7 @@ def test_batch_reduce_to(strategy: Any) -> None:
 @pytest.mark.parametrize("strategy", layouts(*WITH_COPIES), indirect=True)
 def test_update_resolves_arguments_and_groups_results(strategy: Any) -> None:
     ids = local_ids(strategy)
-    variable = make_variable(strategy, np.zeros(2))
+    variable = make_variable(strategy, np.zeros(2), ON_READ, SUM)
     value = per_replica(strategy, lambda i: float(i))
     total = strategy.extended.reduce_to("SUM", value, variable)
     seen: list[Any] = []
@@ -122,6 +123,38 @@ def test_update_resolves_arguments_and_groups_results(strategy: Any) -> None:
         single = (single,) if not isinstance(single, (list, tuple)) else single
     assert tuple(single) == tuple(i + 1.0 for i in ids)
     check_components(strategy, variable, lambda _: np.full(2, 2.0 * sum(range(strategy.num_replicas_in_sync))))
+
+
+def test_update_with_a_per_replica_raises(strategy: Any) -> None:
+    variable = make_variable(strategy, 1.0, name="w")
+    value = PerReplica(local_ids(strategy), local_ids(strategy))
+    calls: list[Any] = []
+    for where, given in (
+        (r"args\[0\]", {"args": (value,)}),
+        (r"args\[0\]\['a'\]\[1\]", {"args": ({"a": [1.0, value]},)}),
+        (r"kwargs\['x'\]\[0\]", {"kwargs": {"x": (value, 2)}}),
+    ):
+        with pytest.raises(ValueError, match=f"'w' received a PerReplica as {where}.*reduce_to"):
+            strategy.extended.update(variable, lambda *a, **k: calls.append((a, k)), **given)
+        with pytest.raises(ValueError, match=rf"update_non_slot\(\) received a PerReplica as {where}.*reduce_to"):
+            strategy.extended.update_non_slot(variable, lambda *a, **k: calls.append((a, k)), **given)
+    assert not calls
+    check_components(strategy, variable, lambda _: 1.0)
+    strategy.reduce("MEAN", strategy.run(lambda: 1.0), axis=None)
+
+
+@pytest.mark.parametrize("strategy", layouts(*WITH_COPIES), indirect=True)
+def test_update_of_an_equal_sum_in_replica_context(strategy: Any) -> None:
+    variable = make_variable(strategy, 0.0)
+    if is_default(strategy):
+        return
+
+    def step() -> None:
+        total = mpidist.get_replica_context().all_reduce("SUM", np.float64(1.0))
+        strategy.extended.update(variable, lambda c, x: c.assign_add(x), args=(total,))
+
+    strategy.run(step)
+    check_components(strategy, variable, lambda _: float(strategy.num_replicas_in_sync))
 
 
 def test_update_returns_the_variable_its_function_returns(strategy: Any) -> None:

@@ -156,14 +156,6 @@ def test_regroup_of_the_components_of_a_variable(strategy: Any) -> None:
     assert regroup([variable] * 2) is variable
 
 
-def test_select_replica_mirrored_refuses_per_replica() -> None:
-    from mpidist.values.distributed import select_replica_mirrored
-
-    same(select_replica_mirrored(1, {"a": Mirrored([1.0, 1.0]), "b": 2}), {"a": 1.0, "b": 2})
-    with pytest.raises(TypeError):
-        select_replica_mirrored(0, PerReplica([1.0, 2.0]))
-
-
 @pytest.mark.parametrize("strategy", layouts("mirrored*", "multi_worker-*", "central*"), indirect=True)
 def test_distributed_values_hold_the_local_part(strategy: Any) -> None:
     value = per_replica(strategy, lambda i: {"nest": np.full(2, i)})

@@ -193,7 +193,8 @@ def test_assigning_in_update_context(strategy: Any, synchronization: Any, aggreg
     for method, how in METHODS.items():
         variable = make_variable(strategy, BASE, synchronization, aggregation)
         mine = per_replica(strategy, of_replica)
-        strategy.extended.update(variable, lambda c, x, m=method: getattr(c, m)(x), args=(mine,))
+        # Captured, because a PerReplica argument is an error for ON_WRITE variables.
+        strategy.extended.update(variable, lambda c, m=method, x=mine: getattr(c, m)(x))
         check_components(strategy, variable, lambda i, h=how: h(BASE, of_replica(i)))
         if synchronization == ON_WRITE and len(strategy.extended.local_replica_ids) < strategy.num_replicas_in_sync:
             with pytest.raises(mpidist.MismatchError, match=r"extended\.update\(\) of variable"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,41 @@ def test_a_forked_child_cannot_take_part(ranks: int) -> None:
     job = run_script(FORKED_AND_TAKES_PART, ranks, timeout=20)
     assert job.returncode == 0, job.stderr
     assert job.stdout.splitlines() == [f"{ranks} 0"] * ranks
+
+
+FORKED_AND_ENDS = """
+import os, sys, numpy, mpidist
+strategy = mpidist.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    variable = mpidist.Variable(numpy.ones(1 << 20))
+data = mpidist.Dataset.from_tensor_slices(numpy.arange(64.0)).batch(2).prefetch(2)
+batches = iter(strategy.experimental_distribute_dataset(data))
+next(batches)
+checkpoint = mpidist.Checkpoint(variable=variable)
+checkpoint.save(sys.argv[1], async_save=True)
+child = os.fork() if mpidist.rank() == 0 else None
+if child == 0:
+    {end}
+else:
+    if child is not None:
+        print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    for size in (1, 100_000) * 50:
+        assert (strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", numpy.ones(size))) == 2).all()
+    checkpoint.sync()
+    print(len(list(batches)))
+"""
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("pass", 0), ("sys.exit(0)", 0), ("sys.exit(3)", 3), ("raise ValueError", 1), ("os._exit(4)", 4)],
+)
+def test_the_end_of_a_forked_child_is_its_own(end: str, status: int, tmp_path: Path) -> None:
+    recording = {"MPIDIST_STATUS": str(tmp_path / "status"), "MPIDIST_TRACE": str(tmp_path / "trace")}
+    job = run_script(FORKED_AND_ENDS.format(end=end), 2, str(tmp_path / "model"), env=recording, timeout=30)
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.splitlines()) == ["31", "31", f"child {status}"]
 
 
 ONE_ASKS = """

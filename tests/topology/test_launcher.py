@@ -191,6 +191,76 @@ def test_check_world_in_two_real_processes_of_a_foreign_launcher() -> None:
         assert "started 2 ranks" in done.stderr
 
 
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+STRATEGIES = ("MultiWorkerMirroredStrategy", "MirroredStrategy", "experimental.CentralStorageStrategy", "Communicator")
+
+
+def _in_one_process(lines: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "import mpidist\n" + lines],
+        env=child_environment(variables),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("made", STRATEGIES)
+def test_a_strategy_under_torchrun_raises(made: str) -> None:
+    done = _in_one_process(f"mpidist.{made}()", **TORCHRUN, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    assert done.returncode == 1
+    said = done.stderr.replace("\n", " ")
+    assert "LaunchError: torchrun set RANK=1 and WORLD_SIZE=2" in said
+    assert "mpirun, srun or `python -m mpidist launch -n 2 train.py`" in said
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("variables", [{"WORLD_SIZE": "3"}, {"RANK": "0", "WORLD_SIZE": "3"}], ids=len)
+def test_world_size_of_others_raises(variables: dict[str, str]) -> None:
+    done = _in_one_process("mpidist.MultiWorkerMirroredStrategy()", **variables)
+    assert done.returncode == 1
+    assert "LaunchError: The environment has" in done.stderr
+    assert f"type: unset {' '.join(variables)}" in done.stderr
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("size", ["1", "", "many"])
+def test_world_size_of_one_process_is_fine(size: str) -> None:
+    lines = "print(mpidist.MultiWorkerMirroredStrategy().num_replicas_in_sync)"
+    done = _in_one_process(lines, **{**TORCHRUN, "RANK": "0", "WORLD_SIZE": size})
+    assert done.stdout == "1\n", done.stderr
+
+
+@pytest.mark.jobs
+def test_strategies_of_one_process_ignore_torchrun() -> None:
+    lines = "from mpi4py import MPI\nmpidist.OneDeviceStrategy('cpu:0')\n"
+    lines += "mpidist.MirroredStrategy(['cpu:0', 'cpu:1'], communicator=MPI.COMM_SELF)"
+    done = _in_one_process(lines, **TORCHRUN)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.jobs
+def test_children_inherit_world_size_safely() -> None:
+    """A child that uses mpidist alone, without the launcher's variables of its parent."""
+    done = run_script(
+        """
+        import os, subprocess, sys
+        import mpidist
+        from mpidist.torch.variables import set_variables
+        set_variables()
+        assert os.environ["WORLD_SIZE"] == str(mpidist.size()) == "2"
+        launcher = ("OMPI_", "PMI", "PRTE_", "HYD")
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
+        lines = "import mpidist; print(mpidist.MultiWorkerMirroredStrategy().num_replicas_in_sync)"
+        subprocess.run([sys.executable, "-c", lines], env=inherited, check=True)
+        """,
+        2,
+    )
+    assert done.stdout.split() == ["1", "1"], done.stderr
+
+
 @pytest.mark.jobs
 def test_check_world_under_the_real_mpirun() -> None:
     done = run_script(
