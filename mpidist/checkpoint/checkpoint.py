@@ -20,7 +20,7 @@ from mpidist.checkpoint.candidates import Newest, OneCheckpoint, Source, find_wh
 from mpidist.checkpoint.collecting import Leaves, Owned, collect, is_on_read
 from mpidist.checkpoint.formats import Manifest, Tensor, describe
 from mpidist.checkpoint.parts import Extent, Plan, deal, elements_of, plan_parts
-from mpidist.checkpoint.restoring import check_fit_of_all, fill, restore_iterators
+from mpidist.checkpoint.restoring import check_fit_of_all, check_states, fill, restore_iterators
 from mpidist.checkpoint.status import LoadStatus, Waiting
 from mpidist.checkpoint.storage import checkpoints_in
 from mpidist.checkpoint.writer import Job, Pending
@@ -325,7 +325,7 @@ class TrackedObjects:
         strategy = _strategy_of(leaves, "restore()")
         agreement = Agreement(strategy, "restoring", subject)
         with in_scope_of(strategy):
-            found = find_whole(agreement, source)
+            found = find_whole(agreement, source, partial(check_states, leaves))
             if found is None:
                 return None, {}
             path, manifest = found.path, found.manifest
