@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.checkpoint.collecting import Container, Leaves, child_key, follow, is_within, keys_above
+from mpidist.checkpoint.collecting import Container, Leaves, child_key, collect, follow, is_within, keys_above
 from mpidist.checkpoint.formats import Manifest, dtype_of
+from mpidist.values.composite import AnyVariable, slot_keys
 
 
 @dataclass
@@ -49,6 +50,7 @@ def align(manifest: Manifest, leaves: Leaves) -> Aligned:
     aligned = Aligned(manifest)
     _take_apart(tables, manifest.links, leaves, aligned)
     _bring_together(tables, leaves, aligned)
+    _match_slots(tables["tensors"], leaves, aligned)
     changed: dict[str, Any] = {**tables, "iterators": tuple(tables["iterators"])}
     aligned.manifest = replace(manifest, **changed)
     return aligned
@@ -112,6 +114,36 @@ def _bring_together(tables: _Tables, leaves: Leaves, aligned: Aligned) -> None:
             elif kind in ("values", "classes") and table.get(held, entry) != entry:
                 aligned.problems.append(f"{name!r} is {held!r} here, and another value in the checkpoint")
             table.setdefault(held, entry)
+
+
+def find_paths(objects: dict[str, object], manifest: Manifest) -> dict[AnyVariable, str]:
+    """Return the path in a checkpoint of each variable that the objects hold now."""
+    leaves = collect(objects, is_complete=False)
+    return _paths_there(leaves, align(manifest, leaves))
+
+
+def _paths_there(leaves: Leaves, aligned: Aligned) -> dict[AnyVariable, str]:
+    return {variable: aligned.source(key) for variable, key in leaves.paths().items()}
+
+
+def _match_slots(tensors: dict[str, Any], leaves: Leaves, aligned: Aligned) -> None:
+    """Rename the slots of the checkpoint to the keys that they have here."""
+    paths, paths_there = leaves.paths(), _paths_there(leaves, aligned)
+    moved: dict[str, str] = {}
+    for owner, slots in leaves.slots.items():
+        here, there = (slot_keys(list(slots.of), each) for each in (paths, paths_there))
+        for (group, *_), candidates, names in zip(here, there, slots.of.values(), strict=True):
+            saved = [each for each in candidates if any(f"{owner}/{each}/{name}" in tensors for name in names)]
+            moved.update({f"{owner}/{group}/{name}": f"{owner}/{each}/{name}" for each in saved[:1] for name in names})
+    # All at once, because a variable may have the path here that another variable has in the checkpoint.
+    entries = {key: (tensors[name], aligned.source(name)) for key, name in moved.items() if name in tensors}
+    for name in moved.values():
+        tensors.pop(name, None)
+        aligned.sources.pop(name, None)
+    for key, (tensor, source) in entries.items():
+        tensors[key] = tensor
+        if key != source:
+            aligned.sources[key] = source
 
 
 # Lists and dicts --------------------------------------------------------------------------------------------------

@@ -136,8 +136,13 @@ class Whole:
     values: Values = field(repr=False)
 
 
-def find_whole(agreement: Agreement, source: Source) -> Whole | None:
+def find_whole(agreement: Agreement, source: Source, check: Callable[[Path, Manifest], None]) -> Whole | None:
     """Return the first undamaged checkpoint of a source, or None (collective).
+
+    Args:
+        agreement: The ranks that read.
+        source: The checkpoints.
+        check: Raises DamagedCheckpointError if a state in the manifest is damaged. Called on the first rank.
 
     Raises:
         Exception: That of the source, on the first rank, or of reading, on the rank where that was.
@@ -146,10 +151,15 @@ def find_whole(agreement: Agreement, source: Source) -> Whole | None:
     damage: str | None = None
 
     def propose() -> tuple[str, dict[str, object], dict[str, int], dict[str, str]] | None:
-        wanted = source.next(damage)
-        if wanted is None:
-            return None
-        return str(wanted.path), wanted.manifest.to_json(), wanted.sizes, wanted.unusable
+        found = damage
+        while (wanted := source.next(found)) is not None:
+            try:
+                check(wanted.path, wanted.manifest)
+            except DamagedCheckpointError as error:
+                found = str(error)
+            else:
+                return str(wanted.path), wanted.manifest.to_json(), wanted.sizes, wanted.unusable
+        return None
 
     while True:
         answer = agreement.chief_does(propose)

@@ -15,17 +15,18 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint.agreement import Agreement, digest, extended_of
-from mpidist.checkpoint.alignment import align, describe_container, give_shape
+from mpidist.checkpoint.alignment import Aligned, align, describe_container, find_paths, give_shape
 from mpidist.checkpoint.candidates import Newest, OneCheckpoint, Source, find_whole
 from mpidist.checkpoint.collecting import Leaves, Owned, collect, is_on_read
 from mpidist.checkpoint.formats import Manifest, Tensor, describe
 from mpidist.checkpoint.parts import Extent, Plan, deal, elements_of, plan_parts
-from mpidist.checkpoint.restoring import check_fit_of_all, fill, restore_iterators
+from mpidist.checkpoint.restoring import check_fit_of_all, check_states, fill, restore_iterators
 from mpidist.checkpoint.status import LoadStatus, Waiting
 from mpidist.checkpoint.storage import checkpoints_in
 from mpidist.checkpoint.writer import Job, Pending
 from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_scope_of, is_default, outside
 from mpidist.core.protocols import StrategyLike
+from mpidist.values.composite import is_by_position
 from mpidist.values.placement import on_host
 
 
@@ -324,7 +325,7 @@ class TrackedObjects:
         strategy = _strategy_of(leaves, "restore()")
         agreement = Agreement(strategy, "restoring", subject)
         with in_scope_of(strategy):
-            found = find_whole(agreement, source)
+            found = find_whole(agreement, source, partial(check_states, leaves))
             if found is None:
                 return None, {}
             path, manifest = found.path, found.manifest
@@ -334,6 +335,10 @@ class TrackedObjects:
             if give_shape(leaves, aligned.manifest):
                 leaves = collect(self.objects)
             unused, deferred, values = fill(leaves, aligned, found.values)
+            for slots in leaves.slots.values():
+                slots.find(partial(find_paths, self.objects, manifest))
+            if agreement.is_chief:
+                _warn_of_positions({*manifest.classes, *leaves.slots}, aligned, unused, path)
         if self._waiting is not None:
             self._waiting.end()
         self._waiting = Waiting(path, self.objects, manifest, values)
@@ -348,6 +353,23 @@ class TrackedObjects:
         if unusable and self.strategy("restore()").extended.should_checkpoint:
             reasons = "; ".join(f"{path} ({reason})" for path, reason in unusable.items())
             warnings.warn(f"checkpoints that cannot be used: {reasons}; restored {used} instead", stacklevel=3)
+
+
+def _warn_of_positions(optimizers: set[str], aligned: Aligned, unused: list[str], path: str) -> None:
+    """Warn if slots of optimizers, given by key, were restored by position."""
+    used = {aligned.source(key) for key in aligned.manifest.tensors.keys() - set(unused)}
+    unchecked = sorted(
+        owner
+        for owner in optimizers
+        if any(key.startswith(f"{owner}/") and is_by_position(key.removeprefix(f"{owner}/")) for key in used)
+    )
+    if unchecked:
+        warnings.warn(
+            f"checkpoint {path} has slots of {', '.join(map(repr, unchecked))} by the position of their variables, so "
+            "the order of the variables could not be checked. Build the optimizer with the variables in the order that "
+            "was saved, and save a new checkpoint",
+            stacklevel=4,
+        )
 
 
 def _check_name(path: str | os.PathLike[str]) -> None:

@@ -26,7 +26,7 @@ from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.first_use import imported
 from mpidist.core.nest import NestKind
 from mpidist.core.protocols import StrategyLike
-from mpidist.values.composite import AnyVariable
+from mpidist.values.composite import AnyVariable, Slots, slot_keys
 
 if TYPE_CHECKING:
     import torch
@@ -140,6 +140,7 @@ class Leaves:
         places: Where numbers, strings and None stand.
         iterators: Objects whose state is saved: with ``state()`` and ``restore(state)``.
         deferring: Objects that take values of parts that they do not have yet, by key.
+        slots: Slots by key of the optimizer.
         containers: Dicts, lists and tuples.
         objects: Objects that take part by their attributes.
         given: Those of them that are not themselves in an attribute of another one.
@@ -154,6 +155,7 @@ class Leaves:
     places: dict[str, ValueRef] = field(default_factory=dict)
     iterators: dict[str, Stateful] = field(default_factory=dict)
     deferring: dict[str, Deferring] = field(default_factory=dict)
+    slots: dict[str, Slots] = field(default_factory=dict)
     containers: dict[str, Container] = field(default_factory=dict)
     objects: dict[str, object] = field(default_factory=dict)
     given: set[str] = field(default_factory=set)
@@ -183,6 +185,10 @@ class Leaves:
         for key, iterator in self.iterators.items():
             values[key] = _checked_state(key, iterator)
         return values
+
+    def paths(self) -> dict[AnyVariable, str]:
+        """Return the key of each variable."""
+        return {variable: key for key, variable in self.variables.items()}
 
     def classes(self) -> dict[str, str]:
         """Return the class names of optimizers; values mean something else in another class."""
@@ -349,6 +355,17 @@ class _Collector:
         (self._queue if found.lost is None else self._without_key).append(found)
 
     def result(self) -> Leaves:
+        self._look_at_queue()
+        # Last, because their keys contain the paths of their variables.
+        self._queue_slots()
+        self._look_at_queue()
+        while self._without_key and self._is_complete:
+            self._look_at(self._without_key.popleft())
+        leaves = self._leaves
+        leaves.links = _links_to_something(leaves)
+        return leaves
+
+    def _look_at_queue(self) -> None:
         while self._queue:
             try:
                 self._look_at(self._queue.popleft())
@@ -356,11 +373,16 @@ class _Collector:
                 # Of what is only looked for nothing is saved: saving and restoring tell of it.
                 if self._is_complete:
                     raise
-        while self._without_key and self._is_complete:
-            self._look_at(self._without_key.popleft())
-        leaves = self._leaves
-        leaves.links = _links_to_something(leaves)
-        return leaves
+
+    def _queue_slots(self) -> None:
+        paths = self._leaves.paths()
+        for owner, slots in self._leaves.slots.items():
+            for (group, *_), held in zip(slot_keys(list(slots.of), paths), slots.of.values(), strict=True):
+                for name, slot in held.items():
+                    key = f"{owner}/{group}/{name}"
+                    # A restored value still waits if the slot was made before its variable had a path.
+                    self._leaves.arrays.pop(key, None)
+                    self.add(_Found(slot, key))
 
     def _look_at(self, found: _Found) -> None:
         value, key = found.value, found.key
@@ -371,6 +393,8 @@ class _Collector:
             _check_readable(value, key)
             if self._is_new(found):
                 self._take("variables", found, value)
+        elif isinstance(value, Slots):
+            self._leaves.slots[key.rpartition("/")[0]] = value
         elif isinstance(value, np.ndarray) or is_device_array(value) or is_torch(value) or is_jax(value):
             self._look_at_array(found)
         elif _has_methods(value, "_checkpoint_children") and not isinstance(value, type):

@@ -31,7 +31,7 @@ from mpidist.values.placement import on_host
 
 MANIFEST = "manifest.json"
 FORMAT = "mpidist checkpoint"
-VERSION = 2
+VERSION = 3
 # The file of a checkpoint that one rank wrote; those of several have numbers.
 DATA = "data.safetensors"
 # That, or what several ranks write.
@@ -147,7 +147,7 @@ class Manifest:
         check(type(version) is int and version > 0, "version", content, source)
         if version > VERSION:
             raise ValueError(
-                f"{source} has format version {version!r}, and mpidist {__version__} reads 1 and {VERSION}; "
+                f"{source} has format version {version!r}, and mpidist {__version__} reads 1 to {VERSION}; "
                 f"use the mpidist that wrote it, {content.get('mpidist')}, or a later one"
             )
         format_rules.check_manifest(content, source)
@@ -181,10 +181,10 @@ class Manifest:
             expected = content["checksum"]
             if found != expected:
                 raise DamagedCheckpointError(f"{source} is damaged: its CRC-32 is {found}, expected {expected}")
-        elif isinstance(content, dict) and content.get("version") == VERSION:
+        elif isinstance(content, dict) and content.get("version") in (2, VERSION):
             raise DamagedCheckpointError(f"{source} is damaged: it has no checksum")
         manifest = Manifest.from_json(content, source)
-        if content["version"] == VERSION:  # those of version 1 knew no checksums
+        if content["version"] > 1:  # those of version 1 knew no checksums
             used = {part.file for tensor in manifest.tensors.values() for part in tensor.parts}
             check(manifest.files.keys() >= used, "files", content, source)
         return manifest

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 from mpidist.arrays.convert import fill_torch, is_writable, jax_makes, like_jax
 from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint.agreement import Agreement, digest
-from mpidist.checkpoint.alignment import Aligned, describe_container, tensors_to_be_made
+from mpidist.checkpoint.alignment import Aligned, align, describe_container, tensors_to_be_made
 from mpidist.checkpoint.collecting import Leaves, is_on_read, keys_above
-from mpidist.checkpoint.formats import Manifest
+from mpidist.checkpoint.format_rules import DamagedCheckpointError
+from mpidist.checkpoint.formats import MANIFEST, Manifest
 from mpidist.checkpoint.shared_reading import Values
 from mpidist.core.enums import VariableAggregation
 from mpidist.values import Variable
@@ -114,6 +117,18 @@ def _owner_of(key: str, leaves: Leaves) -> str | None:
 def _is_kept(key: str, leaves: Leaves) -> bool:
     """Return whether the value ``key`` is kept for a part yet to come."""
     return _owner_of(key, leaves) is not None or bool(keys_above(key) & leaves.objects.keys())
+
+
+def check_states(leaves: Leaves, path: Path, manifest: Manifest) -> None:
+    """Raise DamagedCheckpointError if the state of an iterator of mpidist is not in its format."""
+    aligned = align(manifest, leaves).manifest
+    for key in sorted(leaves.iterators.keys() & set(aligned.iterators)):
+        check = getattr(leaves.iterators[key], "_checkpoint_check", None)
+        try:
+            if check is not None:
+                check(aligned.values[key])
+        except (TypeError, ValueError) as error:
+            raise DamagedCheckpointError(f"{path / MANIFEST} is damaged: {key!r}: {error}") from error
 
 
 def restore_iterators(agreement: Agreement, leaves: Leaves, manifest: Manifest) -> None:

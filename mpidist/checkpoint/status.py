@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 
 from mpidist.arrays.dtypes import Array
+from mpidist.checkpoint.alignment import align
 from mpidist.checkpoint.collecting import WAITING_ATTRIBUTE, Leaves, collect, follow, is_within, keys_above
 from mpidist.checkpoint.formats import Manifest
 from mpidist.checkpoint.restoring import start_variable
@@ -81,16 +82,17 @@ class Waiting:
 
     def _give(self, leaves: Leaves) -> dict[str, AnyVariable]:
         """Give variables their values, and return misfits by the key of the value."""
-        # Those that wait come last: of two that are one thing here, one may have been given.
-        of_program = {follow(key, leaves.links): key for key in (*self._manifest.tensors, *self._values)}
+        aligned = align(self._manifest, leaves)
+        # Of two values of one variable, one may have been given.
+        others = {one: other for one, other in aligned.doubles if one not in self._values}
         given, misfits = set(), {}
         for key, variable in leaves.variables.items():
             if not any(part.is_unused for part in parts_of(variable)):
                 continue
-            source = of_program.get(key, follow(key, self._manifest.links))
+            source = others.get(aligned.source(key), aligned.source(key))
             value = self._values.get(source)
             if value is None:
-                if source not in self._manifest.tensors:
+                if key not in aligned.manifest.tensors:
                     self.without_value[key] = None
             elif (value.shape, value.dtype) != (variable.shape, variable.dtype):
                 misfits[source] = variable

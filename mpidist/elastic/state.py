@@ -13,6 +13,7 @@ from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint.agreement import Agreement, extended_of
 from mpidist.checkpoint.candidates import Wanted
 from mpidist.checkpoint.checkpoint import Checkpoint, TrackedObjects, describe_tensors, manifest_of, tracked_by
+from mpidist.checkpoint.format_rules import DamagedCheckpointError
 from mpidist.checkpoint.formats import Manifest, dtype_of
 from mpidist.checkpoint.shared_reading import Values
 from mpidist.core.context import in_scope_of
@@ -257,7 +258,8 @@ class _Committed:
 
     def next(self, damage: str | None) -> Wanted | None:
         """See ``Source``."""
-        del damage  # memory is not checked
+        if damage is not None:
+            raise DamagedCheckpointError(damage)
         return None if self._snapshot is None else Wanted(Path("a commit"), self._snapshot.manifest, {}, {})
 
     def read(self, agreement: Agreement, path: Path, manifest: Manifest, sizes: dict[str, int]) -> Values:

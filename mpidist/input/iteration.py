@@ -16,6 +16,7 @@ from mpidist.input.input_options import DatasetOptions
 from mpidist.input.input_workers import InputWorkers
 from mpidist.input.local_batches import DealtBatches
 from mpidist.input.policies import batches_of_worker
+from mpidist.input.position import Position
 from mpidist.input.resuming import Dealing, Remainder
 from mpidist.input.threads import Readers
 
@@ -137,6 +138,10 @@ class PassIterator(ABC, Generic[E_co]):
         1
         """
         return self._remainder.after(self._taken).to_json()
+
+    def _checkpoint_check(self, state: object) -> None:
+        """Raise TypeError or ValueError unless ``state`` has the format of a state."""
+        Position.from_json(state)
 
     def __repr__(self) -> str:
         progress = self._remainder.after(self._taken).progress()

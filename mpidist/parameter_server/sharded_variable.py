@@ -23,6 +23,7 @@ from mpidist.values.placement import Place, array_of, copy_of, on_host, place_of
 
 # Rows in rising order, each once.
 Rows = range | Array
+_DEFAULT_NAME = "ShardedVariable"
 
 
 def div_sizes(rows: int, shards: int) -> list[int]:
@@ -167,10 +168,11 @@ class ShardedVariable(CompositeVariable):
     [[0.0], [10.0], [0.0]]
     """
 
-    def __init__(self, variables: Sequence[Variable], name: str = "ShardedVariable") -> None:
+    def __init__(self, variables: Sequence[Variable], name: str = _DEFAULT_NAME) -> None:
         _check_shards(variables)
         self._variables = list(variables)
         self.name = name
+        self.is_named = name != _DEFAULT_NAME
         sizes = [variable.shape[0] for variable in variables]
         self._offsets = offsets_of(sizes)
         self._shape = (self._offsets[-1], *variables[0].shape[1:])

@@ -6,6 +6,7 @@ has. Optimizers make their tensors when they first step, so a checkpoint may bri
 
 from __future__ import annotations
 
+import reprlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -99,6 +100,15 @@ class OptimizerSettings:
             "tensors": sorted(held_tensors(first, self._names)),
         }
 
+    def _checkpoint_check(self, state: object) -> None:
+        """Raise TypeError or ValueError unless ``state`` has the format of a state."""
+        kinds = {"class": str, "groups": list, "values": dict, "tensors": list}
+        if not isinstance(state, dict) or not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
+            raise ValueError(f"it is {reprlib.repr(state)}, which is no state of an optimizer")
+        for part in (*state["groups"], *state["values"].values()):
+            if not isinstance(part, dict) or not isinstance(decoded(part), dict):
+                raise ValueError(f"it has {reprlib.repr(part)}, which is no settings of an optimizer")
+
     def restore(self, state: Any) -> None:
         """Take over settings; drop tensors that were not there when they were saved.
 
@@ -149,6 +159,11 @@ class SchedulerState:
     def state(self) -> object:
         """Return ``state_dict()``, in types that JSON has."""
         return encoded(self._scheduler.state_dict())
+
+    def _checkpoint_check(self, state: object) -> None:
+        """Raise TypeError or ValueError unless ``state`` has the format of a state."""
+        if not isinstance(decoded(state), dict):
+            raise ValueError(f"it is {reprlib.repr(state)}, which is no state of a scheduler")
 
     def restore(self, state: Any) -> None:
         """Go on from a state."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import warnings
 import zlib
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +21,7 @@ from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.training import gradients as gradient_tools
 from mpidist.training.gradients import Buckets, GradientsAndVariables, check_is_float, strategy_of
 from mpidist.values import CompositeVariable, IndexedSlices, Variable
-from mpidist.values.composite import AnyVariable, cut_for, parts_of, wholes_of
+from mpidist.values.composite import AnyVariable, Slots, cut_for, is_by_path, parts_of, slot_keys, wholes_of
 from mpidist.values.placement import variables_on_host
 
 if TYPE_CHECKING:
@@ -66,8 +67,10 @@ class Optimizer:
         self.learning_rate = learning_rate
         self._iterations: Variable | None = None
         self._slots: dict[Variable, dict[str, Variable]] = {}
-        # What a checkpoint brought for variables that do not exist yet; taken out as they are made.
+        # Restored values for slots that do not exist yet.
         self._deferred: dict[str, Array] = {}
+        # Returns the checkpoint's path of each variable, to find the restored values of its slots.
+        self._paths: Callable[[], Mapping[AnyVariable, str]] = dict
         # The settings that all ranks have said to be theirs.
         self._agreed = ""
 
@@ -142,8 +145,8 @@ class Optimizer:
         checkpoint was restored for start from its values.
 
         Args:
-            var_list: The variables that will be updated. Saved slots are told apart by their position in it. A shard
-                of a ShardedVariable stands for the whole of it.
+            var_list: The variables that will be updated, in any order. A shard of a ShardedVariable stands for the
+                whole of it.
 
         Raises:
             ValueError: Variables of different strategies, or synchronized ON_READ.
@@ -163,12 +166,37 @@ class Optimizer:
                 with variables_on_host():
                     start = self._start_of("iterations", (), np.dtype(np.int64))
                     self._iterations = self._make_variable("iterations", start)
-            for whole in wholes:
-                self._make_slots(whole, strategy)
+            for whole, group in zip(wholes, self._restored_groups(wholes, strategy), strict=True):
+                self._make_slots(whole, group, strategy)
+            self._find_slots(self._paths)
 
-    def _make_slots(self, whole: AnyVariable, strategy: Strategy) -> None:
-        index, dtype = len(wholes_of(self._slots)), compute_dtype(whole)
-        starts = {slot: self._start_of(f"slots/{index}/{slot}", whole.shape, dtype) for slot in self.slot_names}
+    def _restored_groups(self, wholes: list[AnyVariable], strategy: Strategy) -> list[str | None]:
+        """Return the key under which the restored slots of each new variable wait, None without."""
+        if not self._deferred:
+            return [None] * len(wholes)
+        paths = self._paths()
+        keys = slot_keys([*wholes_of(self._slots), *wholes], paths)[-len(wholes) :]
+        groups = [
+            next(
+                (key for key in candidates if any(f"{key}/{slot}" in self._deferred for slot in self.slot_names)), None
+            )
+            for candidates in keys
+        ]
+        fresh = [v.name for v, group in zip(wholes, groups, strict=True) if group is None and v not in paths]
+        found = tuple(f"{group}/" for group in groups)
+        waiting = sorted(key for key in self._deferred if is_by_path(key) and not key.startswith(found))
+        if fresh and waiting and strategy.extended.should_checkpoint:
+            warnings.warn(
+                f"the slots of the variables {fresh} start from zero, although restored slots wait: {waiting}. The "
+                "checkpoint's objects do not hold these variables. Attach the variables to the objects before "
+                "optimizer.build()",
+                stacklevel=3,
+            )
+        return groups
+
+    def _make_slots(self, whole: AnyVariable, group: str | None, strategy: Strategy) -> None:
+        dtype = compute_dtype(whole)
+        starts = {slot: self._start_of(f"{group}/{slot}", whole.shape, dtype) for slot in self.slot_names}
         shares = {slot: cut_for(whole, start) for slot, start in starts.items()}
         for number, variable in enumerate(parts_of(whole)):
             # The default strategy places nothing, and has no scope to be in.
@@ -186,9 +214,9 @@ class Optimizer:
             return np.zeros(shape, dtype)
         if (value.shape, value.dtype) != (shape, dtype):
             raise ValueError(
-                f"the checkpoint that was restored has {key} of shape {value.shape} and dtype {value.dtype} for "
-                f"optimizer {self.name!r}; expected shape {shape} and dtype {dtype}: restore a "
-                "checkpoint of the same variables, given to the optimizer in the same order"
+                f"the restored checkpoint has {key} of shape {value.shape} and dtype {value.dtype} for optimizer "
+                f"{self.name!r}, whose variable has shape {shape} and dtype {dtype}. Build the optimizer with the "
+                "variables that were saved, or restore another checkpoint"
             )
         return self._deferred.pop(key)
 
@@ -390,7 +418,7 @@ class Optimizer:
     def rule(self) -> Optimizer:
         """Return a twin without variables and schedule, for updates elsewhere."""
         twin = copy.copy(self)
-        vars(twin).update(_schedule=None, _numbers={}, _deferred={}, _iterations=None, _slots={})
+        vars(twin).update(_schedule=None, _numbers={}, _deferred={}, _paths=dict, _iterations=None, _slots={})
         return twin
 
     def take_settings(self, other: Optimizer) -> None:
@@ -440,16 +468,23 @@ class Optimizer:
 
     def _checkpoint_children(self) -> dict[str, object]:
         """Return the state for a checkpoint, by name, with restored values not yet in use."""
+        slots = {
+            whole: {name: self.get_slot(whole, name) for name in self._slots[parts_of(whole)[0]]}
+            for whole in wholes_of(self._slots)
+        }
         children: dict[str, object] = {**self._deferred, "numbers": self._numbers}
+        children["slots"] = Slots(slots, self._find_slots)
         if self._iterations is not None:
             children["iterations"] = self._iterations
-        for index, whole in enumerate(wholes_of(self._slots)):
-            for name in self._slots[parts_of(whole)[0]]:
-                children[f"slots/{index}/{name}"] = self.get_slot(whole, name)
         return children
 
+    def _find_slots(self, paths: Callable[[], Mapping[AnyVariable, str]]) -> None:
+        """Find restored slots by the paths of their variables from now on."""
+        # The function keeps the objects of the checkpoint alive.
+        self._paths = paths if self._deferred else dict
+
     def _checkpoint_defer(self, values: dict[str, Array]) -> None:
-        """Keep values for variables that do not exist yet, until each is made."""
+        """Keep restored values of slots that do not exist yet."""
         for key, value in self._deferred.items():
             values.setdefault(key, value)
         self._deferred = values

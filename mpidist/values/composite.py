@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
+from urllib.parse import quote
 
 from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.protocols import StrategyLike
@@ -20,6 +23,8 @@ class CompositeVariable(Assignable):
 
     synchronization: VariableSynchronization
     aggregation: VariableAggregation
+    # Whether the program chose the name.
+    is_named: bool
 
     @property
     def variables(self) -> list[Variable]:
@@ -65,3 +70,54 @@ def wholes_of(variables: Iterable[AnyVariable]) -> list[AnyVariable]:
 def _whole_of(variable: AnyVariable) -> AnyVariable:
     whole = variable.whole if isinstance(variable, Variable) else None
     return whole if isinstance(whole, CompositeVariable) else variable
+
+
+# Slots of optimizers in checkpoints -----------------------------------------------------------------------------------
+
+_BY_PATH, _BY_NAME = "slots_by_path", "slots_by_name"
+# Format versions 1 and 2 save all slots as "slots/<position>/<slot>".
+_BY_POSITION = ("slots_by_position", "slots")
+
+
+@dataclass(frozen=True)
+class Slots:
+    """All slots of an optimizer, as a part of it in a checkpoint.
+
+    Attributes:
+        of: The slots of each variable by name.
+        find: Accepts a function to find restored slots later: it returns the path of each variable in the checkpoint.
+    """
+
+    of: Mapping[AnyVariable, Mapping[str, AnyVariable]]
+    find: Callable[[Callable[[], Mapping[AnyVariable, str]]], None]
+
+
+def slot_keys(variables: Sequence[AnyVariable], paths: Mapping[AnyVariable, str]) -> list[list[str]]:
+    """Return the possible keys of each variable's slots, the first to save them.
+
+    Keys are relative to the optimizer.
+
+    >>> from mpidist.values import Variable
+    >>> first, second = Variable(1.0), Variable(2.0, name="b")
+    >>> slot_keys([first, second], {first: "model/a"})
+    [['slots_by_path/model/a', 'slots_by_position/0', 'slots/0'], ['slots_by_name/b', 'slots_by_position/1', 'slots/1']]
+    """
+    names = Counter(variable.name for variable in variables)
+    keys = []
+    for position, variable in enumerate(variables):
+        path = [f"{_BY_PATH}/{paths[variable]}"] if variable in paths else []
+        # Two variables of one name can only be told apart by position.
+        is_named = variable.is_named and names[variable.name] == 1
+        name = [f"{_BY_NAME}/{quote(variable.name, safe='')}"] if is_named else []
+        keys.append([*path, *name, *(f"{kind}/{position}" for kind in _BY_POSITION)])
+    return keys
+
+
+def is_by_path(key: str) -> bool:
+    """Return whether a key is that of a slot saved by path."""
+    return key.startswith(f"{_BY_PATH}/")
+
+
+def is_by_position(key: str) -> bool:
+    """Return whether a key is that of a slot saved by position."""
+    return key.partition("/")[0] in _BY_POSITION

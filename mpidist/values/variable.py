@@ -62,6 +62,7 @@ def _create_under_current_strategy(**arguments: Any) -> Any:
     with extended.shared_errors(f"creating variable {name!r}"):
         array = initial_array(arguments["initial_value"], dtype, shape, arguments["aggregation"])
     variable = extended.create_variable(array, **{**arguments, "name": name})
+    variable.is_named = is_named
     if not is_named:
         extended.variable_names.took_default()
     return variable
@@ -122,6 +123,8 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
     whole: Assignable | None = None
     # Whether it may still be given a restored value that waits for it, when it comes to its place.
     is_unused = True
+    # Whether the program chose the name.
+    is_named = False
 
     def assemble(
         self,
@@ -345,6 +348,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
             # Not counted among those of the strategy: a copy may be made on one rank alone.
             label=f"{self.label} (copy {self._copies})",
         )
+        twin.is_named = self.is_named
         memo[id(self)] = twin
         return twin
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist import Checkpoint
+from mpidist.checkpoint import DamagedCheckpointError
+from mpidist.checkpoint.formats import Manifest
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
 from tests.support.ranks.layouts import layouts
@@ -195,6 +199,26 @@ def test_a_distributed_iterator(strategy: mpidist.Strategy, tmp_path: Path) -> N
     assert [np.asarray(x).tolist() for x in found] == [np.asarray(x).tolist() for x in expected]
     iterator.close()
     again.close()
+
+
+@pytest.mark.parametrize("state", [3, "", [], {}, {"format": "mpidist iterator", "version": 1}], ids=str)
+def test_before_a_damaged_state_all_ranks_restore(strategy: mpidist.Strategy, state: Any, tmp_path: Path) -> None:
+    batches = iter(strategy.experimental_distribute_dataset(mpidist.Dataset.range(8).batch(4)))
+    with strategy.scope():
+        manager = mpidist.CheckpointManager(Checkpoint(batches=batches, step=1), tmp_path, None)
+        first, damaged = manager.save(), manager.save()
+        if strategy.extended.should_checkpoint:
+            file = Path(damaged) / "manifest.json"
+            content = json.loads(file.read_text())
+            content["values"]["batches"] = state
+            file.write_text(Manifest.from_json(content, "").to_text())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert manager.restore_or_initialize() == first
+    if strategy.extended.should_checkpoint:
+        assert "manifest.json is damaged: 'batches': state" in str(caught[0].message)
+    with strategy.scope(), pytest.raises((DamagedCheckpointError, PeerError), match="'batches': state"):
+        Checkpoint(batches=batches, step=1).restore(damaged)
 
 
 def test_a_state_that_json_cannot_hold(tmp_path: Path) -> None:

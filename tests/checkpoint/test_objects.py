@@ -79,7 +79,8 @@ def test_an_object_and_all_that_its_attributes_hold(
     checkpoint.wait()
     if strategy.extended.should_checkpoint:
         manifest = json.loads((Path(path) / "manifest.json").read_text())
-        expected = {f"model/{key}" for key in (*KEYS, "optimizer/slots/0/m", "optimizer/slots/0/s")}
+        slots = (f"optimizer/slots_by_path/model/last/kernel/{slot}" for slot in "ms")
+        expected = {f"model/{key}" for key in (*KEYS, *slots)}
         assert manifest["tensors"].keys() == expected
         assert manifest["links"] == {
             "model/layers/1/head": "model/last", "model/last/model": "model", "model/layers/0/model": "model",

@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 
 import mpidist
+from mpidist.checkpoint import DamagedCheckpointError
+from mpidist.checkpoint.formats import Manifest
+from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
 from tests.torch.strategy_training import epochs, losses_of, network, weights_of
 
@@ -165,6 +168,28 @@ def test_names_with_slashes(folder: Path) -> None:
     plain = make_module()
     mpidist.Checkpoint(model=plain).restore(path).expect_partial()
     assert torch.equal(plain["dense/kernel"], next(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        ("optimizer/settings", 3),
+        ("optimizer/settings", {"class": "SGD", "groups": [1], "values": {}, "tensors": []}),
+        ("optimizer/settings", {"class": "SGD", "groups": [{"betas": {"(tuple)": 5}}], "values": {}, "tensors": []}),
+        ("scheduler", []),
+        ("scheduler", {"(items)": [[[], 1]]}),
+    ],
+)
+def test_a_state_of_another_format_is_damage(make: Make, name: str, state: Any, folder: Path) -> None:
+    training = make(1, torch.optim.SGD, lr=1e-2)
+    path = training.checkpoint.save(str(folder / "ckpt"))
+    if training.strategy.extended.should_checkpoint:
+        file = Path(path) / "manifest.json"
+        content = json.loads(file.read_text())
+        content["values"][name] = state
+        file.write_text(Manifest.from_json(content, "").to_text())
+    with pytest.raises((DamagedCheckpointError, PeerError), match=f"manifest.json is damaged: '{name}'"):
+        training.checkpoint.restore(path)
 
 
 def test_another_optimizer_is_named(make: Make, folder: Path) -> None:
