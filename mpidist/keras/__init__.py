@@ -1,6 +1,6 @@
-"""Keras 3 under a strategy: ``mpidist.keras.adopt(model)`` inside ``strategy.scope()``.
+"""Keras 3 under a strategy: models that are made or compiled inside ``strategy.scope()``.
 
-Nothing of Keras is changed: the model, and the optimizer that it is compiled with, get subclasses of their classes.
+An adopted model, and the optimizer that it is compiled with, become objects of subclasses of their classes.
 """
 
 from typing import TYPE_CHECKING

@@ -214,12 +214,16 @@ class ReplicaModel(keras.Model):
             return batches.in_order(self._mpidist.sums.concatenate(batches.without_fillers(outputs)))
 
     def train_on_batch(self, x: Tensors, y: Tensors = None, *args: object, **kwargs: object) -> KerasObject:
-        """Raise NotImplementedError: one step is one batch of ``fit``."""
-        raise NotImplementedError(_ONE_BATCH.format("train_on_batch()", "fit"))
+        """Raise NotImplementedError on several ranks: one step is one batch of ``fit``."""
+        if self._mpidist.sums.are_needed:
+            raise NotImplementedError(_ONE_BATCH.format("train_on_batch()", "fit"))
+        return super().train_on_batch(x, y, *args, **kwargs)
 
     def test_on_batch(self, x: Tensors, y: Tensors = None, *args: object, **kwargs: object) -> KerasObject:
-        """Raise NotImplementedError: one step is one batch of ``evaluate``."""
-        raise NotImplementedError(_ONE_BATCH.format("test_on_batch()", "evaluate"))
+        """Raise NotImplementedError on several ranks: one step is one batch of ``evaluate``."""
+        if self._mpidist.sums.are_needed:
+            raise NotImplementedError(_ONE_BATCH.format("test_on_batch()", "evaluate"))
+        return super().test_on_batch(x, y, *args, **kwargs)
 
     def compute_loss(self, *args: object, **kwargs: object) -> KerasObject:
         """Return the loss of this rank's rows; see Keras."""
@@ -314,4 +318,6 @@ class ReplicaModel(keras.Model):
         ]
 
 
-_ONE_BATCH = "{} is not there under a strategy; expected {}() with a keras.utils.PyDataset of the global batches"
+_ONE_BATCH = (
+    "{} is not supported by a strategy with several ranks. Call {}() with a keras.utils.PyDataset of the global batches"
+)
