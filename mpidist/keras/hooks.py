@@ -35,19 +35,36 @@ def _adopt(model: KerasObject) -> None:
             adopt(model)
 
 
-def _call_after(method: str, hook: Callable[[KerasObject], None]) -> None:
-    """Call ``hook`` after a method of Keras' trainer."""
-    # On the class that defines both methods: Keras compares Trainer.compile with that of a model that it loads.
-    trainer = next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind))
-    original = getattr(trainer, method)
+def _require_adoption(model: KerasObject) -> None:
+    """Raise RuntimeError if a model is trained in the scope of replicas that it does not belong to."""
+    strategy = get_strategy()
+    owner = getattr(getattr(model, "_mpidist", None), "strategy", None)
+    if strategy.num_replicas_in_sync > 1 and owner is not strategy:
+        raise RuntimeError(
+            f"the Keras model {model.name!r} is trained under {type(strategy).__name__}, which has not adopted it. "
+            "Each rank would train a model of its own. Call model.compile() or mpidist.keras.adopt(model) inside `with "
+            "strategy.scope():`, or train a model of this rank alone outside of the scope."
+        )
+
+
+def _hook(owner_of: str, method: str, hook: Callable[[KerasObject], None], calls_before: bool = False) -> None:
+    """Call ``hook`` beside a method of the class of Keras that defines ``owner_of``."""
+    owner = next(kind for kind in keras.Model.__mro__ if owner_of in vars(kind))
+    original = getattr(owner, method)
 
     @wraps(original)
     def hooked(self: KerasObject, *args: object, **kwargs: object) -> None:
+        if calls_before:
+            hook(self)
         original(self, *args, **kwargs)
-        hook(self)
+        if not calls_before:
+            hook(self)
 
-    setattr(trainer, method, hooked)
+    setattr(owner, method, hooked)
 
 
-_call_after("__init__", _note_scope)
-_call_after("compile", _adopt)
+# On Keras' base trainer, not on Model: when Keras loads a model it compares Trainer.compile with that of the model.
+_hook("compile", "__init__", _note_scope)
+_hook("compile", "compile", _adopt)
+# By which fit() and train_on_batch() begin.
+_hook("make_train_function", "make_train_function", _require_adoption, calls_before=True)

@@ -86,7 +86,33 @@ def test_models_of_no_scope_are_those_of_keras(keras: ModuleType, network: Calla
 
 def test_only_models_are_adopted(keras: ModuleType) -> None:
     with pytest.raises(TypeError, match="expected a keras.Model"):
-        adopted(mpidist.get_strategy(), keras.layers.Dense(1))
+        adopted(mpidist.OneDeviceStrategy("cpu:0"), keras.layers.Dense(1))
+
+
+@pytest.mark.min_ranks(2)
+@SEVERAL
+def test_adopt_outside_the_scope_raises(strategy: Any, keras: ModuleType, network: Callable[[], Any]) -> None:
+    assert strategy.num_replicas_in_sync > 1
+    with pytest.raises(RuntimeError, match=r"outside of the scope of MultiWorkerMirroredStrategy.*with strategy.scope"):
+        mpidist.keras.adopt(network())
+
+
+@pytest.mark.min_ranks(2)
+@SEVERAL
+@pytest.mark.parametrize("is_adopted", [True, False])
+def test_fit_of_a_strange_model_in_scope_raises(
+    strategy: Any, keras: ModuleType, data: Any, network: Callable[[], Any], is_adopted: bool
+) -> None:
+    x, y, _ = data
+    model = adopted(mpidist.OneDeviceStrategy("cpu:0"), network()) if is_adopted else network()
+    model.compile("sgd", "mse")
+    for train in (model.fit, model.train_on_batch):
+        with (
+            pytest.raises(RuntimeError, match="MultiWorkerMirroredStrategy, which has not adopted it"),
+            strategy.scope(),
+        ):
+            train(x, y)
+    model.fit(x, y, verbose=0)
 
 
 def test_not_within_run(keras: ModuleType, network: Callable[[], Any]) -> None:
