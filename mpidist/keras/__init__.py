@@ -9,10 +9,13 @@ from mpidist.core.first_use import on_first_use
 
 if TYPE_CHECKING:
     from mpidist.keras.adopting import adopt
+    from mpidist.keras.global_batches import sharded
 else:
     # Keras takes a second to import, and reads its settings then.
-    __getattr__, __dir__ = on_first_use(__name__, {"mpidist.keras.adopting": "adopt"})
+    __getattr__, __dir__ = on_first_use(
+        __name__, {"mpidist.keras.adopting": "adopt", "mpidist.keras.global_batches": "sharded"}
+    )
 
 del TYPE_CHECKING, on_first_use
 
-__all__ = ["adopt"]
+__all__ = ["adopt", "sharded"]
