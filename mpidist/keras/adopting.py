@@ -73,7 +73,7 @@ def adopt(model: M) -> M:
         return model
     subclassed(model, _Model, Adoption(strategy, _Optimizer))
     if model.compiled:
-        model.adopt_optimizer()
+        model.adopt_compiled()
     return model
 
 
