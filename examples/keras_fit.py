@@ -5,7 +5,7 @@
     KERAS_BACKEND=jax mpirun -n 4 python examples/keras_fit.py          the same with JAX
     mpirun -n 2 python examples/keras_fit.py --resume --epochs 8        goes on from the backup of a killed job
 
-A program as for one process, but for the strategy and ``mpidist.keras.adopt``. It needs Keras and PyTorch or JAX:
+A program as for one process, but for the strategy and its scope. It needs Keras and PyTorch or JAX:
 pip install 'mpidist[keras]' torch. See docs/keras.md.
 """
 
@@ -63,7 +63,7 @@ def main() -> None:
     images, labels = images_and_labels()
     strategy = mpidist.MultiWorkerMirroredStrategy()
     with strategy.scope():
-        model = mpidist.keras.adopt(network())
+        model = network()
         model.compile(keras.optimizers.Adam(3e-3), "sparse_categorical_crossentropy", metrics=["accuracy"])
     model.fit(
         images[TEST_IMAGES:],

@@ -1,11 +1,13 @@
-"""Names of a package that are imported on first use (PEP 562). A program pays only for the names that it uses."""
+"""Imports that depend on what a program uses: names on first use (PEP 562), hooks into libraries that it imports."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -54,3 +56,47 @@ def on_first_use(module: str, homes: Mapping[str, str], in_place_of: Mapping[str
         return sorted(names)
 
     return getattr_of_module, dir_of_module
+
+
+class _HookFinder(MetaPathFinder):
+    """Imports a hook right after the library that it is for."""
+
+    def __init__(self) -> None:
+        self.hooks: dict[str, str] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of the other finders, whose loader imports the hook at the end."""
+        if fullname not in self.hooks:
+            return None
+        found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, found), None)
+        if spec is not None and spec.loader is not None:
+            _import_afterwards(spec.loader, self.hooks[fullname])
+        return spec
+
+
+def _import_afterwards(loader: Loader, hook: str) -> None:
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        # Not imported(): this thread holds the lock of the library's import.
+        import_module(hook)
+
+    # On the object: code that looks at loaders sees the class that it expects.
+    loader.exec_module = exec_module  # type: ignore[method-assign]
+
+
+_hook_finder = _HookFinder()
+
+
+def hook_into(library: str, hook: str) -> None:
+    """Import the module ``hook`` once the program has imported ``library``, which may be now or never."""
+    if library in sys.modules:
+        imported(hook)
+        return
+    _hook_finder.hooks[library] = hook
+    if _hook_finder not in sys.meta_path:
+        sys.meta_path.insert(0, _hook_finder)

@@ -15,6 +15,7 @@ from mpidist.strategies import (
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
     Strategy,
+    check_adopts_in_scope,
     default_strategy,
 )
 
@@ -52,7 +53,7 @@ def adopt(model: M) -> M:
         TypeError: Not a model of Keras.
         ValueError: A strategy of parameter servers, several GPUs in one process, ``keras.distribution`` beside it, or a
             model of another strategy.
-        RuntimeError: Called inside ``strategy.run``.
+        RuntimeError: Called inside ``strategy.run``, or outside of the scope although a strategy has several ranks.
 
     >>> import mpidist
     >>> with mpidist.OneDeviceStrategy("cpu:0").scope():
@@ -61,6 +62,7 @@ def adopt(model: M) -> M:
     >>> isinstance(model, keras.Sequential), model.count_params()
     (True, 3)
     """
+    check_adopts_in_scope("mpidist.keras.adopt()")
     strategy: Any = get_strategy()
     require_cross_replica(strategy, "mpidist.keras.adopt()", "call it where the model is made")
     _check(strategy)
@@ -71,7 +73,7 @@ def adopt(model: M) -> M:
         return model
     subclassed(model, _Model, Adoption(strategy, _Optimizer))
     if model.compiled:
-        model.adopt_optimizer()
+        model.adopt_compiled()
     return model
 
 

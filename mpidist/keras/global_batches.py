@@ -13,6 +13,8 @@ import numpy as np
 
 from mpidist.arrays.convert import to_array
 from mpidist.input import Dataset, DistributedDataset
+from mpidist.input.dataset import graph_and_options
+from mpidist.input.graph import array_samples
 from mpidist.keras.rank_sums import RankSums
 from mpidist.keras.shares import own_rows, rank_parts, row_order
 from mpidist.keras.untyped import KerasObject, Tensors
@@ -20,10 +22,49 @@ from mpidist.strategies import Strategy
 
 _log = logging.getLogger("mpidist")
 
+_ROWS_OF_ITS_OWN = (
+    "if each rank has rows of its own, pass mpidist.keras.sharded(x), or a dataset of "
+    "strategy.distribute_datasets_from_function()"
+)
 _KINDS = (
     "expected arrays, a keras.utils.PyDataset, a torch.utils.data.DataLoader or an mpidist.Dataset, which give the "
     "same global batches on all ranks; a generator goes into the __getitem__ of a PyDataset"
 )
+
+
+class Sharded:
+    """Data of which each rank has rows of its own; made by :func:`sharded`."""
+
+    def __init__(self, data: Tensors) -> None:
+        self.data = data
+
+
+def sharded(x: Tensors) -> Sharded:
+    """Declare that each rank passes rows of its own to ``fit`` or ``evaluate`` (local).
+
+    Without it all ranks must pass the same data, of which each rank uses its share. Ranks may have different numbers of
+    rows.
+
+    Args:
+        x: The argument ``x`` of ``fit``: arrays, or an ``mpidist.Dataset`` or a DataLoader in batches of one replica.
+            With arrays, ``y`` and ``sample_weight`` are rows of this rank, too, and ``batch_size`` is that of all
+            replicas.
+
+    Returns:
+        A value for ``x``.
+
+    Raises:
+        TypeError: ``x`` is None.
+
+    >>> import mpidist
+    >>> with mpidist.OneDeviceStrategy("cpu:0").scope():
+    ...     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> history = model.fit(sharded(np.ones((4, 2))), np.ones((4, 1)), batch_size=2, verbose=0)
+    """
+    if x is None:
+        raise TypeError("x is None. Pass the arrays or the mpidist.Dataset of this rank.")
+    return Sharded(x)
 
 
 class GlobalBatches(keras.utils.PyDataset):
@@ -69,7 +110,9 @@ class GlobalBatches(keras.utils.PyDataset):
     def cut(self, index: int, batch: Tensors) -> Tensors:
         """Return this rank's rows of a global batch, the same on all ranks."""
         if index == 0:
-            self.strategy.extended.agree_on(lambda: f"a first global batch with the checksum {_checksum(batch):08x}")
+            self.strategy.extended.agree_on(
+                lambda: f"a first global batch with the checksum {_checksum(batch):08x}; {_ROWS_OF_ITS_OWN}"
+            )
         start, stop = self.share(index, rows_of(batch))
         return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[start:stop], batch)
 
@@ -103,7 +146,9 @@ class ArrayBatches(GlobalBatches):
     @property
     def text(self) -> str:
         """See the base class."""
-        return f"{self._rows} rows in batches of {self._batch_size}"
+        first = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[: self._batch_size], self._arrays)
+        rows = f"{self._rows} rows in batches of {self._batch_size}"
+        return f"{rows}, the first with the checksum {_checksum(first):08x} ({_ROWS_OF_ITS_OWN})"
 
     def __getitem__(self, index: int) -> Tensors:
         order, first = self.order(index, self._rows), index * self._batch_size
@@ -155,6 +200,7 @@ class StreamBatches(GlobalBatches):
         source: Begins anew each time it is iterated over.
         part: Makes this rank's part of batch number i; by default it is cut.
         fills: See the base class.
+        contents: The text of the data that ranks compare, if it is known before the first batch.
     """
 
     def __init__(
@@ -163,8 +209,10 @@ class StreamBatches(GlobalBatches):
         source: Iterable[Tensors],
         part: Callable[[int, Tensors], Tensors] | None = None,
         fills: bool = False,
+        contents: str = "",
     ) -> None:
         super().__init__(strategy, None, fills)
+        self._contents = contents
         self._source = source
         self._part = part or self.cut
         self._iterator: Iterator[Tensors] | None = None
@@ -180,7 +228,7 @@ class StreamBatches(GlobalBatches):
     @property
     def text(self) -> str:
         """See the base class."""
-        return f"{self.num_batches} batches of a {type(self._source).__name__}"
+        return f"{self.num_batches} batches of a {type(self._source).__name__}{self._contents}"
 
     def __getitem__(self, index: int) -> Tensors:
         if index == 0 or self._iterator is None:
@@ -217,6 +265,10 @@ def global_batches(
         ValueError: Arrays with unequal numbers of rows; ``y``, ``sample_weight`` or ``batch_size`` beside a dataset; a
             DataLoader that forks; a dataset of unknown length without ``steps``.
     """
+    if isinstance(x, Sharded):
+        if fills:
+            raise TypeError("predict() of sharded(x) has no order of rows. Pass the rows of all ranks on every rank.")
+        x, y, sample_weight, batch_size = _of_shards(strategy, x.data, y, sample_weight, batch_size, seed)
     given = {"y": y, "sample_weight": sample_weight, "batch_size": batch_size}
     if isinstance(x, (Dataset, DistributedDataset, keras.utils.PyDataset)) or _is_data_loader(x):
         named = [name for name, value in given.items() if value is not None]
@@ -241,6 +293,29 @@ def global_batches(
     return ArrayBatches(strategy, arrays, size, seed, fills)
 
 
+def _of_shards(
+    strategy: Strategy,
+    data: Tensors,
+    y: Tensors,
+    sample_weight: Tensors,
+    batch_size: int | None,
+    seed: int | None,
+) -> tuple[Tensors, Tensors, Tensors, int | None]:
+    """Return the arguments of ``global_batches`` for data of which each rank has rows of its own."""
+    if isinstance(data, Dataset) or _is_data_loader(data):
+        return strategy.distribute_datasets_from_function(lambda _: data), y, sample_weight, batch_size
+    arrays = tuple(
+        keras.tree.map_structure(_as_floatx, value) for value in (data, y, sample_weight) if value is not None
+    )
+    rows = Dataset.from_tensor_slices(arrays)
+    if seed is not None:
+        rows = rows.shuffle(rows_of(arrays), seed=seed)
+    dataset = strategy.distribute_datasets_from_function(
+        lambda context: rows.batch(context.get_per_replica_batch_size(batch_size or 32))
+    )
+    return dataset, None, None, None
+
+
 def _batches_of(strategy: Strategy, x: Tensors, seed: int | None, fills: bool) -> GlobalBatches:
     if isinstance(x, keras.utils.PyDataset):
         return PyDatasetBatches(strategy, x, seed, fills)
@@ -256,11 +331,18 @@ def _batches_of(strategy: Strategy, x: Tensors, seed: int | None, fills: bool) -
         locals_ = strategy.experimental_local_results(batch)
         return keras.tree.map_structure(lambda *leaves: np.concatenate(leaves), *locals_)
 
-    return StreamBatches(strategy, source, part)
+    contents = ""
+    if isinstance(x, Dataset):
+        samples = zlib.crc32(str([*array_samples(graph_and_options(x)[0])]).encode())
+        contents = f" of arrays with the checksum {samples:08x} ({_ROWS_OF_ITS_OWN})"
+    return StreamBatches(strategy, source, part, contents=contents)
 
 
 def split(arrays: tuple[Tensors, ...], share: float) -> tuple[tuple[Tensors, ...], tuple[Tensors, ...]]:
     """Return the first rows of arrays, and a share of them at their end."""
+    if isinstance(arrays[0], Sharded):
+        (x, *others), (tested, *others_tested) = split((arrays[0].data, *arrays[1:]), share)
+        return (Sharded(x), *others), (Sharded(tested), *others_tested)
     arrays = keras.tree.map_structure(_as_floatx, arrays)
     at = math.floor(rows_of(arrays) * (1 - share))
 

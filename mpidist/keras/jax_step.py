@@ -76,12 +76,14 @@ class JaxModel(ReplicaModel):
         sums: list[Array] = []
 
         def step(state: _State, data: Tensors) -> tuple[Tensors, _State]:
+            self._mpidist.report_changes([*state[0], *state[2]])
             logs, non_trainable, metrics, packs = first(state, self._counted(data))
             arrays = [*map(np.asarray, packs)]
             # The second part of the step before has read them: the first one of this step has waited for it.
             sums[:] = sums or room_for(arrays)
             count = self._mpidist.sums.add_up(arrays, rows_of(data), out=sums)
             trainable, optimizer, non_trainable = second((state[0], state[2], non_trainable), sums, count)
+            self._mpidist.note([*trainable, *optimizer])
             return logs, (trainable, non_trainable, optimizer, metrics)
 
         return step

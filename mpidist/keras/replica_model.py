@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import keras
+from keras import ops
 from keras.src.backend import get_keras_mask  # under jit JAX's arrays take no attribute
 
 from mpidist.keras.global_batches import GlobalBatches, global_batches, rows_of, split
@@ -14,6 +16,7 @@ from mpidist.keras.rank_callbacks import callbacks_of_rank
 from mpidist.keras.rank_sums import RankSums
 from mpidist.keras.untyped import KerasObject, Tensors
 from mpidist.strategies import Strategy
+from mpidist.values.placement import checksum
 
 
 class Adoption:
@@ -30,6 +33,25 @@ class Adoption:
         # Whether metrics and optimizer have their variables.
         self.is_built = False
         self.statistics: list[KerasObject] = []
+        # The weights and the values of the optimizer, with counts of their changes, as the last step has left them.
+        self._noted: list[tuple[Tensors, int]] = []
+
+    def note(self, values: Sequence[Tensors]) -> None:
+        """Remember the weights and the values of the optimizer after a step."""
+        self._noted = [(value, _changes_of(value)) for value in values]
+
+    def report_changes(self, values: Sequence[Tensors]) -> None:
+        """Have the ranks compare values that were changed since the last step, when they sum the gradients."""
+        if len(values) == len(self._noted):
+            pairs = zip(values, self._noted, strict=True)
+            values = [value for value, (old, count) in pairs if value is not old or _changes_of(value) != count]
+        if values:
+            self.strategy.extended.done(
+                "Keras model",
+                f"{len(values)} weights or values of the optimizer of a Keras model were changed between two steps, as "
+                "by a callback (change them alike on every rank)",
+                lambda: zlib.crc32(str([checksum(ops.convert_to_numpy(value)) for value in values]).encode()),
+            )
 
     @property
     def factor(self) -> int:
@@ -53,6 +75,21 @@ class Adoption:
         except Exception as error:
             self.strategy.extended.announce(error, method)
             raise
+
+
+def _changes_of(value: Tensors) -> int:
+    """Return how often PyTorch has changed a tensor. Arrays of JAX do not change."""
+    count: int = getattr(value, "_version", 0)
+    return count
+
+
+def _shared_settings(config: dict[str, object]) -> dict[str, object]:
+    """Return settings without names, which Keras counts up, and learning rates, which are the first rank's."""
+    return {
+        name: _shared_settings(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name not in ("name", "learning_rate")
+    }
 
 
 def subclassed(value: KerasObject, mixin: type, adoption: Adoption) -> None:
@@ -88,6 +125,11 @@ class ReplicaModel(keras.Model):
         if self._mpidist.strategy is not strategy:
             raise ValueError(f"the model {self.name!r} belongs to another {type(self._mpidist.strategy).__name__}")
 
+    def __setattr__(self, name: str, value: KerasObject) -> None:
+        super().__setattr__(name, value)
+        if name == "optimizer":
+            self._adopt_optimizer()
+
     def compile(self, *args: object, **kwargs: object) -> None:
         """See Keras.
 
@@ -95,11 +137,10 @@ class ReplicaModel(keras.Model):
             ValueError: Losses that are not means over rows, which means over ranks cannot be made of.
         """
         super().compile(*args, **kwargs)
-        self._mpidist.is_built = False
-        self.adopt_optimizer()
+        self.adopt_compiled()
 
-    def adopt_optimizer(self) -> None:
-        """Have the optimizer apply the gradients of all ranks."""
+    def adopt_compiled(self) -> None:
+        """Adopt what the model was compiled with."""
         for loss in keras.tree.flatten(self.loss):
             reduction = getattr(loss, "reduction", "sum_over_batch_size")
             if reduction not in ("sum_over_batch_size", "mean") and self._mpidist.sums.are_needed:
@@ -107,6 +148,11 @@ class ReplicaModel(keras.Model):
                     f"{type(loss).__name__}(reduction={reduction!r}): the ranks average their losses by their rows; "
                     "expected reduction='sum_over_batch_size'"
                 )
+        self._adopt_optimizer()
+
+    def _adopt_optimizer(self) -> None:
+        """Have the optimizer, which may be a new one, apply the gradients of all ranks."""
+        self._mpidist.is_built = False
         if self.optimizer is not None and not isinstance(self.optimizer, self._mpidist.optimizer_class):
             subclassed(self.optimizer, self._mpidist.optimizer_class, self._mpidist)
 
@@ -147,7 +193,9 @@ class ReplicaModel(keras.Model):
                 x, y, sample_weight = [*values, None, None][:3]
                 size = validation_batch_size or batch_size
                 tested = global_batches(strategy, x, y, sample_weight, size, validation_steps)
-            self._agree("fit()", batches, tested, epochs=epochs, initial_epoch=initial_epoch)
+            self._agree(
+                "fit()", batches, tested, epochs=epochs, initial_epoch=initial_epoch, optimizer=self._settings()
+            )
             self._build_by(batches)
             return super().fit(
                 batches,
@@ -214,12 +262,16 @@ class ReplicaModel(keras.Model):
             return batches.in_order(self._mpidist.sums.concatenate(batches.without_fillers(outputs)))
 
     def train_on_batch(self, x: Tensors, y: Tensors = None, *args: object, **kwargs: object) -> KerasObject:
-        """Raise NotImplementedError: one step is one batch of ``fit``."""
-        raise NotImplementedError(_ONE_BATCH.format("train_on_batch()", "fit"))
+        """Raise NotImplementedError on several ranks: one step is one batch of ``fit``."""
+        if self._mpidist.sums.are_needed:
+            raise NotImplementedError(_ONE_BATCH.format("train_on_batch()", "fit"))
+        return super().train_on_batch(x, y, *args, **kwargs)
 
     def test_on_batch(self, x: Tensors, y: Tensors = None, *args: object, **kwargs: object) -> KerasObject:
-        """Raise NotImplementedError: one step is one batch of ``evaluate``."""
-        raise NotImplementedError(_ONE_BATCH.format("test_on_batch()", "evaluate"))
+        """Raise NotImplementedError on several ranks: one step is one batch of ``evaluate``."""
+        if self._mpidist.sums.are_needed:
+            raise NotImplementedError(_ONE_BATCH.format("test_on_batch()", "evaluate"))
+        return super().test_on_batch(x, y, *args, **kwargs)
 
     def compute_loss(self, *args: object, **kwargs: object) -> KerasObject:
         """Return the loss of this rank's rows; see Keras."""
@@ -259,9 +311,14 @@ class ReplicaModel(keras.Model):
         is_of_step = found is logs and isinstance(logs, dict)
         return self._mpidist.sums.mean_of_logs(logs, self._mpidist.rows) if is_of_step else found
 
-    def _agree(self, method: str, *batches: GlobalBatches | None, **numbers: int) -> None:
+    def _settings(self) -> str:
+        """Return the text of the optimizer's settings that must be the same on all ranks."""
+        settings = {} if self.optimizer is None else _shared_settings(self.optimizer.get_config())
+        return f"{type(self.optimizer).__name__}({settings})"
+
+    def _agree(self, method: str, *batches: GlobalBatches | None, **values: object) -> None:
         texts = [given.text for given in batches if given is not None]
-        texts += [f"{name}={number}" for name, number in numbers.items()]
+        texts += [f"{name}={value}" for name, value in values.items()]
         self._mpidist.strategy.extended.agree_on(lambda: f"{method} of a Keras model, {', '.join(texts)}")
 
     def _build_by(self, batches: GlobalBatches) -> None:
@@ -271,6 +328,8 @@ class ReplicaModel(keras.Model):
             self._symbolic_build(data_batch=batches[0])
             batches.fills = False
             self._mpidist.is_built = True
+            # It may be compiled for another optimizer.
+            self.train_function: KerasObject = None
 
     def _shown(self, verbose: object) -> KerasObject:
         return verbose if self._mpidist.sums.rank == 0 else 0
@@ -299,7 +358,9 @@ class ReplicaModel(keras.Model):
                 f"the model has optimizers in {others}, and the ranks average the gradients of model.optimizer alone; "
                 "expected one model for each optimizer"
             )
-        sums.make_equal([*self.variables, *([] if optimizer is None else optimizer.variables)])
+        of_optimizer = [] if optimizer is None else optimizer.variables
+        sums.make_equal([*self.variables, *of_optimizer])
+        self._mpidist.note([variable.value for variable in (*self.trainable_variables, *of_optimizer)])
         self._initial_epoch: int | None = sums.of_first(self._initial_epoch)
 
     def _statistics(self) -> list[KerasObject]:
@@ -314,4 +375,6 @@ class ReplicaModel(keras.Model):
         ]
 
 
-_ONE_BATCH = "{} is not there under a strategy; expected {}() with a keras.utils.PyDataset of the global batches"
+_ONE_BATCH = (
+    "{} is not supported by a strategy with several ranks. Call {}() with a keras.utils.PyDataset of the global batches"
+)

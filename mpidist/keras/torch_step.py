@@ -41,8 +41,19 @@ class TorchOptimizer(ReplicaOptimizer):
         if self._mpidist.sums.are_needed:
             variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
             # The ranks meet where torch.compile does not look.
+            _outside_report(self._mpidist, [*variables, *self.variables])
             grads = _outside_of_compilation(self._mpidist, grads, variables)
         super().apply(grads, trainable_variables)
+        if self._mpidist.sums.are_needed:
+            _outside_note(self._mpidist, [*variables, *self.variables])
+
+
+def _report_changes(adoption: Adoption, variables: Sequence[Tensors]) -> None:
+    adoption.report_changes([variable.value for variable in variables])
+
+
+def _note(adoption: Adoption, variables: Sequence[Tensors]) -> None:
+    adoption.note([variable.value for variable in variables])
 
 
 def mean_gradients(adoption: Adoption, grads: Sequence[Tensors], variables: Sequence[Tensors]) -> list[Tensors]:
@@ -94,3 +105,4 @@ def _apart(tensors: Sequence[Tensors]) -> list[Tensors]:
 
 
 _outside_of_compilation = torch.compiler.disable(mean_gradients)
+_outside_report, _outside_note = map(torch.compiler.disable, (_report_changes, _note))

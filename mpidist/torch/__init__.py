@@ -10,6 +10,7 @@ from mpidist.core.first_use import on_first_use
 
 if TYPE_CHECKING:
     from mpidist.torch.batch_norm import SyncBatchNorm
+    from mpidist.torch.hooks import independent
     from mpidist.torch.modules import ReplicatedModule, adopt
     from mpidist.torch.replicated_optimizer import Optimizer
 else:
@@ -17,6 +18,7 @@ else:
         __name__,
         {
             "mpidist.torch.batch_norm": "SyncBatchNorm",
+            "mpidist.torch.hooks": "independent",
             "mpidist.torch.modules": "ReplicatedModule adopt",
             "mpidist.torch.replicated_optimizer": "Optimizer",
         },
@@ -24,4 +26,4 @@ else:
 
 del TYPE_CHECKING, on_first_use
 
-__all__ = ["Optimizer", "ReplicatedModule", "SyncBatchNorm", "adopt"]
+__all__ = ["Optimizer", "ReplicatedModule", "SyncBatchNorm", "adopt", "independent"]

@@ -10,10 +10,11 @@ import torch
 
 from mpidist.arrays.dtypes import Array
 from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
-from mpidist.strategies import Strategy
+from mpidist.strategies import Strategy, check_adopts_in_scope
 from mpidist.strategies.central_storage import CentralStorageExtended
 from mpidist.torch.compiling import is_compiled
 from mpidist.torch.foreign import Foreign
+from mpidist.torch.hooks import adopted
 from mpidist.torch.tensors import array_of, fill
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def adopt(module: ModuleOrFactory) -> ReplicatedModule:
 
     Raises:
         TypeError: Neither a module nor a function that returns one.
-        RuntimeError: Called inside ``strategy.run``.
+        RuntimeError: Called inside ``strategy.run``, or outside of the scope although a strategy has several ranks.
         ValueError: A strategy without replicas in sync, or one of GPUs; a module whose copies have other names.
         MismatchError: Modules of other shapes on other ranks.
         NotImplementedError: A compiled module for several replicas of one rank.
@@ -45,6 +46,7 @@ def adopt(module: ModuleOrFactory) -> ReplicatedModule:
     >>> len(model.copies), tuple(model.weight.shape)
     (2, (2, 3))
     """
+    check_adopts_in_scope("mpidist.torch.adopt()")
     strategy: Foreign = get_strategy()
     if has_strategy() and not in_cross_replica_context():
         raise RuntimeError(
@@ -180,6 +182,7 @@ class ReplicatedModule(_Module):  # type: ignore[misc, unused-ignore]
         del self.__dict__["training"]
         # Not as attributes of a module, which would make submodules of the copies.
         self.__dict__.update(strategy=strategy, copies=tuple(copies), optimizers=[])
+        adopted.add(self)
 
     @property
     def here(self) -> Foreign:

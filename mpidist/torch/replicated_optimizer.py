@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -15,8 +16,11 @@ from mpidist.core.protocols import ReplicaContextLike, StrategyLike
 from mpidist.torch.buckets import BUCKET_BYTES, SummedGradients, count_optimizers
 from mpidist.torch.buffers import SharedBuffers
 from mpidist.torch.foreign import Foreign
+from mpidist.torch.hooks import independent
 from mpidist.torch.modules import ReplicatedModule
 from mpidist.torch.optimizer_state import OptimizerSettings, held_tensors, make_equal, take
+from mpidist.torch.tensors import array_of
+from mpidist.values.placement import checksum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,12 +91,14 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         if model.strategy.num_replicas_in_sync > 1:
             # What was changed since adopt() may have reached one rank or one copy.
             model.make_equal_on_ranks("Optimizer()")
-        self.inner = tuple(_made(optimizer, module, settings) for module in model.copies)
+        self.inner = tuple(independent(_made(optimizer, module, settings)) for module in model.copies)
         first = self.inner[0]
         super().__init__([{**group, "params": list(group["params"])} for group in first.param_groups], first.defaults)
         self._taken = self._nothing_taken()
         self._model = model
         self._agreed: list[dict[str, object]] | None = None
+        # How often torch has changed the parameters of each copy, as of the last step.
+        self._changes: list[int | None] = [None for _ in self.inner]
         self._is_replaced = False
         self._gradients: tuple[SummedGradients, ...] = ()
         self._buffers: tuple[SharedBuffers, ...] = ()
@@ -129,7 +135,9 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
             TypeError: A closure.
             RuntimeError: Called outside of ``strategy.run`` with several replicas, or gradients that were changed
                 before they were summed.
-            MismatchError: Settings, such as the learning rate, differ from those of another rank.
+            MismatchError: Settings, such as the learning rate, differ from those of another rank. Or parameters do
+                that were changed since the last step.
+            ValueError: Parameters of the copies on this rank differ.
         """
         if closure is not None:
             raise TypeError(
@@ -146,6 +154,7 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         inner = self._followed(context.local_replica_id)
         self._agree(context, inner)
         inner.step()
+        self._changes[context.local_replica_id] = self._count_changes(context.local_replica_id)
         gradients.are_summed = False
 
     def synchronize(self) -> None:
@@ -242,14 +251,30 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         return context
 
     def _agree(self, context: ReplicaContextLike, inner: Foreign) -> None:
-        """Compare changed settings with those of the other ranks."""
+        """Compare changed settings and parameters with those of the other ranks and copies."""
         settings = [_settings_of(group) for group in inner.param_groups]
-        if settings != self._agreed:
+        if settings != self._agreed or any(map(self._is_changed, range(len(self.inner)))):
             context.merge_call(lambda strategy: self._agree_on(strategy, settings))
 
     def _agree_on(self, strategy: Foreign, settings: list[dict[str, object]]) -> None:
-        strategy.extended.agree_on(lambda: f"step() of {type(self.inner[0]).__name__} with {settings}")
+        first, *others = [_checksum_of(_parameters_of(inner)) for inner in self.inner]
+        if any(other != first for other in others):
+            raise ValueError(
+                "the parameters of the copies on this rank differ, because one copy alone was changed. Change all "
+                "copies by model.apply(fn) outside of strategy.run(), or change the module before it is adopted."
+            )
+        name = type(self.inner[0]).__name__
+        strategy.extended.agree_on(
+            lambda: f"step() of {name} with {settings} and parameters with the checksum {first:08x}"
+        )
         self._agreed = settings
+        self._changes = [*map(self._count_changes, range(len(self.inner)))]
+
+    def _count_changes(self, number: int) -> int:
+        return sum(parameter._version for parameter in _parameters_of(self.inner[number]))
+
+    def _is_changed(self, number: int) -> bool:
+        return self._changes[number] != self._count_changes(number)
 
     # Groups and state, those of the replica that runs ---------------------------------------------------------------
 
@@ -354,6 +379,10 @@ def _made(optimizer: OptimizerOrFactory, module: Foreign, settings: dict[str, An
 
 def _parameters_of(optimizer: Foreign) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _checksum_of(tensors: list[Tensor]) -> int:
+    return zlib.crc32(str([checksum(array_of(tensor)) for tensor in tensors]).encode())
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, object]:

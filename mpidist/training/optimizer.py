@@ -258,12 +258,13 @@ class Optimizer:
             grads_and_vars: Pairs of gradient and variable, or ShardedVariable. A gradient is an array of the
                 variable's shape and dtype, IndexedSlices, or None, which leaves the variable as it is.
             experimental_aggregate_gradients: False takes the gradients for sums already also inside ``run``;
-                they must then be the same on all replicas.
+                they must then be the same on all replicas, which is checked in the same way.
 
         Raises:
-            ValueError: Only None, shapes that do not fit, or variables of another strategy.
+            ValueError: Only None, shapes that do not fit, or variables of another strategy. Gradients taken for sums
+                that differ between replicas of this rank.
             TypeError: Dtypes that do not fit.
-            MismatchError: Other settings, or gradients outside ``run``, than on another rank.
+            MismatchError: Other settings, or gradients taken for sums, than on another rank.
 
         Source: https://www.tensorflow.org/tutorials/distribute/custom_training
         """
@@ -280,14 +281,7 @@ class Optimizer:
             return
         with in_scope_of(strategy):
             self.build(variables)
-            # A checksum takes as long as copying them, and is worth it where copies could drift apart.
-            strategy.extended.agree_on(
-                lambda: (
-                    f"apply_gradients() of {self._settings()} at the rate {self.learning_rate!r}, outside of "
-                    "strategy.run(), where gradients must be the same on all ranks: their checksum is "
-                    f"{gradient_tools.checksum(gradients):08x}"
-                )
-            )
+            self._agree_on_sums(strategy, partial(gradient_tools.checksum, gradients))
             strategy.extended.update(
                 self.iterations,
                 lambda iterations, grads: self._update_all(iterations, [(grads, variables)]),
@@ -312,11 +306,33 @@ class Optimizer:
             else:
                 sums.append(gradient)
             variables.append(variable)
+        if not aggregates and context.strategy.num_replicas_in_sync > 1:
+            code = gradient_tools.checksum(sums)
+            context.merge_call(self._agree_on_sums_of_replicas, args=(code,))
         summed: Iterable[Summed] = buckets.sums() if aggregates else [(sums, variables)]
         self._build_in_replica(variables)
         # One update context for all: inside it every variable, slots included, means this replica's copy.
         context.strategy.extended.update_in_replica(
             context, self.iterations, partial(self._update_all, summed=summed), (), {}, False
+        )
+
+    def _agree_on_sums_of_replicas(self, strategy: Strategy, codes: Any) -> None:
+        code, *others = strategy.experimental_local_results(codes)
+        if any(other != code for other in others):
+            raise ValueError(
+                "experimental_aggregate_gradients=False was given gradients that differ between the replicas of this "
+                "rank, so their copies of the variables would drift apart. Pass sums over all replicas, such as those "
+                "of optimizer.aggregate_gradients()."
+            )
+        self._agree_on_sums(strategy, lambda: code)
+
+    def _agree_on_sums(self, strategy: Strategy, checksum: Callable[[], int]) -> None:
+        """Compare gradients that are taken for sums with those of the other ranks: copies could drift apart."""
+        strategy.extended.agree_on(
+            lambda: (
+                f"apply_gradients() of {self._settings()} at the rate {self.learning_rate!r}, with gradients that are "
+                f"not summed and must be the same on all ranks: their checksum is {checksum():08x}"
+            )
         )
 
     def _build_in_replica(self, variables: list[Variable]) -> None:

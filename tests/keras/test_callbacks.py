@@ -53,6 +53,64 @@ def test_a_rank_that_stops_after_a_batch_stops_all(strategy: Any, keras: ModuleT
     assert steps == [0, 1, 2]
 
 
+@pytest.mark.min_ranks(2)
+@pytest.mark.own_strategy
+@pytest.mark.parametrize("what", ["rate", "weights", "optimizer"])
+@pytest.mark.parametrize("when", ["on_epoch_begin", "on_train_batch_end"])
+@pytest.mark.parametrize("ranks", ["one", "all"])
+def test_changes_of_one_rank_alone_raise(
+    keras: ModuleType, data: Any, network: Callable[[], Any], what: str, when: str, ranks: str
+) -> None:
+    x, y, _ = data
+
+    def change(self: Any, number: int, logs: Any = None) -> None:
+        if number != 1 or (ranks == "one" and mpidist.rank() > 0):
+            return
+        if what == "rate":
+            self.model.optimizer.learning_rate = 0.25
+        elif what == "weights":
+            self.model.set_weights([0.5 * value for value in self.model.get_weights()])
+        else:
+            self.model.optimizer = keras.optimizers.SGD(0.25, momentum=0.5)
+
+    if what == "optimizer" and keras.backend.backend() == "jax":
+        pytest.skip("with jax Keras itself cannot change the optimizer within fit()")
+    # With a method for batches Keras starts no thread, which it would leave behind after an error.
+    methods = {"on_train_batch_end": lambda self, batch, logs=None: None, when: change}
+    callback = type("Change", (keras.callbacks.Callback,), methods)()
+    with mpidist.MultiWorkerMirroredStrategy() as strategy:
+        model = adopted(strategy, network())
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        options = {"batch_size": BATCH, "epochs": 3, "verbose": 0, "callbacks": [callback]}
+        if ranks == "all":
+            model.fit(x, y, **options)
+            assert len(set(gathered(strategy, str(model.get_weights())))) == 1
+        else:
+            with pytest.raises(mpidist.MismatchError, match="changed between two steps.*alike on every rank"):
+                model.fit(x, y, **options)
+
+
+@ON_RANKS
+def test_an_optimizer_set_between_fits_is_adopted(
+    strategy: Any, keras: ModuleType, data: Any, network: Callable[[], Any]
+) -> None:
+    x, y, _ = data
+    weights = []
+    for whose in (mpidist.OneDeviceStrategy("cpu:0"), strategy):
+        model = adopted(whose, network())
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        for momentum in (0.0, 0.9):
+            model.optimizer = keras.optimizers.SGD(0.02, momentum=momentum)
+            model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    for mine, theirs in zip(*weights, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+    if strategy.num_replicas_in_sync > 1:
+        model.optimizer = keras.optimizers.SGD(0.02, momentum=0.5 * float(mpidist.rank() == 0))
+        with pytest.raises(mpidist.MismatchError, match="'momentum': 0.5"):
+            model.fit(x, y, verbose=0)
+
+
 @ON_RANKS
 def test_a_loss_that_is_no_number_stops_all(strategy: Any, keras: ModuleType, data: Any) -> None:
     """Only one rank has the row that spoils it."""

@@ -19,7 +19,9 @@ ON_RANKS = pytest.mark.parametrize("strategy", layouts("multi_worker*"), indirec
 KINDS = ["PyDataset", "DataLoader", "Dataset", "distributed Dataset", "tensors", "dict"]
 
 
-def given(kind: str, strategy: Any, keras: ModuleType, x: Any, y: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def given(
+    kind: str, strategy: Any, keras: ModuleType, x: Any, y: Any, size: int = BATCH
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return x and y as the arguments of fit()."""
     rows = [slice(start, start + BATCH) for start in range(0, len(x), BATCH)]
     if kind == "PyDataset":
@@ -35,7 +37,7 @@ def given(kind: str, strategy: Any, keras: ModuleType, x: Any, y: Any) -> tuple[
     if kind == "DataLoader":
         torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
         dataset = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
-        return (torch.utils.data.DataLoader(dataset, BATCH),), {}
+        return (torch.utils.data.DataLoader(dataset, size),), {}
     if "Dataset" in kind:
         dataset = mpidist.Dataset.from_tensor_slices((x, y)).batch(BATCH)
         return (strategy.experimental_distribute_dataset(dataset) if "distributed" in kind else dataset,), {}
@@ -123,7 +125,7 @@ def test_arguments_that_do_not_fit(strategy: Any, keras: ModuleType, data: Any, 
 
 @pytest.mark.min_ranks(2)
 @pytest.mark.own_strategy
-@pytest.mark.parametrize("differ", ["rows", "values", "epochs"])
+@pytest.mark.parametrize("differ", ["rows", "values", "arrays", "Dataset", "epochs"])
 def test_ranks_with_other_data_have_an_error(keras: ModuleType, data: Any, differ: str) -> None:
     x, y, _ = data
     rank = mpidist.rank()
@@ -131,10 +133,58 @@ def test_ranks_with_other_data_have_an_error(keras: ModuleType, data: Any, diffe
         model = adopted(strategy, keras.Sequential([keras.Input((10,)), keras.layers.Dense(1)]))
         model.compile("sgd", "mse")
         rows = len(x) - rank * (differ == "rows")
-        x = x + rank if differ == "values" else x
-        arguments = given("PyDataset", strategy, keras, x, y)[0] if differ == "values" else (x[:rows], y[:rows])
-        with pytest.raises(mpidist.errors.MismatchError, match={"values": "checksum"}.get(differ, "fit()")):
+        x = x + rank if differ in ("values", "arrays", "Dataset") else x
+        kind = {"values": "PyDataset", "Dataset": "Dataset"}.get(differ)
+        arguments = given(kind, strategy, keras, x, y)[0] if kind else (x[:rows], y[:rows])
+        remedies = r"checksum.*mpidist.keras.sharded\(x\).*strategy.distribute_datasets_from_function\(\)"
+        texts = dict.fromkeys(["values", "arrays", "Dataset"], remedies)
+        with pytest.raises(mpidist.errors.MismatchError, match=texts.get(differ, "fit()")):
             model.fit(*arguments, epochs=1 + rank * (differ == "epochs"), verbose=0)
+
+
+@ON_RANKS
+@pytest.mark.parametrize("kind", ["arrays", "Dataset", "DataLoader", "function"])
+def test_sharded_data_train_all_rows(
+    strategy: Any, keras: ModuleType, data: Any, network: Callable[[], Any], kind: str
+) -> None:
+    """Ranks have parts of each global batch, the last one of other sizes."""
+    if len(strategy.extended.local_replica_ids) > 1:
+        pytest.skip("replicas of one rank take batches in turn")
+    x, y = (array.astype("float32") for array in data[:2])
+    ranks, rank = strategy.num_replicas_in_sync, strategy.extended.local_replica_ids[0]
+    each = 8
+    alone = network()
+    alone.compile("sgd", "mse", metrics=["mae"])
+    mine = shares(len(x), ranks)[rank]
+    steps = max(-(-len(part) // each) for part in shares(len(x), ranks))
+    options = {"batch_size": each * ranks} if kind == "arrays" else {}
+    own = mpidist.Dataset.from_tensor_slices((x[mine], y[mine])).batch(each)
+    arguments: tuple[Any, ...] = {
+        "arrays": (mpidist.keras.sharded(x[mine]), y[mine]),
+        "Dataset": (mpidist.keras.sharded(own),),
+        "DataLoader": (mpidist.keras.sharded(given("DataLoader", strategy, keras, x[mine], y[mine], each)[0][0]),),
+        "function": (strategy.distribute_datasets_from_function(lambda _: own),),
+    }[kind]
+    with strategy.scope():
+        model = network()
+        model.compile("sgd", "mse", metrics=["mae"])
+    for number in range(steps):
+        rows = np.concatenate([part[number * each : (number + 1) * each] for part in shares(len(x), ranks)])
+        alone.train_on_batch(x[rows], y[rows])
+    model.fit(*arguments, **options, shuffle=False, verbose=0)
+    for found, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
+        close(found, expected, 1e-5)
+    found = model.evaluate(*arguments, **options, verbose=0)
+    close(found, alone.evaluate(x, y, verbose=0), 1e-5)
+    with pytest.raises(TypeError, match="no order"):
+        model.predict(arguments[0], verbose=0)
+    if kind == "arrays":
+        model.fit(*arguments, **options, validation_split=0.25, verbose=0)
+
+
+def shares(rows: int, ranks: int) -> list[Any]:
+    """Return the numbers of the rows that each rank has."""
+    return np.array_split(np.arange(rows), ranks)
 
 
 @ON_RANKS

@@ -39,7 +39,7 @@ def close(found: Any, expected: Any, exactness: float) -> None:
     np.testing.assert_allclose(found, expected, rtol=exactness, atol=exactness * scale)
 
 
-EVERYWHERE = layouts("default", "mirrored-3local", "multi_worker*", "central_node-1local")
+EVERYWHERE = layouts("one_device", "mirrored-3local", "multi_worker*", "central_node-1local")
 
 
 @pytest.mark.parametrize("strategy", EVERYWHERE, indirect=True)
@@ -170,7 +170,7 @@ def test_each_rank_drops_out_other_units(strategy: Any, keras: ModuleType) -> No
 def test_batches_of_fewer_rows_than_replicas(strategy: Any, keras: ModuleType) -> None:
     """Layers that know nothing of batches without rows."""
     layers, results = keras.layers, []
-    for whose in (mpidist.get_strategy(), strategy):
+    for whose in (mpidist.OneDeviceStrategy("cpu:0"), strategy):
         keras.utils.set_random_seed(4)
         model = adopted(whose, keras.Sequential([layers.Conv2D(3, 2), layers.Flatten(), layers.Dense(2)]))
         model.compile("sgd", "mse", metrics=["mae"])
@@ -212,7 +212,7 @@ def test_the_file_of_an_adopted_model_is_keras_own(
     keras: ModuleType, network: Callable[[], Any], tmp_path: Any, data: Any
 ) -> None:
     x, y, _ = data
-    model = compiled(keras, adopted(mpidist.get_strategy(), network()), "adam")
+    model = compiled(keras, adopted(mpidist.OneDeviceStrategy("cpu:0"), network()), "adam")
     model.fit(x, y, verbose=0)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")

@@ -41,6 +41,8 @@ def test_the_example_learns_the_same_on_any_number_of_ranks(whole: dict[int, tup
     assert max(weights) - min(weights) < 0.05 * weights[0] / 100
 
 
+_PLACES = ["before mpidist", "before the strategy", "before the scope", "in the scope"]
+
 # Adds to the example a rank that is killed in the middle of epoch 2.
 KILLED = f"""
 import os, signal, sys
@@ -86,6 +88,30 @@ def test_a_job_that_was_killed_goes_on_on_another_number_of_ranks(
         assert found == whole[2]
     assert found[1] == pytest.approx(whole[2][1], rel=1e-4)
     assert not (out / "backup").exists()
+
+
+@pytest.mark.parametrize("place", _PLACES)
+def test_keras_may_be_imported_at_any_time(place: str) -> None:
+    imports = {each: "import keras" if each == place else "pass" for each in _PLACES}
+    source = f"""
+    import os
+    os.environ.setdefault("KERAS_BACKEND", "torch")
+    {imports["before mpidist"]}
+    import mpidist, numpy as np
+    {imports["before the strategy"]}
+    strategy = mpidist.MultiWorkerMirroredStrategy()
+    {imports["before the scope"]}
+    with strategy.scope():
+        {imports["in the scope"]}
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(loss="mse", optimizer="sgd")
+    x = np.arange(16.0)[:, None] / 16
+    model.fit(x, x, epochs=2, batch_size=4, verbose=0)
+    values = [float(value.sum()) for value in model.get_weights()]
+    assert len(set(strategy.extended.communicator.all_gather_object(str(values)))) == 1, values
+    """
+    done = run_script(source, 2)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_rank_that_fails_ends_all_with_its_error() -> None:

@@ -113,6 +113,85 @@ def test_changes_since_adopt_are_those_of_the_first_rank(strategy: Any) -> None:
         assert same_on_all(strategy, lambda: model.weight.item()) == 2.0
 
 
+def train(strategy: Any, model: Any, optimizer: Any) -> None:
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+
+    strategy.run(step)
+
+
+def test_a_module_that_is_not_adopted_raises(strategy: Any) -> None:
+    if strategy.num_replicas_in_sync == 1:
+        pytest.skip("needs a second replica")
+    with strategy.scope():
+        made_in_scope = torch.optim.SGD(linear().parameters(), 1.0)
+    for step in (made_in_scope.step, lambda: strategy.run(torch.optim.SGD(linear().parameters(), 1.0).step)):
+        with pytest.raises(RuntimeError, match=r"MultiWorkerMirroredStrategy.*model = mpidist.torch.adopt\(module\)"):
+            step()
+
+
+def test_an_own_optimizer_of_an_adopted_module_raises(strategy: Any) -> None:
+    if strategy.num_replicas_in_sync == 1:
+        pytest.skip("needs a second replica")
+    model, _ = opened(strategy, linear)
+    plain = torch.optim.Adam(model.parameters(), 1.0)
+    for step in (plain.step, lambda: train(strategy, model, plain)):
+        with pytest.raises(RuntimeError, match=r"Use mpidist.torch.Optimizer\(model, torch.optim.Adam, ...\)"):
+            step()
+
+
+def test_a_module_of_another_strategy_raises(strategy: Any) -> None:
+    if strategy.num_replicas_in_sync == 1:
+        pytest.skip("needs a second replica")
+    model, optimizer = opened(mpidist.OneDeviceStrategy("cpu:0"), linear)
+    with pytest.raises(RuntimeError, match="another OneDeviceStrategy has adopted.* inside `with strategy.scope"):
+        train(strategy, model, optimizer)
+    if strategy.extended.spans_ranks:
+        with pytest.raises(RuntimeError, match="outside of the scope of MultiWorkerMirroredStrategy"):
+            mpidist.torch.adopt(linear)
+
+
+@pytest.mark.parametrize("takes_a_step", [True, False])
+def test_init_of_one_copy_raises(strategy: Any, takes_a_step: bool) -> None:
+    if strategy.num_replicas_in_sync == 1:
+        pytest.skip("needs a second replica")
+    model, optimizer = opened(strategy, linear)
+    if takes_a_step:
+        train(strategy, model, optimizer)
+    if mpidist.rank() == 0:
+        nn.init.constant_(model.weight, 3.0)
+    expected = ValueError if len(model.copies) > 1 else mpidist.MismatchError
+    with pytest.raises((expected, mpidist.PeerError), match="copies on this rank differ|parameters with the checksum"):
+        # Ranks without a change take the first step. The second one cannot begin.
+        for _ in range(2):
+            train(strategy, model, optimizer)
+
+
+def test_equal_changes_of_all_copies_are_trained(strategy: Any) -> None:
+    model, optimizer = opened(strategy, linear)
+    for _ in range(2):
+        model.apply(lambda module: nn.init.constant_(module.weight, 3.0))
+        train(strategy, model, optimizer)
+        assert [copy.weight.item() for copy in model.copies] == [3.0 - strategy.num_replicas_in_sync] * len(
+            model.copies
+        )
+
+
+def test_independent_optimizers_are_not_checked(strategy: Any) -> None:
+    module = linear()
+    with strategy.scope():
+        optimizer = mpidist.torch.independent(torch.optim.SGD(module.parameters(), 1.0))
+    if len(strategy.extended.local_replica_ids) == 1:
+        train(strategy, module, optimizer)
+        assert module.weight.item() == 0.0
+    outside = torch.optim.SGD(linear().parameters(), 1.0)
+    outside.step()
+    with pytest.raises(TypeError, match=r"Pass an optimizer of torch.optim"):
+        mpidist.torch.independent(module)
+
+
 def test_groups_and_state_are_those_of_the_replica(strategy: Any) -> None:
     model, optimizer = opened(strategy, linear, torch.optim.SGD, lr=1.0, momentum=0.5)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+import mpidist
+
 torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
 nn = torch.nn
 
@@ -240,3 +242,11 @@ def test_a_pipeline(dist: Any) -> None:
     if rank == size - 1:
         torch.testing.assert_close(out, nn.Sequential(*layers)(given))
     dist.barrier()
+
+
+def test_ddp_beside_a_strategy_is_not_checked(dist: Any) -> None:
+    with mpidist.MultiWorkerMirroredStrategy() as strategy, strategy.scope():
+        ddp = nn.parallel.DistributedDataParallel(network())
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.05)
+        ddp(torch.ones(2, 10)).sum().backward()
+        optimizer.step()

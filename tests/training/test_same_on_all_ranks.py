@@ -51,6 +51,28 @@ def test_a_setting_that_one_rank_changes(strategy: Any, name: str) -> None:
     assert v.numpy() == before
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_unsummed_gradients_inside_run_raise(replicas: int) -> None:
+    with mpidist.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"][:replicas]) as strategy:
+        with strategy.scope():
+            v, optimizer = mpidist.Variable(np.zeros(3)), SGD(0.5)
+
+        def step(own: float, of_rank: float) -> None:
+            context = mpidist.get_replica_context()
+            assert context is not None
+            replica = context.replica_id_in_sync_group
+            gradient = np.full(3, 1.0 + own * (replica % replicas) + of_rank * (replica // replicas))
+            optimizer.apply_gradients([(gradient, v)], experimental_aggregate_gradients=False)
+
+        strategy.run(step, args=(0.0, 0.0))
+        with pytest.raises(MismatchError, match="must be the same on all ranks: their checksum is"):
+            strategy.run(step, args=(0.0, 1.0))
+        np.testing.assert_array_equal(v.numpy(), [-0.5] * 3)
+        if replicas > 1:
+            with pytest.raises(ValueError, match=r"differ between the replicas of this rank.*Pass sums"):
+                strategy.run(step, args=(1.0, 0.0))
+
+
 def test_gradients_of_each_rank_outside_of_run(strategy: Any) -> None:
     with strategy.scope():
         v, table = mpidist.Variable(np.zeros(3)), mpidist.Variable(np.zeros((4, 2)))

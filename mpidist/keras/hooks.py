@@ -1,0 +1,70 @@
+"""Hooks on Keras' models, with which a scope reaches them as in TensorFlow; imported by ``Strategy``.
+
+Methods of Keras' own classes are wrapped: Keras has no callback for models that are made or compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from weakref import WeakKeyDictionary
+
+import keras
+
+from mpidist.core.context import get_strategy, has_strategy, in_scope_of
+from mpidist.core.protocols import StrategyLike
+from mpidist.keras.untyped import KerasObject
+
+_scope_of: WeakKeyDictionary[KerasObject, StrategyLike] = WeakKeyDictionary()
+
+
+def _note_scope(model: KerasObject) -> None:
+    """Remember the scope that a model is made in: it may be compiled outside."""
+    if has_strategy():
+        _scope_of[model] = get_strategy()
+
+
+def _adopt(model: KerasObject) -> None:
+    """Have a compiled model trained by the strategy of its scope."""
+    strategy = get_strategy() if has_strategy() else _scope_of.get(model)
+    if strategy is not None:
+        # Raises ImportError for backends of Keras that it does not support.
+        from mpidist.keras.adopting import adopt
+
+        with in_scope_of(strategy):
+            adopt(model)
+
+
+def _require_adoption(model: KerasObject) -> None:
+    """Raise RuntimeError if a model is trained in the scope of replicas that it does not belong to."""
+    strategy = get_strategy()
+    owner = getattr(getattr(model, "_mpidist", None), "strategy", None)
+    if strategy.num_replicas_in_sync > 1 and owner is not strategy:
+        raise RuntimeError(
+            f"the Keras model {model.name!r} is trained under {type(strategy).__name__}, which has not adopted it. "
+            "Each rank would train a model of its own. Call model.compile() or mpidist.keras.adopt(model) inside `with "
+            "strategy.scope():`, or train a model of this rank alone outside of the scope."
+        )
+
+
+def _hook(owner_of: str, method: str, hook: Callable[[KerasObject], None], calls_before: bool = False) -> None:
+    """Call ``hook`` beside a method of the class of Keras that defines ``owner_of``."""
+    owner = next(kind for kind in keras.Model.__mro__ if owner_of in vars(kind))
+    original = getattr(owner, method)
+
+    @wraps(original)
+    def hooked(self: KerasObject, *args: object, **kwargs: object) -> None:
+        if calls_before:
+            hook(self)
+        original(self, *args, **kwargs)
+        if not calls_before:
+            hook(self)
+
+    setattr(owner, method, hooked)
+
+
+# On Keras' base trainer, not on Model: when Keras loads a model it compares Trainer.compile with that of the model.
+_hook("compile", "__init__", _note_scope)
+_hook("compile", "compile", _adopt)
+# By which fit() and train_on_batch() begin.
+_hook("make_train_function", "make_train_function", _require_adoption, calls_before=True)
