@@ -313,7 +313,8 @@ class ReplicaModel(keras.Model):
 
     def _settings(self) -> str:
         """Return the text of the optimizer's settings that must be the same on all ranks."""
-        settings = {} if self.optimizer is None else _shared_settings(self.optimizer.get_config())
+        is_compared = self._mpidist.sums.are_needed and self.optimizer is not None
+        settings = _shared_settings(self.optimizer.get_config()) if is_compared else {}
         return f"{type(self.optimizer).__name__}({settings})"
 
     def _agree(self, method: str, *batches: GlobalBatches | None, **values: object) -> None:
