@@ -39,7 +39,8 @@ def cores(ranks: int) -> Iterator[list[Calls]]:
     segments = [_memory(1 << 17) for _ in range(ranks)]
     calls = [functions["open"](address_of(control), rank, ranks, 0, None, 0, ranks) for rank in range(ranks)]
     for each in calls:
-        assert each["room"]([address_of(s) for s in segments], _SMALL, _CHUNK, _SLICE, _LANES) <= segments[0].size
+        nbytes = each["room"]([address_of(s) for s in segments], _SMALL, _CHUNK, _SLICE, _LANES, _SLICE)
+        assert nbytes <= segments[0].size
     yield calls
 
 
