@@ -21,6 +21,7 @@
 #   make bench-torch     measure torch.distributed beside gloo on 2 and on 4 ranks, about 5 minutes; benchmarks/results/torch-*
 #   make dist            build a release into dist/ (sdist, wheels, recipes) and try it, in .venv-dist; packaging/README.md
 #   make test-types      the types that a program and the examples see, by mypy and pyright, in .venv-types
+#   make test-sanitized  tests of the native core and of collectives on 1, 2 and 3 ranks, the core under ASan and UBSan (gcc)
 #   make test-gpu        tests on an NVIDIA GPU, one is enough, at most 21 minutes; summary and JSON in out/gpu/
 #   make bench-gpu       measure on a GPU, about 5 minutes, at most 9; benchmarks/results/gpu.*
 #   make bench-input     measure reading, about a minute, then an epoch over 5 GB on 4 ranks; benchmarks/results/input*
@@ -95,6 +96,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .PHONY: train test quick test-all test-share mutants lint bench test-cluster bench-cluster bench-input test-chaos test-mpich
 .PHONY: gpu-env test-gpu bench-gpu test-binding test-torch test-jax test-keras bench-torch test-types dist docs env native clean
+.PHONY: test-sanitized
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -199,6 +201,24 @@ bench-torch: $(TORCH_VENV)/.bench $(NATIVE)
 $(TORCH_VENV)/.bench: $(TORCH_VENV)/.done
 	$(TORCH_VENV)/bin/python $(INSTALL) '.[$(MPI_EXTRA)bench]'
 	@touch $@
+
+# In a copy of the tree, so that the core in place stays as it is. The first report ends its process. Without -s pytest
+# would capture that report. The deselected test gives MPI 0.5 s to start.
+SANITIZED := $(CURDIR)/out/sanitized
+SANITIZED_PYTEST := env -C $(SANITIZED) LD_PRELOAD=$$(gcc -print-file-name=libasan.so) $(CURDIR)/$(BIN)/python -m pytest -q -s --color=no \
+  -p no:cacheprovider tests/native tests/collectives \
+  --deselect tests/collectives/test_trace.py::test_a_collective_that_does_not_end_is_there
+
+test-sanitized: export PYTHONPATH = $(SANITIZED)
+test-sanitized: export ASAN_OPTIONS = detect_leaks=0
+test-sanitized: export UBSAN_OPTIONS = print_stacktrace=1
+test-sanitized: $(VENV)/.test
+	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && git ls-files -z | xargs -0 cp --parents -t $(SANITIZED)
+	cd $(SANITIZED) && CC="gcc -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g" \
+	  $(CURDIR)/$(BIN)/python mpidist/native/build_library.py
+	$(LIMIT) $(MPIRUN) -n 2 $(SANITIZED_PYTEST) --with-mpi --ranks 2 < /dev/null
+	$(LIMIT) $(MPIRUN) -n 3 $(SANITIZED_PYTEST) --with-mpi --ranks 3 -m counts < /dev/null
+	$(LIMIT) $(SANITIZED_PYTEST) < /dev/null
 
 # In an environment of its own: basedpyright brings Node, 300 MB.
 test-types: $(TYPES_VENV)/.done

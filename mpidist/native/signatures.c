@@ -76,7 +76,8 @@ int signature_of_array(face *f, PyObject *array, int flags, Py_buffer *view, sig
     s->axes = view->ndim;
     if (s->dtype < 0 || view->ndim > AXES || (uintptr_t)view->buf % (size_t)(view->itemsize > 8 ? 8 : view->itemsize))
         return -1;
-    memcpy(s->shape, view->shape, sizeof *s->shape * (size_t)view->ndim);
+    if (view->ndim > 0) /* the shape of a 0-d array may be NULL, which memcpy must not get */
+        memcpy(s->shape, view->shape, sizeof *s->shape * (size_t)view->ndim);
     return 0;
 }
 

@@ -96,8 +96,11 @@ def _overlap() -> Callable[[list[Array], list[Array]], int] | None:
 
 def in_order(array: Array) -> Array:
     """Return an array whose elements lie side by side, aligned as its dtype asks."""
-    flags = array.flags
-    return array if flags.c_contiguous and flags.aligned else array.copy()
+    return array if _is_in_order(array) else array.copy()
+
+
+def _is_in_order(array: Array) -> bool:
+    return array.flags.c_contiguous and array.flags.aligned
 
 
 def _flat(array: Array) -> Array:
@@ -224,8 +227,7 @@ class Pack:
         pieces = [pool.take(self.counts[0], self.dtype)] if self._together else []
         for index in self.apart:
             array = out[index]
-            fits = array.flags.c_contiguous
-            pieces.append(_flat(array) if fits else pool.take(array.size, self.dtype))
+            pieces.append(_flat(array) if _is_in_order(array) else pool.take(array.size, self.dtype))
         return pieces
 
     def deliver(self, pieces: Sequence[Array], results: list[Array], *, are_given: bool) -> None:
@@ -248,7 +250,7 @@ class Pack:
         for index, piece in zip(self.apart, pieces[bool(self._together) :], strict=True):
             if not are_given:
                 results[index] = self._kept_apart(piece.reshape(self._shapes[index]))
-            elif not results[index].flags.c_contiguous:
+            elif not _is_in_order(results[index]):
                 results[index][...] = piece.reshape(self._shapes[index])
 
     def _kept_apart(self, part: Array) -> Array:
