@@ -17,6 +17,7 @@ from mpidist.core.daemon_thread import DaemonThread
 from mpidist.core.deadline import POLL_SECONDS, wait_at_most
 from mpidist.core.message_tags import ROLL_CALL, ROLL_CALL_ANSWER
 from mpidist.core.wording import group_lines, groups_of, numbered_ranks
+from mpidist.topology.faults import says_rank_is_lost
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -39,11 +40,20 @@ class _Answering(DaemonThread["MPI.Intracomm"]):
     def look(self) -> float:
         """Answer the questions that have arrived; return the seconds until the next look."""
         with self.lock:
-            for world in self.watched:
-                for rank, _ in _messages(world, ROLL_CALL):
-                    answer = [_own_state().encode(), sys.modules["mpi4py.MPI"].BYTE]
-                    self._answers.append(world.Isend(answer, rank, ROLL_CALL_ANSWER))
+            for world in list(self.watched):
+                try:
+                    self._answer(world)
+                except sys.modules["mpi4py.MPI"].Exception as error:
+                    if not says_rank_is_lost(error):
+                        raise
+                    # The program gets an error of its own, and may continue on the other ranks.
+                    self.forget(world)
         return POLL_SECONDS
+
+    def _answer(self, world: MPI.Intracomm) -> None:
+        for rank, _ in _messages(world, ROLL_CALL):
+            answer = [_own_state().encode(), sys.modules["mpi4py.MPI"].BYTE]
+            self._answers.append(world.Isend(answer, rank, ROLL_CALL_ANSWER))
 
 
 _answering = _Answering()
