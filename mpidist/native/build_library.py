@@ -48,7 +48,8 @@ _ZIG_TARGETS = {"x86_64": "x86_64-linux", "aarch64": "aarch64-linux"}
 _ZIG_GLIBC = "gnu.2.17"
 # Needs what the sources need: the headers of C11, those of the C library, and a linker.
 _PROBE = "#include <stdatomic.h>\n#include <string.h>\nint probe(_Atomic int *p) { return atomic_load(p); }\n"
-_IS_SOURCE = re.compile(r"(?!examples/).*\.(py|c|h)").fullmatch
+# Neither examples nor the hidden files of editors.
+_IS_SOURCE = re.compile(r"(?!examples/)(.*/)?[^./][^/]*\.(py|c|h)").fullmatch
 _SHOWN_LINES = 15
 _SECONDS = 600.0
 
@@ -76,8 +77,9 @@ def build_id() -> str:
     recorded = PACKAGE / BUILD_ID
     if recorded.exists():
         return recorded.read_text()
-    paths = [Path(folder, name) for folder, _, names in os.walk(PACKAGE) for name in names if _IS_SOURCE(name)]
-    return _package_id({path.relative_to(PACKAGE).as_posix(): path.read_bytes() for path in paths})
+    paths = [Path(folder, name) for folder, _, names in os.walk(PACKAGE) for name in names]
+    found = {path.relative_to(PACKAGE).as_posix(): path for path in paths}
+    return _package_id({name: path.read_bytes() for name, path in found.items() if _IS_SOURCE(name) and path.is_file()})
 
 
 def _package_id(sources: Mapping[str, bytes]) -> str:

@@ -6,6 +6,7 @@
 #include "mpidist.h"
 
 #include <errno.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -20,8 +21,9 @@ static struct {
 
 static void print(const char *text)
 {
-    /* A full pipe must not keep this process from ending. */
-    if (write(STDERR_FILENO, text, strlen(text)) < 0)
+    struct pollfd out = {STDERR_FILENO, POLLOUT, 0};
+    /* A full pipe must not keep this process from ending, so a text that does not fit is dropped. */
+    if (poll(&out, 1, 0) == 1 && write(STDERR_FILENO, text, strlen(text)) < 0)
         return;
 }
 

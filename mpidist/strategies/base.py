@@ -37,17 +37,17 @@ Result = TypeVar("Result")
 Value = TypeVar("Value")
 Self = TypeVar("Self")
 
-# Strategies of several ranks until they are closed. Not a WeakSet: garbage is collected at another time on each rank.
-_open_on_ranks: list[Strategy] = []
+# Types of the strategies of several ranks that are not closed. Not the strategies: garbage is collected at another time
+# on each rank, and all ranks must find the same here.
+_open_on_ranks: list[str] = []
 
 
 def check_adopts_in_scope(method: str) -> None:
     """Raise RuntimeError if a model is adopted outside of all scopes although a strategy has several ranks."""
     if _open_on_ranks and not context.has_strategy():
-        name = type(_open_on_ranks[-1]).__name__
         raise RuntimeError(
-            f"{method} was called outside of the scope of {name}. Each rank would train alone. Call it inside "
-            "`with strategy.scope():`. For a model of this rank alone, call it inside `with "
+            f"{method} was called outside of the scope of {_open_on_ranks[-1]}. Each rank would train alone. Call it "
+            "inside `with strategy.scope():`. For a model of this rank alone, call it inside `with "
             'mpidist.OneDeviceStrategy("cpu:0").scope():`.'
         )
 
@@ -61,8 +61,9 @@ class Strategy:
 
     def __init__(self, extended: StrategyExtended) -> None:
         self._extended = extended
-        if extended.communicator is not None:
-            _open_on_ranks.append(self)
+        self._counts_as_open = extended.communicator is not None
+        if self._counts_as_open:
+            _open_on_ranks.append(type(self).__name__)
 
     @property
     def extended(self) -> StrategyExtended:
@@ -328,8 +329,9 @@ class Strategy:
     def close(self) -> None:
         """Free the resources of the strategy (collective). Closing again does nothing."""
         self._extended.close()
-        if self in _open_on_ranks:
-            _open_on_ranks.remove(self)
+        if self._counts_as_open:
+            self._counts_as_open = False
+            _open_on_ranks.remove(type(self).__name__)
 
     def __enter__(self: Self) -> Self:
         return self

@@ -51,7 +51,7 @@ def check_same_everywhere(comm: MPI.Intracomm) -> None:
 
 
 def _encoded(facts: dict[str, str]) -> bytes:
-    return "\n".join(f"{name}={value}" for name, value in facts.items()).encode()
+    return "\n".join(f"{name}={value}" for name, value in facts.items()).encode(errors="surrogateescape")
 
 
 def _reduced(comm: MPI.Intracomm, words: list[int], op: MPI.Op) -> list[int]:
@@ -78,7 +78,11 @@ def _difference(found: dict[int, dict[str, str]]) -> str:
             for rank, of in found.items()
         ]
         return f"Ranks run different builds of mpidist: {'; '.join(has)}. Install the same mpidist on every host."
-    name = next(name for name in SETTINGS if one.get(name) != other.get(name))
+    # None if the difference is cut off.
+    name = next((name for name in SETTINGS if one.get(name) != other.get(name)), None)
+    if name is None:
+        names = [name for name, setting in SETTINGS.items() if setting.same_on_all]
+        return f"Ranks {first} and {second} differ in {' or '.join(names)}. Set the same value on every rank."
     return (
         f"Ranks differ in {name}: it is {one.get(name)} on rank {first} and {other.get(name)} on rank {second}. "
         f"Set the same value on every rank: export it before the launcher, with Open MPI also pass mpirun -x {name}."

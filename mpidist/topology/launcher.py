@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
-import ctypes
-import importlib
 import multiprocessing.process
 import os
 import shutil
 import sys
-import traceback
 import warnings
-from functools import partial
 from types import ModuleType
 
 from mpidist.core import settings
@@ -19,12 +14,10 @@ from mpidist.core.errors import LaunchError
 from mpidist.topology import environments
 from mpidist.topology.environments import LauncherInfo, read_launcher
 from mpidist.topology.faults import is_fault_tolerant
+from mpidist.topology.finalize import own_finalize
 from mpidist.topology.mpi_library import MpiLibrary, library_of, loaded_library, mpirun_beside, no_library
 from mpidist.topology.roll_call import start_answering
 from mpidist.topology.start_watch import watch_start
-
-# mpi4py reads it as False. A program that sets rc.finalize itself replaces it.
-_FINALIZES = "no"
 
 
 def cores_are_short(threads: int = 1) -> bool:
@@ -106,7 +99,7 @@ def prepare_environment() -> None:
         os.environ.update({**_quicker(info), **missing, **os.environ})
         watch_start(info)
         if mpi is None:
-            _own_finalize()
+            own_finalize()
         return
     start_answering()
     if missing and info is not None and info.size != 1 and mpi.Get_library_version().startswith("Open MPI"):
@@ -117,31 +110,6 @@ def prepare_environment() -> None:
             RuntimeWarning,
             stacklevel=3,
         )
-
-
-def _own_finalize() -> None:
-    """Keep MPI_Finalize out of forked children, in which it hangs and holds the whole job.
-
-    mpi4py calls it in every process that ends with MPI running, and has no hook for forks.
-    """
-    mpi4py = importlib.import_module("mpi4py")
-    rc, runner = mpi4py.rc, os.path.join(mpi4py.__path__[0], "run.py")
-    # `python -m mpi4py` aborts MPI at the same point if the program failed.
-    has_runner = any(frame.f_code.co_filename == runner for frame, _ in traceback.walk_stack(None))
-    if rc.initialize and rc.finalize is None and not has_runner:
-        rc.finalize = _FINALIZES
-        atexit.register(_finalize_at_exit)
-
-
-def _finalize_at_exit() -> None:
-    mpi = sys.modules.get("mpi4py.MPI")
-    is_own = importlib.import_module("mpi4py").rc.finalize == _FINALIZES
-    if is_own and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        # As mpi4py does: after all functions of atexit, which may use MPI.
-        ctypes.pythonapi.Py_AtExit(ctypes.cast(ctypes.CDLL(mpi.__file__).MPI_Finalize, ctypes.c_void_p))
-
-
-os.register_at_fork(after_in_child=partial(atexit.unregister, _finalize_at_exit))
 
 
 def import_mpi() -> ModuleType:

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _ANSWER_SECONDS, _NAP_SECONDS = 1.5, 0.01
-_NO_ANSWER = "gave no answer: its program has ended, or its process is stopped"
+_NO_ANSWER = (
+    "gave no answer: its program has ended, it has not imported mpidist, its process is stopped, or it runs code that "
+    "keeps Python's lock"
+)
 # Each rank asks all others, so in large jobs none does.
 _MOST_RANKS, _ROOM = 256, 1800
 # Whether this rank is making its first communicator.
@@ -109,7 +112,8 @@ def _messages(world: MPI.Intracomm, tag: int) -> Iterator[tuple[int, str]]:
     """Receive the messages with a tag that have arrived; yield rank and text of each."""
     mpi = sys.modules["mpi4py.MPI"]
     status = mpi.Status()
-    while world.Iprobe(mpi.ANY_SOURCE, tag, status):
+    # A matched probe: a receive of the program cannot take the message in between.
+    while message := world.Improbe(mpi.ANY_SOURCE, tag, status):
         text = bytearray(status.Get_count(mpi.BYTE))
-        world.Recv([text, mpi.BYTE], status.Get_source(), tag)
+        message.Recv([text, mpi.BYTE])
         yield status.Get_source(), text.decode(errors="replace")

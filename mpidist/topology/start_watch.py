@@ -25,6 +25,7 @@ from typing import NoReturn
 from mpidist.core import settings
 from mpidist.core.deadline import POLL_SECONDS, Stopwatch
 from mpidist.topology.environments import LauncherInfo
+from mpidist.topology.finalize import note_abort_status
 from mpidist.topology.roll_call import start_answering
 
 _MODULE = "mpi4py.MPI"
@@ -83,6 +84,7 @@ class _Watch(MetaPathFinder, Loader):
             self._loader.exec_module(module)
         finally:
             self._stop()
+        note_abort_status(module)
         start_answering()
 
     def _stop(self) -> None:

@@ -26,7 +26,7 @@ def independent(optimizer: Foreign) -> Foreign:
     collective.
 
     Args:
-        optimizer: An optimizer of ``torch.optim``.
+        optimizer: An optimizer of ``torch.optim``. Declare copies of it as well.
 
     Returns:
         The same object.

@@ -99,6 +99,9 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         self._agreed: list[dict[str, object]] | None = None
         # How often torch has changed the parameters of each copy, as of the last step.
         self._changes: list[int | None] = [None for _ in self.inner]
+        # Steps of each copy, and whether the parameters must be compared in a step.
+        self._steps = [0 for _ in self.inner]
+        self._decisions: dict[int, bool] = {}
         self._is_replaced = False
         self._gradients: tuple[SummedGradients, ...] = ()
         self._buffers: tuple[SharedBuffers, ...] = ()
@@ -253,7 +256,13 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
     def _agree(self, context: ReplicaContextLike, inner: Foreign) -> None:
         """Compare changed settings and parameters with those of the other ranks and copies."""
         settings = [_settings_of(group) for group in inner.param_groups]
-        if settings != self._agreed or any(map(self._is_changed, range(len(self.inner)))):
+        # Replicas take turns, and one may change its copy before another checks. The first check of a step counts.
+        self._steps[context.local_replica_id] += 1
+        step = self._steps[context.local_replica_id]
+        if step not in self._decisions:
+            self._decisions[step] = any(map(self._is_changed, range(len(self.inner))))
+            self._decisions.pop(step - 2, None)
+        if settings != self._agreed or self._decisions[step]:
             context.merge_call(lambda strategy: self._agree_on(strategy, settings))
 
     def _agree_on(self, strategy: Foreign, settings: list[dict[str, object]]) -> None:

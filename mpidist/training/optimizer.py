@@ -21,7 +21,7 @@ from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.training import gradients as gradient_tools
 from mpidist.training.gradients import Buckets, GradientsAndVariables, check_is_float, strategy_of
 from mpidist.values import CompositeVariable, IndexedSlices, Variable
-from mpidist.values.composite import AnyVariable, Slots, cut_for, is_by_path, parts_of, slot_keys, wholes_of
+from mpidist.values.composite import AnyVariable, Slots, cut_for, parts_of, slot_keys, wholes_of
 from mpidist.values.placement import variables_on_host
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class Optimizer:
         ]
         fresh = [v.name for v, group in zip(wholes, groups, strict=True) if group is None and v not in paths]
         found = tuple(f"{group}/" for group in groups)
-        waiting = sorted(key for key in self._deferred if is_by_path(key) and not key.startswith(found))
+        waiting = sorted(key for key in self._deferred if key.startswith("slots") and not key.startswith(found))
         if fresh and waiting and strategy.extended.should_checkpoint:
             warnings.warn(
                 f"the slots of the variables {fresh} start from zero, although restored slots wait: {waiting}. The "

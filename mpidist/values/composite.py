@@ -113,11 +113,6 @@ def slot_keys(variables: Sequence[AnyVariable], paths: Mapping[AnyVariable, str]
     return keys
 
 
-def is_by_path(key: str) -> bool:
-    """Return whether a key is that of a slot saved by path."""
-    return key.startswith(f"{_BY_PATH}/")
-
-
 def is_by_position(key: str) -> bool:
     """Return whether a key is that of a slot saved by position."""
     return key.partition("/")[0] in _BY_POSITION

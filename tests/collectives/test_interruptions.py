@@ -115,6 +115,37 @@ def test_a_forked_child_cannot_take_part(ranks: int) -> None:
     assert job.stdout.splitlines() == [f"{ranks} 0"] * ranks
 
 
+FORKED_FIRST = """
+import os, mpidist
+child = os.fork()
+if child:
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(mpidist.MultiWorkerMirroredStrategy().num_replicas_in_sync)
+"""
+
+
+@pytest.mark.one_rank
+def test_a_child_forked_before_mpi_starts() -> None:
+    job = run_script(FORKED_FIRST, 2)
+    assert (job.returncode, job.stdout.split()) == (0, ["2", "2"]), job.stderr
+
+
+ABORTS = """
+import sys, mpidist
+from mpi4py import MPI
+from mpi4py.run import set_abort_status
+if MPI.COMM_WORLD.Get_rank():
+    set_abort_status(3)
+    sys.exit(3)
+MPI.COMM_WORLD.recv(source=1)
+"""
+
+
+@pytest.mark.one_rank
+def test_the_abort_status_of_mpi4py_is_kept() -> None:
+    assert run_script(ABORTS, 2, timeout=30).returncode == 3
+
+
 FORKED_AND_ENDS = """
 import os, sys, numpy, mpidist
 strategy = mpidist.MultiWorkerMirroredStrategy()
@@ -188,7 +219,7 @@ else:
 def test_making_a_strategy_alone_has_a_deadline() -> None:
     job = run_script(LONELY, 2, env={"MPIDIST_TIMEOUT": "1", "MPIDIST_WARN_AFTER": "0.3"})
     assert job.returncode != 0
-    assert "has waited 0 s for the other ranks in finding out which ranks share a node" in job.stderr
+    assert "has waited 0 s for the other ranks in making the first strategy or communicator" in job.stderr
     assert "CollectiveTimeoutError" in job.stderr
 
 

@@ -30,7 +30,7 @@ def test_a_rank_whose_program_has_ended() -> None:
     program = FIRST_ALONE.replace("time.sleep(60)", "pass")
     job = run_script(program, 2, env={"MPIDIST_TIMEOUT": "3"})
     assert job.returncode != 0
-    assert "rank 1 gave no answer: its program has ended, or its process is stopped" in job.stderr
+    assert "rank 1 gave no answer: its program has ended, it has not imported mpidist" in job.stderr
 
 
 def test_messages_of_the_program_are_its_own() -> None:

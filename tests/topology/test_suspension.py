@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.support.ranks.jobs import ROOT, child_environment, mpirun_command
+from tests.support.ranks.jobs import ROOT, child_environment, mpirun_command, run_script
 
 pytestmark = [pytest.mark.one_rank, pytest.mark.jobs]
 
@@ -133,6 +133,20 @@ comm = mpidist.Communicator()
 print("rank", comm.rank, "pid", os.getpid(), flush=True)
 comm.barrier()
 """
+
+
+def test_a_closed_communicator_sets_no_deadline() -> None:
+    program = """
+    import time, mpidist
+    comm = mpidist.Communicator()
+    rank = comm.rank
+    comm.close()
+    if rank == 0:
+        time.sleep(4)
+        print("evaluated")
+    """
+    job = run_script(program, 2, env={"MPIDIST_TIMEOUT": "2"})
+    assert (job.returncode, job.stdout.split()) == (0, ["evaluated"]), job.stderr
 
 
 def test_finalize_has_a_deadline() -> None:

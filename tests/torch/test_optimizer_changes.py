@@ -247,3 +247,21 @@ def test_parameters_that_are_unfrozen_later_are_named(strategy: Any) -> None:
     else:
         with pytest.raises(RuntimeError, match="took no gradients when the optimizer was made"):
             strategy.run(step)
+
+
+def test_weights_clipped_in_some_steps(strategy: Any) -> None:
+    model, optimizer = opened(strategy, linear, torch.optim.SGD, lr=0.1)
+
+    def step(number: int) -> Any:
+        optimizer.zero_grad()
+        model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        if number % 3 == 2:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-0.01, 0.01)
+        return model.weight.item()
+
+    for number in range(7):
+        strategy.run(step, args=(number,))
+    same_on_all(strategy, lambda: model.weight.item())

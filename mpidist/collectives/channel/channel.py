@@ -28,6 +28,7 @@ from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline
 from mpidist.core.errors import PeerError
+from mpidist.topology import import_mpi
 from mpidist.topology.faults import revoke, revoking
 from mpidist.topology.limited_calls import duplicate, limited
 
@@ -277,10 +278,11 @@ def abandon_all() -> None:
         channel.abandon()
 
 
-def _leave_all() -> None:
+def _leave_all() -> bool:
     """Tell the other ranks of all open channels that this program has ended.
 
     How long the other programs still run is their own affair, so the wait for them has no deadline, only a report.
+    Returns whether all ranks of the job have ended their programs. It is unknown if their communicators are closed.
     """
     progress.stop()
     several = [channel for channel in open_channels if channel.size > 1]
@@ -289,6 +291,9 @@ def _leave_all() -> None:
             rank = several[0].rank
             report = f"rank {rank} has ended its program, and waits for the other ranks to end theirs"
             drive(_together([channel.leave() for channel in several]), lambda: Deadline(lambda _: report))
+            ranks_in_world = import_mpi().COMM_WORLD.Get_size()
+            return any(channel.size == ranks_in_world and not channel.handshake.left for channel in several)
+        return False
     finally:
         for channel in open_channels:
             for act in channel.at_exit:

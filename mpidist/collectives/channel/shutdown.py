@@ -27,7 +27,7 @@ _keyvals: list[int] = []
 _hooks: list[_ActingHook] = []
 # The acts at the end of a program: first ones, those that tell the other ranks, last ones.
 _first_acts: list[Callable[[], None]] = []
-_telling_acts: list[Callable[[], None]] = []
+_telling_acts: list[Callable[[], bool]] = []
 _last_acts: list[Callable[[], None]] = []
 # The acts before the hook for uncaught errors, which may end the job.
 _acts_on_errors: list[Callable[[BaseException], None]] = []
@@ -83,8 +83,11 @@ def before_the_end(act: Callable[[], None]) -> None:
     install()
 
 
-def at_the_end(act: Callable[[], None]) -> None:
-    """Have ``act`` tell the other ranks that the program has ended; kept in forked processes."""
+def at_the_end(act: Callable[[], bool]) -> None:
+    """Have ``act`` tell the other ranks that the program has ended; kept in forked processes.
+
+    It returns whether all ranks of the job have ended theirs.
+    """
     _telling_acts.append(act)
 
 
@@ -134,24 +137,22 @@ def install() -> None:
 
 @atexit.register
 def _leave_at_exit() -> None:
-    """Leave, and bound the rest: all ranks have ended their programs, so MPI_Finalize should not take long."""
-    leave_all()
-    if _keyvals and not _forked and mpi_runs():
+    """Leave, and bound the rest if all ranks have ended their programs: MPI_Finalize should not take long then."""
+    if leave_all() and not _forked and mpi_runs():
         world = import_mpi().COMM_WORLD
-        if world.Get_size() > 1:
-            limit_finalize(world.Get_rank(), world.Get_size())
+        limit_finalize(world.Get_rank(), world.Get_size())
 
 
-def leave_all() -> None:
+def leave_all() -> bool:
     """Tell the other ranks that this program has ended, before MPI_Finalize waits in silence.
 
     A rank that leaves early, by sys.exit() for example, so gives the others a PeerError in their next collective.
+    Returns whether all ranks of the job are known to have ended their programs.
     """
     while _first_acts and mpi_runs():
         _first_acts.pop()()
     try:
-        for act in _telling_acts:
-            act()
+        return any([act() for act in _telling_acts])
     finally:
         while _last_acts:
             _last_acts.pop()()
