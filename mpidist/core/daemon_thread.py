@@ -35,7 +35,7 @@ def is_own_thread() -> bool:
 
 
 def is_name_of_own_thread(name: str) -> bool:
-    """Return whether a thread of this name is mpidist's, and issues no collectives of its own accord."""
+    """Return whether a thread of this name is one of mpidist's."""
     return name.startswith("mpidist-")
 
 

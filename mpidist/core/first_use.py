@@ -1,4 +1,4 @@
-"""Imports that depend on what a program uses: names on first use (PEP 562), hooks into libraries that it imports."""
+"""Imports on demand: names on first use (PEP 562), and hooks into libraries."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ _hook_finder = _HookFinder()
 
 
 def hook_into(library: str, hook: str) -> None:
-    """Import the module ``hook`` once the program has imported ``library``, which may be now or never."""
+    """Import the module ``hook`` once the program has imported ``library``."""
     if library in sys.modules:
         imported(hook)
         return

@@ -301,7 +301,7 @@ def _of_shards(
     batch_size: int | None,
     seed: int | None,
 ) -> tuple[Tensors, Tensors, Tensors, int | None]:
-    """Return the arguments of ``global_batches`` for data of which each rank has rows of its own."""
+    """Return the arguments of ``global_batches`` for sharded data."""
     if isinstance(data, Dataset) or _is_data_loader(data):
         return strategy.distribute_datasets_from_function(lambda _: data), y, sample_weight, batch_size
     arrays = tuple(

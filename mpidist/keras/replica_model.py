@@ -41,7 +41,7 @@ class Adoption:
         self._noted = [(value, _changes_of(value)) for value in values]
 
     def report_changes(self, values: Sequence[Tensors]) -> None:
-        """Have the ranks compare values that were changed since the last step, when they sum the gradients."""
+        """Compare values that changed since the last step between ranks."""
         if len(values) == len(self._noted):
             pairs = zip(values, self._noted, strict=True)
             values = [value for value, (old, count) in pairs if value is not old or _changes_of(value) != count]
@@ -84,7 +84,7 @@ def _changes_of(value: Tensors) -> int:
 
 
 def _shared_settings(config: dict[str, object]) -> dict[str, object]:
-    """Return settings without names, which Keras counts up, and learning rates, which are the first rank's."""
+    """Return settings without names and learning rates, which may differ between ranks."""
     return {
         name: _shared_settings(value) if isinstance(value, dict) else value
         for name, value in config.items()
@@ -140,7 +140,7 @@ class ReplicaModel(keras.Model):
         self.adopt_compiled()
 
     def adopt_compiled(self) -> None:
-        """Adopt what the model was compiled with."""
+        """Adopt the optimizer that the model was compiled with."""
         for loss in keras.tree.flatten(self.loss):
             reduction = getattr(loss, "reduction", "sum_over_batch_size")
             if reduction not in ("sum_over_batch_size", "mean") and self._mpidist.sums.are_needed:

@@ -73,7 +73,7 @@ def _c_files(folder: Path) -> list[Path]:
 
 @functools.cache
 def build_id() -> str:
-    """Return the id of this package's sources, Python and C: the recorded one, or in a checkout a computed one."""
+    """Return the id of this package's sources: recorded in a wheel, computed in a checkout."""
     recorded = PACKAGE / BUILD_ID
     if recorded.exists():
         return recorded.read_text()

@@ -10,8 +10,8 @@ from mpidist.strategies.default import default_strategy
 from mpidist.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy
 from mpidist.strategies.strategy_extended import StrategyExtended
 
-hook_into("keras", "mpidist.keras.hooks")
-hook_into("torch", "mpidist.torch.hooks")
+hook_into("keras", "mpidist.keras.model_hooks")
+hook_into("torch", "mpidist.torch.step_checks")
 del hook_into
 
 __all__ = [

@@ -43,7 +43,7 @@ _open_on_ranks: list[str] = []
 
 
 def check_adopts_in_scope(method: str) -> None:
-    """Raise RuntimeError if a model is adopted outside of all scopes although a strategy has several ranks."""
+    """Raise RuntimeError if a model is adopted outside of the scope of several ranks."""
     if _open_on_ranks and not context.has_strategy():
         raise RuntimeError(
             f"{method} was called outside of the scope of {_open_on_ranks[-1]}. Each rank would train alone. Call it "

@@ -11,7 +11,7 @@ import ctypes
 import importlib
 import os
 import sys
-from typing import Any
+from types import ModuleType
 
 # mpi4py reads "no" as False. Another text shows that the program has set the option since.
 _FINALIZES = "no"
@@ -27,19 +27,20 @@ def own_finalize() -> None:
         atexit.register(_finalize_at_exit)
 
 
-def note_abort_status(mpi: Any) -> None:
-    """Notice if a program or ``python -m mpi4py`` sets the status with which mpi4py aborts the job."""
-    set_status = getattr(mpi, "_set_abort_status", None)
+def note_abort_status(mpi: ModuleType) -> None:
+    """Record whether mpi4py was given a status with which it aborts the job."""
+    names = vars(mpi)
+    set_status = names.get("_set_abort_status")
     if set_status is not None:
 
         def set_and_note(status: object) -> None:
             _aborts.append(True)
             set_status(status)
 
-        mpi._set_abort_status = set_and_note
+        names["_set_abort_status"] = set_and_note
 
 
-def _runs(mpi: Any) -> bool:
+def _runs(mpi: ModuleType | None) -> bool:
     return mpi is not None and bool(mpi.Is_initialized()) and not mpi.Is_finalized()
 
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, cast
 from weakref import WeakValueDictionary
 
 from mpidist.core import settings
-from mpidist.topology.agreement import check_same_everywhere
 from mpidist.topology.faults import revoking
 from mpidist.topology.launcher import check_world, import_mpi
 from mpidist.topology.limited_calls import duplicate, limited
 from mpidist.topology.roll_call import absent_ranks, arrive, stop_answering
+from mpidist.topology.same_program import check_same_everywhere
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -10,15 +10,15 @@ from mpidist.core.first_use import on_first_use
 
 if TYPE_CHECKING:
     from mpidist.torch.batch_norm import SyncBatchNorm
-    from mpidist.torch.hooks import independent
     from mpidist.torch.modules import ReplicatedModule, adopt
     from mpidist.torch.replicated_optimizer import Optimizer
+    from mpidist.torch.step_checks import independent
 else:
     __getattr__, __dir__ = on_first_use(
         __name__,
         {
             "mpidist.torch.batch_norm": "SyncBatchNorm",
-            "mpidist.torch.hooks": "independent",
+            "mpidist.torch.step_checks": "independent",
             "mpidist.torch.modules": "ReplicatedModule adopt",
             "mpidist.torch.replicated_optimizer": "Optimizer",
         },

@@ -90,11 +90,11 @@ class Bucket:
 
     def note(self) -> None:
         """Remember its memory as it is now, so that changes show."""
-        self._version = _changes_of(self.flat)
+        self._version = changes_of(self.flat)
 
     def check(self) -> None:
         """Raise RuntimeError if gradients have changed since they were taken up."""
-        if self._version is not None and _changes_of(self.flat) != self._version:
+        if self._version is not None and changes_of(self.flat) != self._version:
             raise _changed()
 
     def _end(self, seconds: float | None = None) -> None:
@@ -129,7 +129,7 @@ def _changed() -> RuntimeError:
     )
 
 
-def _changes_of(tensor: Tensor) -> int:
+def changes_of(tensor: Tensor) -> int:
     """Return how often torch has changed a tensor; collectives are not counted."""
     count: int = tensor._version
     return count

@@ -14,7 +14,7 @@ from mpidist.strategies import Strategy, check_adopts_in_scope
 from mpidist.strategies.central_storage import CentralStorageExtended
 from mpidist.torch.compiling import is_compiled
 from mpidist.torch.foreign import Foreign
-from mpidist.torch.hooks import adopted
+from mpidist.torch.step_checks import adopted
 from mpidist.torch.tensors import array_of, fill
 
 if TYPE_CHECKING:

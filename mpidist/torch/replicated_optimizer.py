@@ -13,12 +13,12 @@ import torch
 from mpidist.arrays.dtypes import Array
 from mpidist.core.context import get_replica_context, has_strategy, in_cross_replica_context
 from mpidist.core.protocols import ReplicaContextLike, StrategyLike
-from mpidist.torch.buckets import BUCKET_BYTES, SummedGradients, count_optimizers
+from mpidist.torch.buckets import BUCKET_BYTES, SummedGradients, changes_of, count_optimizers
 from mpidist.torch.buffers import SharedBuffers
 from mpidist.torch.foreign import Foreign
-from mpidist.torch.hooks import independent
 from mpidist.torch.modules import ReplicatedModule
 from mpidist.torch.optimizer_state import OptimizerSettings, held_tensors, make_equal, take
+from mpidist.torch.step_checks import independent
 from mpidist.torch.tensors import array_of
 from mpidist.values.placement import checksum
 
@@ -280,7 +280,7 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         self._changes = [*map(self._count_changes, range(len(self.inner)))]
 
     def _count_changes(self, number: int) -> int:
-        return sum(parameter._version for parameter in _parameters_of(self.inner[number]))
+        return sum(map(changes_of, _parameters_of(self.inner[number])))
 
     def _is_changed(self, number: int) -> bool:
         return self._changes[number] != self._count_changes(number)

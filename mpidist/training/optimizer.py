@@ -316,7 +316,7 @@ class Optimizer:
             context, self.iterations, partial(self._update_all, summed=summed), (), {}, False
         )
 
-    def _agree_on_sums_of_replicas(self, strategy: Strategy, codes: Any) -> None:
+    def _agree_on_sums_of_replicas(self, strategy: Strategy, codes: int) -> None:
         code, *others = strategy.experimental_local_results(codes)
         if any(other != code for other in others):
             raise ValueError(
@@ -327,7 +327,7 @@ class Optimizer:
         self._agree_on_sums(strategy, lambda: code)
 
     def _agree_on_sums(self, strategy: Strategy, checksum: Callable[[], int]) -> None:
-        """Compare gradients that are taken for sums with those of the other ranks: copies could drift apart."""
+        """Compare unsummed gradients between ranks, so that copies do not drift apart."""
         strategy.extended.agree_on(
             lambda: (
                 f"apply_gradients() of {self._settings()} at the rate {self.learning_rate!r}, with gradients that are "

@@ -137,7 +137,7 @@ def install() -> None:
 
 @atexit.register
 def _leave_at_exit() -> None:
-    """Leave, and bound the rest if all ranks have ended their programs: MPI_Finalize should not take long then."""
+    """Leave, and set a deadline for MPI_Finalize if all programs have ended."""
     if leave_all() and not _forked and mpi_runs():
         world = import_mpi().COMM_WORLD
         limit_finalize(world.Get_rank(), world.Get_size())

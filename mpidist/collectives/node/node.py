@@ -25,8 +25,8 @@ from mpidist.collectives.node.shared_memory import (
 from mpidist.collectives.node.shared_results import SharedResults
 from mpidist.core import settings
 from mpidist.topology import Topology, cores_are_short, import_mpi
-from mpidist.topology.agreement import check_same_everywhere
 from mpidist.topology.faults import revoking
+from mpidist.topology.same_program import check_same_everywhere
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -194,7 +194,7 @@ def _agreed_functions(comm: MPI.Intracomm) -> native.Functions | None:
 
 
 def _agreed_topology(comm: MPI.Intracomm) -> tuple[Topology, native.Functions | None, Array | None, bool]:
-    """Return the topology, the native core with its control memory, and whether ranks share processor cores.
+    """Return topology, native core, its control memory, and whether ranks share processor cores.
 
     All ranks agree on them. Without a native core, or without shared memory for it, each rank is a node of its own.
     """

@@ -147,7 +147,7 @@ def _told_by_all(core: Core | None, words: list[int]) -> Steps[list[list[int]]]:
 
 
 def control_memory(comm: MPI.Intracomm, nbytes: int) -> tuple[Array | None, int]:
-    """Return zeroed memory that all ranks of a node map, or None with a reason (collective).
+    """Return zeroed memory that a node's ranks share, or None with a reason (collective).
 
     The reason, ``NO_ROOM`` or ``NOT_SHARED``, is this rank's. MPI_Win_allocate_shared is not used, because Open MPI
     crashes in it if a rank has a ``/dev/shm`` of its own, as in a container.

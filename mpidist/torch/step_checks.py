@@ -1,4 +1,4 @@
-"""Check the steps of torch optimizers, so that replicas do not train apart; imported for programs with strategies."""
+"""Checks of torch optimizer steps, so that replicas do not train apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks on Keras' models, with which a scope reaches them as in TensorFlow; imported by ``Strategy``.
+"""Hooks by which a strategy's scope adopts Keras models, as in TensorFlow.
 
 Methods of Keras' own classes are wrapped: Keras has no callback for models that are made or compiled.
 """
@@ -36,7 +36,7 @@ def _adopt(model: KerasObject) -> None:
 
 
 def _require_adoption(model: KerasObject) -> None:
-    """Raise RuntimeError if a model is trained in the scope of replicas that it does not belong to."""
+    """Raise RuntimeError if a model is trained in a scope that has not adopted it."""
     strategy = get_strategy()
     owner = getattr(getattr(model, "_mpidist", None), "strategy", None)
     if strategy.num_replicas_in_sync > 1 and owner is not strategy:
