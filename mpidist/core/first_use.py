@@ -67,7 +67,7 @@ class _HookFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of the other finders, whose loader imports the hook at the end."""
+        """Return the library's spec, with a loader that also imports the hook."""
         if fullname not in self.hooks:
             return None
         found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)

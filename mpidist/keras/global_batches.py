@@ -33,7 +33,7 @@ _KINDS = (
 
 
 class Sharded:
-    """Data of which each rank has rows of its own; made by :func:`sharded`."""
+    """Sharded data: each rank holds different rows. Made by :func:`sharded`."""
 
     def __init__(self, data: Tensors) -> None:
         self.data = data
@@ -42,13 +42,13 @@ class Sharded:
 def sharded(x: Tensors) -> Sharded:
     """Declare that each rank passes rows of its own to ``fit`` or ``evaluate`` (local).
 
-    Without it all ranks must pass the same data, of which each rank uses its share. Ranks may have different numbers of
-    rows.
+    Without this declaration all ranks must pass the same data, and each rank uses its share. Ranks may have different
+    numbers of rows.
 
     Args:
         x: The argument ``x`` of ``fit``: arrays, or an ``mpidist.Dataset`` or a DataLoader in batches of one replica.
-            With arrays, ``y`` and ``sample_weight`` are rows of this rank, too, and ``batch_size`` is that of all
-            replicas.
+            With arrays, pass the rows of this rank as ``y`` and ``sample_weight`` as well. ``batch_size`` counts
+            the rows of all replicas.
 
     Returns:
         A value for ``x``.

@@ -254,7 +254,7 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         return context
 
     def _agree(self, context: ReplicaContextLike, inner: Foreign) -> None:
-        """Compare changed settings and parameters with those of the other ranks and copies."""
+        """Compare changed settings and parameters between ranks and copies."""
         settings = [_settings_of(group) for group in inner.param_groups]
         # Replicas take turns, and one may change its copy before another checks. The first check of a step counts.
         self._steps[context.local_replica_id] += 1

@@ -84,9 +84,9 @@ def before_the_end(act: Callable[[], None]) -> None:
 
 
 def at_the_end(act: Callable[[], bool]) -> None:
-    """Have ``act`` tell the other ranks that the program has ended; kept in forked processes.
+    """Register ``act`` to announce the end of this program to the other ranks. Forked processes keep it.
 
-    It returns whether all ranks of the job have ended theirs.
+    ``act`` returns whether all ranks of the job have ended their programs.
     """
     _telling_acts.append(act)
 
