@@ -48,6 +48,13 @@ class Picture:
         self._parts.append(f'<path d="M{x:.1f} {y:.1f}L{x2:.1f} {y2:.1f}" stroke="{colour}" stroke-dasharray="3 2"/>')
         self._height = max(self._height, y, y2)
 
+    def curve(self, points: list[tuple[float, float]], colour: str) -> None:
+        """Connect points, and mark each of them."""
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        self._parts.append(f'<path d="M{path}" stroke="{colour}" stroke-width="2" fill="none"/>')
+        self._parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points]
+        self._height = max(self._height, *(y + 3 for _, y in points))
+
     def legend(self, x: float, y: float, entries: dict[str, str]) -> None:
         """Write what each colour means, in a row."""
         for text, fill in entries.items():

@@ -18,6 +18,7 @@ EXCEPTED = {
     r"lab=": "stands for what follows it there, which needs Slurm",
     r"python -m tests\.cluster\.lab ": "needs root: tests/cluster",
     r"module ": "the modules of a site",
+    r"source ": "the environment of a reader",
     r"(python3 -m |\S+/)?pip ": "asks PyPI, or builds a release: tests/packaging installs what `make dist` makes",
     r"python3? -m venv ": "is for what pip then installs there: tests/packaging",
     r"(docker|apptainer|spack|rattler-build) ": "is not on every machine: tests/packaging tries the recipes",

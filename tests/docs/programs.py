@@ -27,8 +27,11 @@ ELSEWHERE = {
     "docs/tutorials/save_and_load.md": "tests/torch, tests/keras",
 }
 EXCEPTED = {"tests/cluster/lab/README.md": "needs root and Slurm; the tests of tests/cluster are such programs"}
+# The diffs of the first page are lines of diffs of the second one, which are run.
+REPEATED = ("README.md", "docs/get_started.md")
 # Not on one rank and on two.
 _RANKS = {
+    "README.md": (1, 4),
     "docs/elastic.md": (2,),
     "docs/gpu.md": (2,),
     "docs/tuning.md": (2,),
@@ -84,7 +87,7 @@ def programs_of(page: str | Path) -> list[Program]:
             found.append(Program((block,), block.text))
         elif block.kind == "python":
             found[-1] = Program((*found[-1].blocks, block), found[-1].text + block.text)
-        elif block.kind == "diff":
+        elif block.kind == "diff" and block.page != REPEATED[0]:
             found.append(Program((block,), changed(block, block.given or found[-1].text)))
         elif block.kind == "text" and last == "python":
             found[-1] = found[-1]._replace(shown=block)

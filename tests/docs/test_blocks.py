@@ -29,10 +29,23 @@ def test_every_page_is_looked_at() -> None:
 
 def test_every_program_is_run_or_excepted() -> None:
     run = {block for program in programs.all_programs() for block in program.blocks}
-    shown = [block for page in _HERE for block in blocks(page) if block.kind in ("python", "diff")]
+    repeated = programs.REPEATED[0]
+    shown = [
+        block
+        for page in _HERE
+        for block in blocks(page)
+        if block.kind == "python" or (block.kind == "diff" and page != repeated)
+    ]
     excepted = [block for block in shown if block.page in programs.EXCEPTED]
     assert len(run) + len(excepted) == len(shown) > 30
     assert {block.page for block in excepted} == set(programs.EXCEPTED)
+
+
+def test_short_diffs_are_lines_of_diffs_that_are_run() -> None:
+    short, whole = ([block.text for block in blocks(page) if block.kind == "diff"] for page in programs.REPEATED)
+    assert len(short) == 4
+    for text in short:
+        assert any(set(text.splitlines()) <= set(other.splitlines()) for other in whole), text
 
 
 def test_every_command_is_run_or_excepted() -> None:

@@ -67,7 +67,7 @@ def test_the_program_of_the_start_page_has_twelve_lines_and_one_result() -> None
 
 def symbols() -> list[dict[str, str]]:
     """Return the rows of the table of TensorFlow's symbols."""
-    lines = (ROOT / "docs/tf_distribute.md").read_text().split("\n## ", 1)[1].splitlines()
+    lines = (ROOT / "docs/tf_distribute.md").read_text().partition("\n## tf.distribute\n")[2].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     keys = ("theirs", "ours", "state", "difference")
     return [dict(zip(keys, row, strict=True)) for row in rows if row[0] != "TensorFlow" and set(row[0]) != {"-"}]

@@ -50,6 +50,19 @@ def test_dealing(scripts: Any) -> None:
     assert script.drawn(output) == script.PICTURE.read_text(), "type: python docs/draw_dealing.py"
 
 
+def test_speed(scripts: Any) -> None:
+    script = scripts("draw_speed")
+    results = json.loads(script.RESULTS.read_text())
+    assert script.drawn(results) == script.PICTURE.read_text(), "type: python docs/draw_speed.py"
+    curves = script.ratios(results)
+    points = [point for curve in curves.values() for point in curve.items()]
+    slower = [f"{script.text_of(size)} ({ratio:.2f}x)" for size, ratio in points if ratio < 1]
+    ordinary = curves["ordinary arrays (out=)"].values()
+    readme = (ROOT / "README.md").read_text()
+    assert [text for text in slower if text not in readme] == [], "README names the sizes at which MPI is faster"
+    assert f"{min(ordinary):.1f} to {max(ordinary):.1f} times" in readme
+
+
 @pytest.mark.jobs
 def test_a_hang(scripts: Any, tmp_path: Path) -> None:
     script = scripts("draw_hang")

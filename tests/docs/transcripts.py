@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from typing import NamedTuple
 
 from tests.docs.pages import blocks
@@ -26,16 +27,25 @@ class Transcript(NamedTuple):
         return next(lines for lines in texts if lines[0] == self.first)
 
 
-_TRAINING = Transcript("README.md", "multi_worker: 2 replica(s) in sync, 2 rank(s)")
+_TRAINING = Transcript("docs/get_started.md", "multi_worker: 2 replica(s) in sync, 2 rank(s)")
 _REPORT = Transcript("docs/tracing.md", "mpidist: collectives of 2 ranks, means over ranks, in 1.9 s")
 _DOCTOR = Transcript("docs/doctor.md", "reach       ring: 4 of 4 hops; pairs: 6 of 6")
 _PREDICTION = Transcript(
     "docs/scaling.md", "nodes  ranks    size  algorithm           slice     time  busbw(GB/s)  sent(MiB/node)"
 )
+_README_DOCTOR = Transcript("README.md", "launcher    Open MPI mpirun, which says 4 ranks; the MPI world has 4")
+_MISMATCH = Transcript(
+    "README.md",
+    "mpidist.core.errors.MismatchError: the ranks made different calls at the same point; "
+    "expected the same operation, ...",
+)
+_DIFFERENT = "import mpidist, numpy\ncomm = mpidist.Communicator()\ncomm.all_reduce('SUM', numpy.zeros(5 - comm.rank))"
 # The command that prints it, in a checkout with the program of the start page in train.py, and which lines are to come:
 # others are those of one program, or name hosts.
 PRINTED_BY = {
     _TRAINING: ("mpirun -n 2 python examples/train.py --out out", [0, 1, 2, 4, 5]),
+    _README_DOCTOR: ("MPIDIST_RANKS_PER_NODE=2 mpirun -n 4 python -m mpidist doctor", [0, 1, 2, 3]),
+    _MISMATCH: (f"printf {shlex.quote(_DIFFERENT)} > train.py; mpirun -n 2 python train.py || true", [0, 1, 3]),
     _REPORT: ("MPIDIST_REPORT=1 mpirun -n 2 python train.py", [0, 1]),
     _PREDICTION: (
         "python -m benchmarks predict --nodes 2,16,128,1250 --ranks-per-node 8 --sizes 4K,1M,64M --latency 15us "
@@ -48,6 +58,7 @@ PRINTED_BY = {
 _WAITS = "mpidist: ranks 0,3 of 4 have waited 60 s for the other ranks in all_reduce SUM of float64(5,), "
 _RECEIVES = "mpidist: rank 0 of 4 waits for recv from rank 1 with tag 0 of float64(5,), at train.py:41 (step):"
 EXCEPTED = {
+    Transcript("README.md", "4 replicas: loss 0.00002, w [ 1. -2.  3.]"): "compared by tests/test_readme.py",
     Transcript("docs/doctor.md", "mpidist 0.1.0 doctor: 6 ranks, 3 hosts"): "needs hosts: tests/cluster/test_doctor.py",
     Transcript("docs/hangs.md", _WAITS + "collective number 17:"): "a job that hangs: tests/collectives/test_guard.py",
     Transcript("docs/hangs.md", _RECEIVES): "a job that hangs: tests/collectives/test_point_to_point.py",
