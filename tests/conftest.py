@@ -20,9 +20,10 @@ from tests.support.gpu_strategies import gpu_strategy  # noqa: F401 - as above
 from tests.support.ranks import jobs
 from tests.support.ranks.layouts import Layout, is_of_one_process, layouts
 from tests.support.ranks.leaks import Inventory
-from tests.support.ranks.sessions import LastResort, OneOutcome
+from tests.support.ranks.sessions import LastResort, OneOutcome, test_seconds
 from tests.support.ranks.shared import Shared
 from tests.support.results import Results
+from tests.support.speed import scaled, slowness
 
 _failed = pytest.StashKey[bool]()
 _shared = pytest.StashKey[Shared]()
@@ -100,6 +101,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     size = MPI.COMM_WORLD.size
     for item in items:
+        if slowness() > 1:
+            item.add_marker(pytest.mark.timeout(scaled(test_seconds(item))), append=False)
         marker = item.get_closest_marker("min_ranks")
         if marker is not None and size < marker.args[0]:
             item.add_marker(pytest.mark.skip(reason=f"needs {marker.args[0]} ranks, this session has {size}"))

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.ranks.jobs import ROOT, child_environment, run_alone, run_script
 from tests.support.ranks.pool import run
+from tests.support.speed import scaled
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
@@ -86,7 +87,7 @@ def test_an_uncaught_exception_prints_its_rank_and_ends_the_job() -> None:
         strategy.run(step)
         """,
         2,
-        timeout=30,
+        timeout=scaled(30),
     )
     assert done.returncode != 0
     assert "rank 1" in done.stderr
@@ -127,7 +128,7 @@ def test_ranks_that_each_believe_they_are_alone() -> None:
     environment.update({"SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "7"})
     program = "import mpidist; mpidist.MultiWorkerMirroredStrategy()"
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, cwd=ROOT
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=scaled(60), cwd=ROOT
     )
     assert done.returncode != 0, done.stdout
     assert "LaunchError" in done.stderr

@@ -14,6 +14,7 @@ from mpidist.arrays import cupy_module
 from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present, loaded_cupy, require_cupy
 from mpidist.arrays.device_ops import is_device_array, ops_for
 from mpidist.core.errors import DeviceError
+from tests.support.speed import scaled
 
 pytestmark = pytest.mark.one_rank
 
@@ -168,5 +169,5 @@ device_ops.ops_of(np.zeros(3)).copy(convert.to_array([1.0] and np.ones(3)))
 print([name for name in sys.modules if name.partition(".")[0] in ("mpi4py", "cupy", "torch")])
 """
     package = Path(cupy_module.__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", program, package], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program, package], capture_output=True, text=True, timeout=scaled(60))
     assert (done.stdout.strip(), done.stderr) == ("[]", "")

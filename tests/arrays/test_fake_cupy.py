@@ -17,6 +17,7 @@ import pytest
 
 from tests.support import fake_cupy
 from tests.support.fake_cupy.memory import FREED, bytes_at
+from tests.support.speed import scaled
 
 pytestmark = pytest.mark.one_rank
 
@@ -49,6 +50,15 @@ def test_a_missing_wait_gives_stale_data(fake_gpus: Any, gate: threading.Event) 
     gate.set()
     assert not stale.any()
     assert array.get(stream=second).any()
+
+
+def test_the_end_waits_for_late_events(gate: threading.Event) -> None:
+    cp = fake_cupy.install()
+    first, second = cp.cuda.Stream(non_blocking=True), cp.cuda.Stream(non_blocking=True)
+    hold(first, gate)
+    second.wait_event(first.record())
+    threading.Timer(0.3, gate.set).start()
+    fake_cupy.uninstall()
 
 
 def test_ordinary_operations_are_work_of_the_current_stream(fake_gpus: Any, gate: threading.Event) -> None:
@@ -447,7 +457,7 @@ def test_a_program_runs_on_pretended_gpus(tmp_path: Path) -> None:
         "import cupy, sys\nprint(cupy.cuda.runtime.getDeviceCount(), sys.argv[1:], cupy.ones(3).sum())\n"
     )
     command = [sys.executable, "-m", "tests.support.fake_cupy", "--devices", "3", "--jitter", "0.001", program, "-x"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(60))
     assert (done.returncode, done.stdout.strip()) == (0, "3 ['-x'] 3.0"), done.stderr
 
 

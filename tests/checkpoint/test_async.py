@@ -23,6 +23,7 @@ from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
 from tests.support.ranks.jobs import child_environment, run_script
 from tests.support.ranks.layouts import layouts
+from tests.support.speed import scaled
 
 
 class Brake:
@@ -188,7 +189,7 @@ def test_the_end_of_the_program_waits(ranks: int, how: str, tmp_path: Path) -> N
 def test_an_error_that_nobody_waited_for_is_told_at_the_end(ranks: int, how: str, tmp_path: Path) -> None:
     start = time.monotonic()
     done = run_script(SLOW_SAVE, ranks, str(tmp_path), "fail", how, timeout=30)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < scaled(20)
     assert "ckpt-1 was not written" in done.stderr
     assert "No space left on device" in done.stderr
     assert ranks == 1 or done.returncode != 0

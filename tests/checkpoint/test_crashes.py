@@ -19,6 +19,7 @@ from mpidist import Checkpoint, CheckpointManager
 from mpidist.checkpoint import writer
 from tests.support.ranks.jobs import child_environment, mpirun_command, run_script
 from tests.support.ranks.programs import run_program
+from tests.support.speed import scaled
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
@@ -139,7 +140,7 @@ def test_killed_before_each_step_on_the_file_system(tmp_path: Path) -> None:
         env=child_environment(),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=scaled(100),
     )
     assert (done.returncode, done.stderr) == (0, "")
     times = [int(line.split()[2]) for line in done.stdout.splitlines()]
@@ -276,7 +277,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         env=child_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")) == ["", "rank 0 went on", "rank 1 went on"]

@@ -23,6 +23,7 @@ from mpidist.checkpoint import manager as manager_module
 from mpidist.core.errors import PeerError
 from tests.support.ranks.jobs import child_environment
 from tests.support.ranks.layouts import layouts
+from tests.support.speed import scaled
 
 
 def names(paths: Any) -> list[str]:
@@ -327,7 +328,7 @@ def test_a_directory_that_others_use_too(mode: int) -> None:
             env=child_environment(),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=scaled(60),
         )
         assert done.stdout.splitlines() == ["ckpt-1", "ckpt-1", "ckpt-1", "5 ['ckpt-3']"], done.stderr
         assert sorted(folder.iterdir()) == before

@@ -17,6 +17,7 @@ from mpidist.checkpoint import preemption
 from mpidist.checkpoint.preemption import TerminationWatch
 from mpidist.experimental import PreemptionCheckpointHandler, TerminationConfig
 from tests.support.ranks.jobs import run_script
+from tests.support.speed import scaled
 
 pytestmark = pytest.mark.one_rank
 
@@ -111,7 +112,7 @@ def test_a_watcher_function_instead_of_signals(tmp_path: Path) -> None:
         PreemptionCheckpointHandler(None, manager, termination_config=config) as handler,
         handler.watch_preemption_scope(),
     ):
-        limit = time.monotonic() + 20
+        limit = time.monotonic() + scaled(20)
         while manager.latest_checkpoint is None and time.monotonic() < limit:
             time.sleep(0.02)
             handler.save_checkpoint_if_preempted()
@@ -127,7 +128,7 @@ def test_an_error_of_the_watcher_function_is_raised_in_the_program(tmp_path: Pat
         pytest.raises(OSError, match="metadata server"),
         PreemptionCheckpointHandler(None, checkpoint_of(), tmp_path, config) as handler,
     ):
-        limit = time.monotonic() + 20
+        limit = time.monotonic() + scaled(20)
         while time.monotonic() < limit:
             handler.run(lambda: time.sleep(0.02))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import os
 import signal
 import sys
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 from tests.checks import library_parts, long, parts
 from tests.checks.runner import Done, run_parts
 from tests.checks.summary import end_of_log, line_of, summary
+from tests.support import speed
 
 SETS = {
     "quick": parts.quick,
@@ -28,6 +30,8 @@ SETS = {
 }
 
 
+# What a set takes on the reference machine of tests/support/speed.py, in minutes.
+_MINUTES = {"quick": 2, "test": 10}
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -36,6 +40,13 @@ def tell(done: Done) -> None:
     print(line_of(done), flush=True)
     if done.has_failed:
         print(end_of_log(done), flush=True)
+
+
+def announcement(name: str) -> str:
+    """Return how fast the machine is, and how long a set will take if that is known."""
+    factor = speed.slowness()
+    speed_text = f"this machine takes {factor:.1f} times as long as the reference, and deadlines grow by that factor"
+    return f"{speed_text}; expect about {_MINUTES[name] * factor:.0f} minutes" if name in _MINUTES else speed_text
 
 
 def _end(*_: object) -> None:
@@ -73,6 +84,8 @@ def main(arguments: list[str]) -> int:
     if unknown:
         parser.error(f"no part is called {', '.join(sorted(unknown))}; expected some of {', '.join(names)}")
     chosen = [part for part in everything if given.only is None or part.name in given.only]
+    os.environ[speed.VARIABLE] = f"{speed.measure():.2f}"
+    print(announcement(given.set if given.only is None else ""), flush=True)
     began = time.monotonic()
     with alone_in(given.out.resolve()) as folder:
         done = run_parts(chosen, folder, tell)

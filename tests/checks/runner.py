@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tests.checks.parts import Part
 from tests.support.ranks.jobs import JOB, ROOT, child_environment, end_all, gets_second_chance
+from tests.support.speed import scaled
 
 _LOOK_SECONDS, _TAKING_DOWN_SECONDS = 0.05, 30.0
 
@@ -78,7 +79,7 @@ class _Running:
         """Return what it came to, None while it runs."""
         pid, status, usage = os.wait4(self._process.pid, os.WNOHANG)
         seconds = time.monotonic() - self._began
-        late = pid == 0 and seconds > self.part.seconds
+        late = pid == 0 and seconds > scaled(self.part.seconds)
         if late:
             _, status, usage = self._stopped()
         elif pid == 0:

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.checks import library_parts, long, parts
-from tests.checks.__main__ import alone_in
+from tests.checks.__main__ import alone_in, announcement
 from tests.checks.parts import Part
 from tests.checks.runner import Done, run_parts
 from tests.checks.summary import end_of_log, line_of, summary
+from tests.support import speed
 from tests.support.ranks.jobs import ROOT
+from tests.support.speed import scaled
 
 pytestmark = pytest.mark.one_rank
 CORES = sorted(os.sched_getaffinity(0))
@@ -48,13 +50,21 @@ def test_what_fails_and_what_takes_too_long(tmp_path: Path) -> None:
         program("fails", "print('why'); raise SystemExit(3)"),
         program("hangs", f"{child}; import time; print('began', flush=True); time.sleep(100)", seconds=1.0),
     )
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < scaled(30)
     assert (found["fails"].status, found["hangs"].status) == (3, None)
     assert all(done.has_failed for done in found.values())
     assert "FAILED (3)" in line_of(found["fails"])
     assert "TOO LATE" in line_of(found["hangs"])
     assert "why" in end_of_log(found["fails"])
     assert found["hangs"].log.read_text() == "began\n"
+
+
+@pytest.mark.jobs
+def test_limits_grow_with_the_slowness_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(speed.VARIABLE, "100")
+    assert not run(tmp_path, program("slow", "import time; time.sleep(0.5)", seconds=0.1))["slow"].has_failed
+    assert speed.deadlines(2, 1) == {"MPIDIST_TIMEOUT": "200", "MPIDIST_WARN_AFTER": "1"}
+    assert announcement("test").endswith("; expect about 1000 minutes")
 
 
 @pytest.mark.jobs

@@ -18,6 +18,7 @@ from mpidist.cli.doctor_text import findings_text, links_text, network_text, rep
 from mpidist.core.version import __version__
 from tests.cli import doctor_jobs as made
 from tests.support.ranks.jobs import ROOT, child_environment, run_script
+from tests.support.speed import scaled
 
 pytestmark = [pytest.mark.jobs, pytest.mark.all_cores, pytest.mark.one_rank]
 
@@ -60,7 +61,7 @@ def subjects(document: dict[str, Any]) -> list[str]:
 def of_one_process(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mpidist", "doctor", *args]
     full = child_environment(env)
-    return subprocess.run(command, cwd=ROOT, env=full, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, env=full, capture_output=True, text=True, timeout=scaled(60), check=False)
 
 
 def test_one_process() -> None:

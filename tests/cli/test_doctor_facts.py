@@ -24,6 +24,7 @@ from mpidist.cli.doctor_facts.timed_messages import (
 from mpidist.collectives.gpu import network_probes
 from tests.cli import doctor_jobs as made
 from tests.support.ranks.jobs import ROOT
+from tests.support.speed import scaled
 
 pytestmark = pytest.mark.one_rank
 
@@ -279,7 +280,7 @@ def watched(seconds: float, then: str, document: str = "") -> subprocess.Complet
     command = [sys.executable, "-c", WATCHED.format(seconds=seconds, then=then, document=document)]
     # As under a launcher, whose signals go to the whole group of a rank.
     return subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=60, check=False, start_new_session=True
+        command, env=env, capture_output=True, text=True, timeout=scaled(60), check=False, start_new_session=True
     )
 
 

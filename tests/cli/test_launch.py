@@ -19,10 +19,11 @@ from mpidist.cli.launch import additions, split_program
 from mpidist.topology.environments import BATCH_SYSTEMS, LAUNCHER_VARIABLES
 from mpidist.topology.mpi_library import INTEL_MPI, MPICH, OPEN_MPI, MpiLibrary, find_library
 from tests.support.ranks.jobs import child_environment
+from tests.support.speed import scaled
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
-DEADLINE_SECONDS = 60
+DEADLINE_SECONDS = scaled(60)
 # What the tests' own environment asks of Open MPI, and launch is to ask by itself.
 HELP_OF_THE_TESTS = (
     "OMPI_ALLOW_RUN_AS_ROOT",

@@ -22,6 +22,7 @@ from mpidist.cli import function_job
 from mpidist.parameter_server.pickling import pack_error
 from mpidist.topology.environments import BATCH_SYSTEMS
 from tests.support.ranks.jobs import child_environment, run_script
+from tests.support.speed import scaled
 
 pytestmark = [pytest.mark.one_rank, pytest.mark.jobs]
 
@@ -236,7 +237,12 @@ def test_functions_of_a_script_are_sent_and_mpi_is_not_started_here(tmp_path: Pa
     pytest.importorskip("cloudpickle", reason="type: pip install 'mpidist[coordinator]'")
     (tmp_path / "script.py").write_text(CELL)
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=90
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=scaled(90),
     )
     assert done.stdout.splitlines() == SHOWN, done.stderr
 
@@ -274,7 +280,7 @@ def test_ranks_that_ipython_starts(fails: int, tmp_path: Path) -> None:
     script.write_text(RANK.format(fails=fails))
     command = [sys.executable, "-m", "mpidist", "launch", "-n", "2", "--", ipython(), str(script)]
     environment = child_environment({"IPYTHONDIR": str(tmp_path)})
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=scaled(60))
     assert done.stdout.count("[2. 2.]") == 2, done.stderr
     assert (done.returncode != 0) == bool(fails), done.stderr
     assert ("rank 1 of 2 on host " in done.stderr) == bool(fails)
@@ -284,7 +290,7 @@ def test_the_prompt_of_ipython_goes_on_after_an_error(tmp_path: Path) -> None:
     typed = f"import mpidist\ncomm = mpidist.Communicator()\n1/0\n{CELL}\nprint(comm.size, 'still here')\nexit\n"
     command = [ipython(), "--simple-prompt", "--colors=NoColor"]
     environment = child_environment({"IPYTHONDIR": str(tmp_path)})
-    done = subprocess.run(command, input=typed, env=environment, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, input=typed, env=environment, capture_output=True, text=True, timeout=scaled(90))
     assert "ZeroDivisionError" in done.stdout
     assert "1 still here" in done.stdout
     assert done.returncode == 0

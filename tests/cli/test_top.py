@@ -37,6 +37,7 @@ from mpidist.collectives.watch.status_files import (
 )
 from tests.support.ranks.cores import needs_core
 from tests.support.ranks.jobs import child_environment, mpirun_command, run_script
+from tests.support.speed import scaled
 
 pytestmark = pytest.mark.one_rank
 
@@ -249,7 +250,7 @@ def job(folder: Path, ranks: int, source: str = SLEEPS) -> Iterator[subprocess.P
 
 def top(folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "mpidist", "top", str(folder), *arguments]
-    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=scaled(60))
     return done.stdout
 
 

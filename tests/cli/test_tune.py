@@ -16,6 +16,7 @@ from mpidist.collectives.reduce.tuning_file import Setup, read
 from mpidist.collectives.tuning import SIZES, Timing, Tuned
 from tests.support.ranks.jobs import child_environment, run_script
 from tests.support.ranks.programs import Ended, run_program
+from tests.support.speed import scaled
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
@@ -88,7 +89,7 @@ def test_an_environment_that_cannot_be_is_said_in_one_line(environ: dict[str, st
         env=child_environment(environ),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=False,
     )
     (line,) = done.stderr.splitlines()

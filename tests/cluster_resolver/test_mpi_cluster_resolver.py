@@ -12,6 +12,7 @@ from mpidist.cluster_resolver import MPIClusterResolver
 from mpidist.compat.multi_worker_util import is_chief
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.pool import run
+from tests.support.speed import deadlines
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 
@@ -175,7 +176,7 @@ def test_a_rank_that_does_not_come_to_make_a_communicator_is_not_waited_for_for_
         resolver.comm_of(("chief", "worker"))
     time.sleep(60)
     """
-    env = {"MPIDIST_JOBS": "chief:1,worker:1,evaluator:1", "MPIDIST_WARN_AFTER": "0.3", "MPIDIST_TIMEOUT": "1.5"}
+    env = {"MPIDIST_JOBS": "chief:1,worker:1,evaluator:1", **deadlines(1.5, 0.3)}
     done = run_script(script, 3, env=env, timeout=40)
     assert done.returncode != 0
     waits = "waiting for all 2 ranks of chief and worker to make a communicator"

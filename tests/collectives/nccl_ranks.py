@@ -15,9 +15,10 @@ from mpidist.collectives.mpi.waiting import Steps, drive
 from mpidist.core.deadline import Deadline
 from tests.support.fake_cupy import nccl as fake_nccl
 from tests.support.fake_cupy.devices import CUDARuntimeError
+from tests.support.speed import scaled
 
 T = TypeVar("T")
-_LEAVING_SECONDS = 5.0
+_LEAVING_SECONDS = scaled(5.0)
 
 
 def finished(steps: Steps[T]) -> T:

@@ -7,6 +7,7 @@ import pytest
 from mpidist.collectives.watch.deadlock import Wait, WaitState, find_deadlock
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.programs import run_program
+from tests.support.speed import deadlines
 
 pytestmark = pytest.mark.one_rank
 
@@ -114,5 +115,5 @@ MPI.COMM_WORLD.Barrier()                                # each had its error bef
 
 @pytest.mark.jobs
 def test_a_part_and_the_whole() -> None:
-    job = run_script(PART, 3, env={"MPIDIST_TIMEOUT": "10"})
+    job = run_script(PART, 3, env=deadlines(10))
     assert job.stdout.split("\n").count("crossed") == 3, job.stdout + job.stderr

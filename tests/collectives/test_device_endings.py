@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.ranks.jobs import run_script
+from tests.support.speed import deadlines
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
@@ -77,7 +78,7 @@ print("rank", comm.rank, "ends", flush=True)
 @pytest.mark.parametrize("algorithm", ["nccl", pytest.param("staged", marks=pytest.mark.long), "hierarchical"])
 def test_a_kernel_that_fails_ends_the_job(algorithm: str) -> None:
     per_node = 1 if algorithm == "hierarchical" else None
-    done = run_script(BEGIN + FAILING_KERNEL, 2, algorithm, env={"MPIDIST_TIMEOUT": "6"}, ranks_per_node=per_node)
+    done = run_script(BEGIN + FAILING_KERNEL, 2, algorithm, env=deadlines(6), ranks_per_node=per_node)
     assert done.returncode != 0
     assert "cudaErrorIllegalAddress" in done.stderr
     assert "has a result" not in done.stdout
@@ -96,7 +97,7 @@ def test_the_deadline_of_a_call_ends_the_job_whatever_nccl_does(hardship: str) -
 
 
 def test_kernels_of_the_program_take_as_long_as_they_like() -> None:
-    done = run_script(BEGIN + SLOW_KERNELS, 2, env={"MPIDIST_TIMEOUT": "1"})
+    done = run_script(BEGIN + SLOW_KERNELS, 2, env=deadlines(1))
     assert done.returncode == 0, done.stderr
 
 

@@ -26,6 +26,7 @@ from tests.support import fake_cupy
 from tests.support.fake_cupy import devices, memory, raw_kernel
 from tests.support.fake_cupy import nccl as fake_nccl
 from tests.support.fake_cupy.nccl_messages import Steps
+from tests.support.speed import scaled
 
 pytestmark = [
     pytest.mark.nodes,
@@ -34,7 +35,7 @@ pytestmark = [
 ]
 HIERARCHICAL = CommunicationOptions(algorithm="hierarchical")
 # So long may take what has to happen, and is looked out for what must not.
-LIMIT_SECONDS, MOMENT_SECONDS = 20.0, 0.3
+LIMIT_SECONDS, MOMENT_SECONDS = scaled(20.0), 0.3
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -167,7 +168,7 @@ comm.close()
 @pytest.mark.min_ranks(1)
 def test_a_long_wait_says_so() -> None:
     job = run_program(LATE, 2, env={"MPIDIST_WARN_AFTER": "0.3"})
-    assert "rank 0 of 2 has waited 0 s for the other ranks in all_reduce SUM of float64(5,)" in job.stderr
+    assert re.search(r"rank 0 of 2 has waited \d+ s for the other ranks in all_reduce SUM of float64\(5,\)", job.stderr)
     assert job.returncode == 0
 
 

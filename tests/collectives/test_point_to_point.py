@@ -19,6 +19,7 @@ from mpidist.collectives.watch.flight_record import read_folder
 from mpidist.collectives.watch.flight_text import merged_text
 from mpidist.collectives.watch.trace_files import path_of
 from tests.support.ranks.jobs import run_script
+from tests.support.speed import deadlines
 
 pytestmark = [pytest.mark.counts, pytest.mark.nodes]
 
@@ -262,7 +263,7 @@ time.sleep(2)  # longer than it takes the other to report
 @pytest.mark.jobs
 @pytest.mark.one_rank
 def test_a_rank_that_ends_its_program_later_is_not_waited_for_either() -> None:
-    job = run_script(LATE, 2, env={"MPIDIST_WARN_AFTER": "0.1", "MPIDIST_TIMEOUT": "60"}, timeout=30)
+    job = run_script(LATE, 2, env=deadlines(60, 0.1), timeout=30)
     assert job.returncode == 0, job.stderr
     assert "can never be done: rank 1 has ended the program" in job.stdout
 
@@ -271,7 +272,7 @@ def test_a_rank_that_ends_its_program_later_is_not_waited_for_either() -> None:
 @pytest.mark.one_rank
 @pytest.mark.parametrize(("what", "text"), [("one", "recv from rank 1"), ("any", "recv from any"), ("send", "send to")])
 def test_a_message_of_a_rank_that_has_ended_its_program_is_not_waited_for(what: str, text: str) -> None:
-    job = run_script(LEFT, 2, what, env={"MPIDIST_WARN_AFTER": "0.5", "MPIDIST_TIMEOUT": "60"}, timeout=30)
+    job = run_script(LEFT, 2, what, env=deadlines(60, 0.5), timeout=30)
     assert job.returncode == 0, job.stderr
     assert job.stdout.startswith(text), job.stdout
     assert "can never be done: rank 1 has ended the program" in job.stdout

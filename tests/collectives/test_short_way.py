@@ -18,6 +18,7 @@ from mpidist.collectives import Observer
 from mpidist.core.settings import RANKS_PER_NODE
 from tests.support.ranks.cores import needs_core
 from tests.support.ranks.jobs import run_script
+from tests.support.speed import deadlines
 
 pytestmark = [
     needs_core,
@@ -150,5 +151,5 @@ else:
 @pytest.mark.min_ranks(1)
 @pytest.mark.jobs
 def test_a_call_that_a_signal_handler_breaks_off_is_the_last() -> None:
-    job = run_script(INTERRUPTED, 2, env={"MPIDIST_TIMEOUT": "10"})
+    job = run_script(INTERRUPTED, 2, env=deadlines(10))
     assert "was interrupted by" in job.stdout

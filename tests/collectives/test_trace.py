@@ -18,6 +18,7 @@ from mpidist.collectives.watch.recorder import OperationTotals, report_text
 from mpidist.collectives.watch.trace_files import MERGED, Span, TraceFile, merge, path_of
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.programs import run_program
+from tests.support.speed import deadlines
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
@@ -280,7 +281,7 @@ def test_a_collective_that_does_not_end_is_there(tmp_path: Path) -> None:
         time.sleep(60)  # longer than the others wait
     comm.all_reduce("SUM", 1.0)
     """
-    job = run_script(program, 2, env={"MPIDIST_TRACE": str(tmp_path), "MPIDIST_TIMEOUT": "0.5"})
+    job = run_script(program, 2, env={"MPIDIST_TRACE": str(tmp_path), **deadlines(0.5)})
     assert "CollectiveTimeoutError" in job.stderr
     (begin,) = of(events_of(path_of(tmp_path, 0)), cat="unfinished", ph="b")
     assert (begin["name"], begin["args"]["phase"]) == ("unfinished all_reduce SUM", "wait for others")

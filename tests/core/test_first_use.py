@@ -15,6 +15,7 @@ import pytest
 import mpidist
 from mpidist.core.advice import IN_PLACE_OF
 from tests.support.ranks.jobs import child_environment
+from tests.support.speed import scaled
 
 pytestmark = pytest.mark.one_rank
 
@@ -25,7 +26,7 @@ LATE = ("checkpoint", "cli", "coordinator", "elastic", "errors", "estimator", "p
 
 def run_python(program: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", program], env=child_environment(), capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], env=child_environment(), capture_output=True, text=True, timeout=scaled(60)
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

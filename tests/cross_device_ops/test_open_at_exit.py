@@ -13,6 +13,7 @@ import pytest
 from mpidist import NcclAllReduce
 from tests.cross_device_ops.test_gpu_reductions import on_devices
 from tests.support.ranks.jobs import ROOT, child_environment
+from tests.support.speed import scaled
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
@@ -39,7 +40,7 @@ def test_the_end_of_the_program_closes_it() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=False,
     )
     assert done.returncode == 0, done.stderr

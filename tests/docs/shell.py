@@ -9,6 +9,7 @@ import uuid
 from pathlib import Path
 
 from tests.support.ranks import jobs
+from tests.support.speed import scaled
 
 
 def run_command(command: str, folder: Path, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
@@ -42,10 +43,10 @@ def _run_once(command: str, folder: Path, timeout: float) -> subprocess.Complete
         start_new_session=True,
     ) as process:
         try:
-            stdout, stderr = process.communicate(timeout=timeout)
+            stdout, stderr = process.communicate(timeout=scaled(timeout))
         except subprocess.TimeoutExpired:
             stdout, stderr = jobs.stacks_and_end(process, name)
-            raise AssertionError(f"not through after {timeout:g} s: {command}\n{stdout}{stderr}") from None
+            raise AssertionError(f"not through after {scaled(timeout):g} s: {command}\n{stdout}{stderr}") from None
         finally:
             jobs.end_all(process, name)
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)

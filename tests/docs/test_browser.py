@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.site import SITE, needs_site, pages
+from tests.support.speed import scaled
 
 pytestmark = [pytest.mark.one_rank, pytest.mark.jobs, needs_site]
 
@@ -105,7 +106,7 @@ def test_nothing_is_wider_than_the_page(served: str, tmp_path: Path) -> None:
         "--virtual-time-budget=600000",
     ]
     command = [browser, *flags, "--dump-dom", served]
-    seen = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    seen = subprocess.run(command, capture_output=True, text=True, timeout=scaled(240))
     found = re.search(r"found (\[.*\]) end", unescape(seen.stdout))
     assert found, f"the browser did not come to the end: {seen.stderr[-2000:]}"
     assert json.loads(found[1]) == []

@@ -18,10 +18,11 @@ import mpidist
 from mpidist.cluster_resolver import MPIClusterResolver
 
 from mpi4py import MPI  # isort: skip
+from tests.support.speed import scaled
 
 FOUR = {"chief": 1, "worker": 2, "evaluator": 1}
 STEPS = 4
-_WAIT_SECONDS = 20.0
+_WAIT_SECONDS = scaled(20.0)
 
 
 def await_file(path: Path) -> None:

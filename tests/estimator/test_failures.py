@@ -11,12 +11,13 @@ import pytest
 from tests.elastic.test_run import needs_ulfm
 from tests.estimator import programs
 from tests.support.ranks.jobs import ROOT, run_alone, run_script
+from tests.support.speed import scaled
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 FOUR = "chief:1,worker:2,evaluator:1"
 # Who waits hears of it within this time.
-SOON_SECONDS = 5.0
+SOON_SECONDS = scaled(5.0)
 
 
 def job(what: str, directory: Path, jobs: str, flags: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:

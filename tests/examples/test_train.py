@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.ranks.jobs import ROOT, child_environment, run_script
 from tests.support.ranks.programs import run_program
+from tests.support.speed import scaled
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
@@ -44,7 +45,7 @@ def python(script: Path, *options: object) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=False,
     )
 
@@ -151,7 +152,7 @@ mpidist.Checkpoint(**training.state).save(sys.argv[2] + "/ckpt")
 def test_a_run_that_was_ended_after_the_last_step_of_an_epoch_evaluates_it(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", ENDED_BEFORE_THE_EVALUATION, str(tmp_path)],
-        env=child_environment(), cwd=ROOT, capture_output=True, timeout=60, check=True,
+        env=child_environment(), cwd=ROOT, capture_output=True, timeout=scaled(60), check=True,
     )  # fmt: skip
     done = python(SCRIPT, "--out", tmp_path, "--strategy", "default", "--epochs", "1", "--resume")
     assert done.returncode == 0, done.stderr
@@ -206,7 +207,7 @@ def test_a_missing_extra_is_named(tmp_path: Path) -> None:
     environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
     done = subprocess.run(
         [sys.executable, str(SCRIPT)],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=scaled(60), check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.startswith("examples/train.py needs tqdm; type: pip install 'mpidist[examples]' (in a checkout")

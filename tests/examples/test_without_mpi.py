@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.support.ranks.jobs import ROOT, child_environment
+from tests.support.speed import scaled
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
@@ -23,7 +24,7 @@ def test_an_example_without_an_mpi_library(name: str) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=False,
     )
     assert done.returncode == 1

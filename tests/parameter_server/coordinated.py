@@ -15,9 +15,10 @@ from mpidist.cluster_resolver import MPIClusterResolver
 from mpidist.coordinator import ClusterCoordinator
 from tests.support.ranks.leaks import Inventory
 from tests.support.ranks.pool import run
+from tests.support.speed import scaled
 
 # How long what the tests wait for may take before they fail.
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = scaled(20.0)
 Program = Callable[..., Any]
 
 

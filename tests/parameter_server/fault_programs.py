@@ -16,8 +16,9 @@ from mpidist.cluster_resolver import MPIClusterResolver
 from mpidist.coordinator import ClusterCoordinator, experimental_get_current_worker_index
 
 from mpi4py import MPI  # isort: skip
+from tests.support.speed import scaled
 
-_PATIENCE_SECONDS = 20.0
+_PATIENCE_SECONDS = scaled(20.0)
 case, folder = sys.argv[1], Path(sys.argv[2])
 
 

@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from tests.support.ranks.jobs import run_script
+from tests.support.speed import deadlines
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(120)]
 
@@ -36,7 +37,7 @@ def give_up(call):
 
 
 def after(script: str) -> subprocess.CompletedProcess[str]:
-    return run_script(BEGINNING + script, 2, env={"MPIDIST_TIMEOUT": "2"}, timeout=60)
+    return run_script(BEGINNING + script, 2, env=deadlines(2), timeout=60)
 
 
 def test_arrays_of_a_request_that_was_given_up_may_change() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.docs.pages import programs
 from tests.support.ranks.jobs import run_script
+from tests.support.speed import deadlines
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(120)]
 
@@ -16,6 +17,6 @@ PROGRAMS = programs("docs/parameter_servers.md")
 def test_a_program_of_which_the_servers_do_not_end(number: int) -> None:
     pasted = PROGRAMS[number].replace("    sys.exit()", "    pass")
     assert pasted != PROGRAMS[number]
-    job = run_script(pasted, 4, env={"MPIDIST_TIMEOUT": "60"})
+    job = run_script(pasted, 4, env=deadlines(60))
     assert job.returncode != 0
     assert "RuntimeError: ps 0 has served, its job is over" in job.stderr

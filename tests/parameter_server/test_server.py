@@ -15,6 +15,7 @@ from tests.acceptance.checks import same
 from tests.parameter_server.workers import Strategy, error_of, resolver_of
 from tests.support.ranks.jobs import run_alone
 from tests.support.ranks.pool import run
+from tests.support.speed import deadlines
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank, pytest.mark.timeout(240)]
 
@@ -86,7 +87,7 @@ def roles() -> list[tuple[str, str]]:
 
 
 def test_ranks_whose_roles_do_not_fit_together() -> None:
-    found = list(zip(*run_alone(roles, 3, timeout=120, env={"MPIDIST_TIMEOUT": "30"}), strict=True))
+    found = list(zip(*run_alone(roles, 3, timeout=120, env=deadlines(30)), strict=True))
     texts = [
         "one worker: type MPIDIST_JOBS=ps:1,worker:3 mpirun -n 4 python ...; MPIDIST_JOBS is not set, and without it",
         "the cluster is ps:3; expected at least one ps and one worker: type MPIDIST_JOBS=chief:1,ps:1,worker:2 mpirun",
@@ -144,7 +145,7 @@ def served_and_went_on(coordinated: bool) -> Any:
 
 @pytest.mark.parametrize("coordinated", [pytest.param(False, marks=pytest.mark.long), True])
 def test_who_has_served_makes_no_strategy(coordinated: bool) -> None:
-    found = run_alone(served_and_went_on, 3, coordinated, timeout=60, env={"MPIDIST_TIMEOUT": "30"})
+    found = run_alone(served_and_went_on, 3, coordinated, timeout=60, env=deadlines(30))
     told = [error for error in found if error is not None]
     assert len(told) == (2 if coordinated else 1)
     for kind, text in told:
@@ -168,7 +169,7 @@ def worker_of_both_kinds() -> Any:
 
 
 def test_a_worker_that_served_a_coordinator_runs_a_program_of_its_own_afterwards() -> None:
-    assert run_alone(worker_of_both_kinds, 3, timeout=60, env={"MPIDIST_TIMEOUT": "30"}) == [2.0, None, 2.0]
+    assert run_alone(worker_of_both_kinds, 3, timeout=60, env=deadlines(30)) == [2.0, None, 2.0]
 
 
 # One strategy after the other ---------------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ def one_after_the_other() -> Any:
 
 
 def test_one_strategy_after_the_other() -> None:
-    _, *found = run_alone(one_after_the_other, 3, timeout=120, env={"MPIDIST_TIMEOUT": "30"})
+    _, *found = run_alone(one_after_the_other, 3, timeout=120, env=deadlines(30))
     for value, *errors in found:
         same(value, np.full(3, -6.0))
         assert len(errors) == 6
@@ -240,7 +241,7 @@ def two_at_a_time() -> Any:
 
 
 def test_two_strategies_at_a_time() -> None:
-    _, *found = run_alone(two_at_a_time, 3, timeout=120, env={"MPIDIST_TIMEOUT": "30"})
+    _, *found = run_alone(two_at_a_time, 3, timeout=120, env=deadlines(30))
     assert found == [(-5.0, -6.0)] * 2
 
 
@@ -257,4 +258,4 @@ def _server_asks_first() -> Any:
 
 @pytest.mark.jobs
 def test_a_server_that_is_not_started_asks_where_the_others_are() -> None:
-    assert run(_server_asks_first, 3, env={"MPIDIST_TIMEOUT": "20"}) == [{"ps": 1, "worker": 2}, None, None]
+    assert run(_server_asks_first, 3, env=deadlines(20)) == [{"ps": 1, "worker": 2}, None, None]

@@ -10,6 +10,7 @@ from mpi4py import MPI
 import mpidist
 from mpidist.cluster_resolver import MPIClusterResolver
 from tests.support.ranks.pool import run
+from tests.support.speed import deadlines
 
 Strategy = mpidist.v1.experimental.ParameterServerStrategy
 
@@ -36,7 +37,7 @@ def on_workers(
     """
     options = {"devices": [f"cpu:{i}" for i in range(local)], "max_staleness": max_staleness}
     # Whoever waits in vain says for what, before the job is killed.
-    limits = {"MPIDIST_WARN_AFTER": "30", "MPIDIST_TIMEOUT": "60"}
+    limits = deadlines(60, 30)
     return run(_rank, ps + workers, work, ps, args, options, timeout=timeout, env=limits)[ps:]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks.jobs import run_script
+from tests.support.speed import scaled
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
@@ -31,7 +32,7 @@ def name_of(script: Path) -> str:
 def bash(script: Path, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     env = {"PATH": os.environ["PATH"], **variables}
     return subprocess.run(
-        ["bash", str(script)], cwd=folder, env=env, capture_output=True, text=True, timeout=30, check=False
+        ["bash", str(script)], cwd=folder, env=env, capture_output=True, text=True, timeout=scaled(30), check=False
     )
 
 
@@ -170,7 +171,7 @@ def test_a_command_runs_on_every_rank(script: Path, command: str, tmp_path: Path
 def test_ranks_without_a_command_do_not_come_to_their_end(script: Path, tmp_path: Path) -> None:
     rank = re.findall(r"^rank='(.*)'$", script.read_text(), re.M)
     assert len(rank) == 1
-    done = subprocess.run(["bash", "-c", rank[0], str(tmp_path)], timeout=30, check=False)
+    done = subprocess.run(["bash", "-c", rank[0], str(tmp_path)], timeout=scaled(30), check=False)
     assert done.returncode != 0
     assert list(tmp_path.iterdir()) == []
 

@@ -15,6 +15,7 @@ from mpidist.core.errors import DeviceError
 from mpidist.core.wording import numbered_ranks
 from mpidist.strategies.replica_devices import agreed_devices
 from tests.support.ranks.jobs import ROOT, child_environment
+from tests.support.speed import scaled
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 
@@ -61,7 +62,7 @@ def _run(program: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=False,
     )
 

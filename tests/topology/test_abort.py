@@ -10,6 +10,7 @@ import pytest
 
 from mpidist.topology import abort
 from tests.support.ranks.jobs import child_environment, run_script
+from tests.support.speed import scaled
 
 # Each test starts a job of its own.
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
@@ -181,7 +182,7 @@ if world.Get_rank() == 1:
 os.kill(launcher, signal.SIGSTOP)
 try:
     world.Send(bytearray(1), 1)
-    give_up, state = time.monotonic() + 30, ""
+    give_up, state = time.monotonic() + scaled(30), ""
     while state != "Z" and time.monotonic() < give_up:
         state = pathlib.Path("/proc", str(process), "stat").read_text().rpartition(")")[2].split()[0]
         time.sleep(0.05)
@@ -203,6 +204,6 @@ def _python(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         env=child_environment(env),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=False,
     )

@@ -11,6 +11,7 @@ import pytest
 import mpidist
 from mpidist.core.settings import SETTINGS
 from tests.support.ranks.jobs import ROOT, run_script
+from tests.support.speed import deadlines
 
 pytestmark = [pytest.mark.one_rank, pytest.mark.jobs]
 
@@ -73,7 +74,7 @@ VALUES = {
 
 def check(change: str, odd: int, error: str | None = None) -> str:
     """Run the program with a fact changed on one of two ranks; return what it printed."""
-    done = run_script(PROGRAM.format(change=change, odd=odd), 2, env={"MPIDIST_TIMEOUT": "30"}, timeout=50)
+    done = run_script(PROGRAM.format(change=change, odd=odd), 2, env=deadlines(30), timeout=50)
     if error is None:
         assert done.returncode == 0, done.stderr
         assert sorted(done.stdout.splitlines()) == ["rank 0 is right", "rank 1 is right"]

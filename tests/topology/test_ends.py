@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks.jobs import child_environment, mpirun_command, run_script
+from tests.support.speed import scaled
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 # From the moment when the rank fails to the end of mpirun.
-LIMIT_SECONDS = 5.0
+LIMIT_SECONDS = scaled(5.0)
 
 BEGIN = """
 import atexit, os, signal, sys, threading, time
@@ -192,7 +193,7 @@ def test_an_interrupt_ends_the_job(tmp_path: Path, whom: str) -> None:
             os.killpg(job.pid, signal.SIGINT)
         else:
             os.kill(pids[1], signal.SIGINT)
-        _, stderr = job.communicate(timeout=30)
+        _, stderr = job.communicate(timeout=scaled(30))
         assert time.monotonic() - start < LIMIT_SECONDS
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -206,7 +207,7 @@ def test_an_interrupt_ends_the_job(tmp_path: Path, whom: str) -> None:
 
 
 def _read(path: Path) -> int:
-    give_up = time.monotonic() + 30
+    give_up = time.monotonic() + scaled(30)
     while not path.exists() or not path.read_text():
         assert time.monotonic() < give_up, f"the ranks did not write {path}"
         time.sleep(0.05)

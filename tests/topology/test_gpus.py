@@ -12,6 +12,7 @@ from mpidist.arrays import cupy_module
 from mpidist.topology import gpu_sharing
 from mpidist.topology.gpu_sharing import devices_of_each, share_of_each, visible_devices
 from tests.support.ranks.jobs import child_environment, run_alone
+from tests.support.speed import scaled
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 
@@ -68,7 +69,7 @@ def test_a_cpu_job_does_not_import_cupy() -> None:
         "assert 'cupy' not in sys.modules"
     )
     hidden = child_environment({"CUDA_VISIBLE_DEVICES": ""})
-    subprocess.run([sys.executable, "-c", script], env=hidden, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], env=hidden, check=True, timeout=scaled(60))
 
 
 def _assigned(devices: int, visible: dict[int, int] | None) -> tuple[tuple[int, ...], dict[str, int]]:

@@ -21,6 +21,7 @@ from mpidist.topology.launcher import (
 )
 from mpidist.topology.mpi_library import library_of, loaded_library
 from tests.support.ranks.jobs import child_environment, run_script
+from tests.support.speed import scaled
 
 # The environment of one process, made up or in a job of its own.
 pytestmark = pytest.mark.one_rank
@@ -183,7 +184,7 @@ def test_check_world_in_two_real_processes_of_a_foreign_launcher() -> None:
             else child_environment({"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "2"}),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=scaled(60),
             check=False,
         )
         assert done.returncode == 1
@@ -201,7 +202,7 @@ def _in_one_process(lines: str, **variables: str) -> subprocess.CompletedProcess
         env=child_environment(variables),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=False,
     )
 
@@ -370,7 +371,7 @@ def test_no_mpi_library() -> None:
         env=child_environment({"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=False,
     )
     assert done.returncode == 1
@@ -394,7 +395,7 @@ def test_mpi_that_does_not_run(lines: str, said: str) -> None:
         env=child_environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=False,
     )
     assert done.returncode == 1

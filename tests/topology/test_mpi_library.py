@@ -20,6 +20,7 @@ from mpidist.topology.mpi_library import (
     loaded_library,
     mpirun_beside,
 )
+from tests.support.speed import scaled
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
@@ -110,7 +111,7 @@ def _isolated() -> str:
     base = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     if not base.exists():
         pytest.skip(f"there is no {base} beside this virtual environment")
-    seen = subprocess.run([str(base), "-c", "import mpi4py"], capture_output=True, timeout=60, check=False)
+    seen = subprocess.run([str(base), "-c", "import mpi4py"], capture_output=True, timeout=scaled(60), check=False)
     if seen.returncode == 0:
         pytest.skip(f"{base} itself has mpi4py")
     return str(base)

@@ -14,10 +14,11 @@ from contextlib import contextmanager
 import pytest
 
 from tests.support.ranks.jobs import ROOT, child_environment, mpirun_command, run_script
+from tests.support.speed import deadlines, scaled
 
 pytestmark = [pytest.mark.one_rank, pytest.mark.jobs]
 
-TIMEOUT_SECONDS = 4.0
+TIMEOUT_SECONDS = scaled(4.0)
 # Rank 0 waits most of the time, in collectives of each kind.
 COLLECTIVES = """
 import os, time
@@ -99,7 +100,7 @@ def test_a_suspended_job_is_resumed() -> None:
             os.kill(pid, signal.SIGCONT)
             # Rank 0 looks at its deadline while rank 1 is still stopped.
             time.sleep(1.0)
-        printed, _ = job.communicate(timeout=60)
+        printed, _ = job.communicate(timeout=scaled(60))
         assert printed.count("finished") == 2, printed
         assert job.returncode == 0
 
@@ -145,7 +146,7 @@ def test_a_closed_communicator_sets_no_deadline() -> None:
         time.sleep(4)
         print("evaluated")
     """
-    job = run_script(program, 2, env={"MPIDIST_TIMEOUT": "2"})
+    job = run_script(program, 2, env=deadlines(2))
     assert (job.returncode, job.stdout.split()) == (0, ["evaluated"]), job.stderr
 
 

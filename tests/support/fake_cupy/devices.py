@@ -265,13 +265,14 @@ class Machine:
 
     def close(self) -> None:
         """End all threads, and raise an error of a device that nobody has seen."""
-        self.closed = True
         workers = list(self.workers.values())
         for worker in workers:
             worker.stop()
         limit = time.monotonic() + _ENDING_SECONDS
         for worker in workers:
             worker.thread.join(max(0.0, limit - time.monotonic()))
+        # Only now: on a slow machine, a stream may wait for an event of another stream that is merely late.
+        self.closed = True
         stuck = [worker.thread.name for worker in workers if worker.thread.is_alive()]
         if stuck:
             raise RuntimeError(f"streams did not finish what they were given: {', '.join(stuck)}")

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 import mpidist  # noqa: F401 - it sets what the MPI of this machine needs, before MPI starts
 from tests.support.ranks.outcomes import outcome_of
+from tests.support.speed import scaled
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 # How long a failed rank waits for the others: those that fail alike write their error too, and those that
 # wait for this rank in a collective are then ended with the job.
-_GRACE_SECONDS = 3.0
+_GRACE_SECONDS = scaled(3.0)
 
 
 def main(folder: Path) -> int:

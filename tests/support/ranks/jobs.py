@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.ranks.outcomes import Outcome, RankError, Reference, results_of
+from tests.support.speed import scaled
 
 ROOT = Path(__file__).resolve().parents[3]
 _RANK_MAIN = Path(__file__).with_name("job_rank.py")
@@ -30,7 +31,7 @@ _RANK_MAIN = Path(__file__).with_name("job_rank.py")
 # also happens where pytest runs under mpirun or has started MPI on its own.
 _LAUNCHER_VARIABLES = ("OMPI_", "PMI", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _RANK_VARIABLES = (b"PMIX_RANK=", b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=")
-_STACKS_SECONDS, _END_SECONDS = 5.0, 20.0
+_STACKS_SECONDS, _END_SECONDS = scaled(5.0), scaled(20.0)
 # Marks all processes of a job.  Open MPI gives every rank a process group of its own, MPICH a session of its
 # own; what they inherit still tells whose they are.  A job inside a job carries both names.
 JOB = "TESTS_SUPPORT_JOB"
@@ -249,9 +250,9 @@ def _launch_once(
         start_new_session=True,
     )
     try:
-        stdout, stderr = process.communicate(timeout=timeout)
+        stdout, stderr = process.communicate(timeout=scaled(timeout))
     except subprocess.TimeoutExpired:
-        raise MpirunTimeoutError(timeout, *stacks_and_end(process, job)) from None
+        raise MpirunTimeoutError(scaled(timeout), *stacks_and_end(process, job)) from None
     finally:
         end_all(process, job)
     return subprocess.CompletedProcess(full, process.returncode, stdout, stderr)

@@ -6,9 +6,10 @@ import threading
 import time
 
 from mpidist.collectives.channel.channel import open_channels
+from tests.support.speed import scaled
 
 # A thread that was told to stop may need a moment to do so.
-_STOPPING_SECONDS = 1.0
+_STOPPING_SECONDS = scaled(1.0)
 # tqdm keeps one monitor thread for the life of the process.
 _KEPT = ("TMonitor",)
 # They serve all communicators that are open, those that tests share, too.

@@ -14,12 +14,13 @@ import pytest
 
 import mpidist
 from tests.support.ranks.jobs import run_alone
+from tests.support.speed import scaled
 
 # Within this time after the odd rank has begun with its call every rank has its error.
-LIMIT_SECONDS = 2.0
+LIMIT_SECONDS = scaled(2.0)
 # A hang becomes a CollectiveTimeoutError, and one outside of collectives ends the job.
-_DEADLINE_SECONDS = 8.0
-_END_SECONDS = 25.0
+_DEADLINE_SECONDS = scaled(8.0)
+_END_SECONDS = scaled(25.0)
 
 Call = Callable[[Any], Any]
 

@@ -35,12 +35,13 @@ from tests.support.ranks.jobs import (
     stacks_and_end,
 )
 from tests.support.ranks.outcomes import Outcome, RankError, results_of
+from tests.support.speed import scaled
 
 _RANK = Path(__file__).with_name("pool_rank.py")
-_START_SECONDS, _LOOK_SECONDS = 60.0, 0.2
+_START_SECONDS, _LOOK_SECONDS = scaled(60.0), 0.2
 # How long the other ranks of one that failed may take to fail, too, before they count as waiting for it.
-_GRACE_SECONDS = 3.0
-_LEAVE_SECONDS = 10.0
+_GRACE_SECONDS = scaled(3.0)
+_LEAVE_SECONDS = scaled(10.0)
 
 
 class WarmJob:
@@ -112,7 +113,7 @@ class WarmJob:
                 # It died since the last call; it is among those without a result.
                 del waiting[connection]
         outcomes: dict[int, Outcome] = {}
-        deadline, hangs = time.monotonic() + timeout, True
+        deadline, hangs = time.monotonic() + scaled(timeout), True
         while waiting and (left := deadline - time.monotonic()) > 0:
             for connection in wait(list(waiting), left):
                 rank = waiting.pop(connection)  # type: ignore[index]
@@ -122,7 +123,7 @@ class WarmJob:
                     hangs, deadline = False, min(deadline, time.monotonic() + _GRACE_SECONDS)
         if waiting and hangs:
             stdout, stderr = self._stacks(sorted(waiting.values()), outcomes)
-            raise MpirunTimeoutError(timeout, stdout, stderr)
+            raise MpirunTimeoutError(scaled(timeout), stdout, stderr)
         return outcomes
 
     def _stacks(self, late: list[int], there: Mapping[int, Outcome]) -> tuple[str, str]:
