@@ -16,6 +16,7 @@ import pytest
 
 from tests.cluster.lab import Lab
 from tests.cluster.scripts import SCRIPTS, Job, submit, user_environment, workplace
+from tests.docs.pages import blocks, programs
 
 pytestmark = pytest.mark.cluster
 
@@ -105,6 +106,22 @@ def test_training_on_hosts(
     assert accuracy >= 97
     assert (folder / "out" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((folder / "out" / "ckpt-8" / "manifest.json").read_text())
+
+
+def test_the_script_and_the_program_of_the_readme(lab: Lab, folder: Path) -> None:
+    (script,) = (block.text for block in blocks("README.md") if block.text.startswith("#!/bin/bash"))
+    # The hosts have no modules, and the virtual environment of this Python is not in the home folder.
+    script, modules = re.subn(r"^module load .*", "", script, flags=re.M)
+    script, venvs = re.subn(r'source ".*"', "source .venv/bin/activate", script)
+    assert (modules, venvs) == (1, 1)
+    (folder / "job.sbatch").write_text(script)
+    (folder / "train.py").write_text(programs("README.md")[0])
+    options = ["--wait", "--nodes=2", "--ntasks-per-node=2", f"--chdir={folder}", f"--output={folder}/out.txt"]
+    done = lab.run("login", ["sbatch", *options, str(folder / "job.sbatch")], env=user_environment())
+    printed = (folder / "out.txt").read_text()
+    assert done.returncode == 0, done.stderr + printed
+    assert "doctor: 4 ranks, 2 hosts" in printed
+    assert "4 replicas: loss 0.00002, w [ 1. -2.  3.]" in printed
 
 
 @pytest.mark.parametrize("script", ["parameter_server", "coordinator", "factorization"])
