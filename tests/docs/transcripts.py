@@ -33,7 +33,6 @@ _DOCTOR = Transcript("docs/doctor.md", "reach       ring: 4 of 4 hops; pairs: 6 
 _PREDICTION = Transcript(
     "docs/scaling.md", "nodes  ranks    size  algorithm           slice     time  busbw(GB/s)  sent(MiB/node)"
 )
-_README_DOCTOR = Transcript("README.md", "launcher    Open MPI mpirun, which says 4 ranks; the MPI world has 4")
 _MISMATCH = Transcript(
     "README.md",
     "mpidist.core.errors.MismatchError: the ranks made different calls at the same point; "
@@ -44,7 +43,6 @@ _DIFFERENT = "import mpidist, numpy\ncomm = mpidist.Communicator()\ncomm.all_red
 # others are those of one program, or name hosts.
 PRINTED_BY = {
     _TRAINING: ("mpirun -n 2 python examples/train.py --out out", [0, 1, 2, 4, 5]),
-    _README_DOCTOR: ("MPIDIST_RANKS_PER_NODE=2 mpirun -n 4 python -m mpidist doctor", [0, 1, 2, 3]),
     _MISMATCH: (f"printf {shlex.quote(_DIFFERENT)} > train.py; mpirun -n 2 python train.py || true", [0, 1, 3]),
     _REPORT: ("MPIDIST_REPORT=1 mpirun -n 2 python train.py", [0, 1]),
     _PREDICTION: (
@@ -58,6 +56,9 @@ PRINTED_BY = {
 _WAITS = "mpidist: ranks 0,3 of 4 have waited 60 s for the other ranks in all_reduce SUM of float64(5,), "
 _RECEIVES = "mpidist: rank 0 of 4 waits for recv from rank 1 with tag 0 of float64(5,), at train.py:41 (step):"
 EXCEPTED = {
+    Transcript("README.md", "launcher    srun, which says 4 ranks; the MPI world has 4"): (
+        "needs hosts: tests/cluster/test_slurm_scripts.py"
+    ),
     Transcript("README.md", "4 replicas: loss 0.00002, w [ 1. -2.  3.]"): "compared by tests/test_readme.py",
     Transcript("docs/doctor.md", "mpidist 0.1.0 doctor: 6 ranks, 3 hosts"): "needs hosts: tests/cluster/test_doctor.py",
     Transcript("docs/hangs.md", _WAITS + "collective number 17:"): "a job that hangs: tests/collectives/test_guard.py",
