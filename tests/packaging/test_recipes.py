@@ -100,5 +100,4 @@ def test_the_module(tmp_path: Path) -> None:
         "conflict mpidist",
         "prereq openmpi mpich intel-mpi cray-mpich-abi",
         f"prepend-path PATH {prefix}/bin",
-        f"prepend-path PYTHONPATH {prefix}/lib/python3.11/site-packages",
     ]
