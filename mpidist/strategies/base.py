@@ -137,7 +137,9 @@ class Strategy:
             if not callable(fn):
                 raise TypeError(f"fn is {fn!r}; expected a function, as in strategy.run(step, args=(x,))")
             if not isinstance(args, (list, tuple)):
-                raise ValueError(f"args is {args!r} of type {type(args).__name__}; expected a tuple, such as args=(x,)")
+                raise ValueError(
+                    f"args has type {type(args).__name__}. A single argument needs a comma to be a tuple: args=(x,)."
+                )
             if options is not None and not isinstance(options, RunOptions):
                 raise TypeError(f"options is {options!r}; expected None or mpidist.RunOptions()")
             self._require_cross_replica("run()", "one replica cannot start replicas: call the function itself")
@@ -149,7 +151,9 @@ class Strategy:
         step_count.made += 1
         return self._extended.run(fn, tuple(args), kwargs or {})
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Value, axis: int | tuple[int, ...] | None) -> Value:
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Value, axis: int | tuple[int, ...] | None = value_checks.NO_AXIS
+    ) -> Value:
         """Combine the values of all replicas into one array, the same on every rank.
 
         Collective: call it on every rank, in the same order.
@@ -182,6 +186,7 @@ class Strategy:
         with self._extended.shared_errors("reduce()"):
             self._require_cross_replica("reduce()", "use get_replica_context().all_reduce(op, value)")
             op = ReduceOp.of(reduce_op)
+            value_checks.check_given(axis, "reduce()", "axis=None to combine replicas element by element, or axis=0")
             value_checks.check_axis(axis)
             leaves, structure = nest.flatten(value), nest.describe(value)
             value_checks.check_returned(leaves)
@@ -194,7 +199,7 @@ class Strategy:
         ]
         return nest.pack_like(value, combined)
 
-    def gather(self, value: Value, axis: int) -> Value:
+    def gather(self, value: Value, axis: int = value_checks.NO_AXIS) -> Value:
         """Concatenate the values of all replicas along ``axis``, in replica order.
 
         Every rank gets the result.
@@ -212,6 +217,7 @@ class Strategy:
         """
         with self._extended.shared_errors("gather()"):
             self._require_cross_replica("gather()", "use get_replica_context().all_gather(value, axis)")
+            value_checks.check_given(axis, "gather()", "axis=0 to concatenate along the first axis")
         leaves = nest.flatten(value)
         results = self._extended.gather_leaves(leaves, axis, nest.describe(value))
         return nest.pack_like(value, map(value_checks.apart_from, results, leaves))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from inspect import Parameter
 from itertools import combinations
 from typing import Any, TypeVar
 
@@ -35,6 +36,8 @@ _ONE_REPLICA_PER_RANK = (
 # step; where so many looks were in vain the replicas share constants, and one look in so many is enough.
 _LOOKS = 32
 _shared_calls = [0]
+# The default of a required axis, so that all ranks get an error that says which axis to pass.
+NO_AXIS: Any = Parameter.empty
 
 
 def checked_out(value: object, leaves: Sequence[object], out: object, op: ReduceOp, num_replicas: int) -> list[Array]:
@@ -198,6 +201,12 @@ def concatenated(arrays: Sequence[Array], axis: int) -> Array:
             "expected equal dtypes and equal sizes along every other axis"
         )
     return np.concatenate(arrays, axis)
+
+
+def check_given(axis: object, method: str, advice: str) -> None:
+    """Raise TypeError if ``axis`` was left out."""
+    if axis is NO_AXIS:
+        raise TypeError(f"{method} needs an axis. Pass {advice}.")
 
 
 def check_axis(axis: object) -> None:

@@ -179,7 +179,9 @@ def test_a_per_replica_used_as_an_array(strategy: Any) -> None:
 
 @SEVERAL
 def test_wrong_arguments_of_run(strategy: Any) -> None:
-    refused(ValueError, ("args", "tuple|list", "int"), lambda: strategy.run(lambda x: x, args=5))
+    refused(ValueError, ("args has type int", r"args=\(x,\)"), lambda: strategy.run(lambda x: x, args=(5)))
+    refused(TypeError, ("needs an axis", "axis=None", "axis=0"), lambda: strategy.reduce("SUM", 1.0))
+    refused(TypeError, ("needs an axis", "axis=0"), lambda: strategy.gather(np.ones(1)))
 
 
 def test_wrong_arguments_of_constructors() -> None:
