@@ -41,7 +41,13 @@ def _is_first() -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that ``arguments`` name, by default this process's, and return the exit status."""
     parsed = _parse(sys.argv[1:] if arguments is None else arguments)
-    status: int = COMMANDS[parsed.command].run(parsed)
+    try:
+        status: int = COMMANDS[parsed.command].run(parsed)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of the output has exited, such as `head`. Python flushes again at exit, which must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return status
 
 

@@ -321,3 +321,15 @@ def test_the_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         main()
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"mpidist {__version__}\n"
+
+
+@pytest.mark.jobs
+def test_output_that_nobody_reads_ends_without_a_traceback() -> None:
+    read, write = os.pipe()
+    os.close(read)  # as `head` does
+    command = [sys.executable, "-m", "mpidist", "doctor", "--json"]
+    done = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, text=True, env=child_environment(), timeout=scaled(60)
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
