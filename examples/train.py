@@ -12,10 +12,8 @@ The seed and the global batch alone decide the numbers: all strategies give the 
 import argparse
 import hashlib
 import json
-import sys
 import time
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +24,6 @@ import mpidist
 from mpidist import elastic
 from mpidist.cluster_resolver import MPIClusterResolver
 from mpidist.experimental import PreemptionCheckpointHandler
-
-try:
-    if find_spec("matplotlib") is None:
-        raise ModuleNotFoundError(name="matplotlib")
-    from tqdm import tqdm
-except ImportError as error:
-    install = "pip install 'mpidist[examples]' (in a checkout: pip install '.[examples]')"
-    sys.exit(f"examples/train.py needs {error.name}; type: {install}")
 
 # The 1,797 images of the test set, 8 x 8 pixels from 0 to 16, of E. Alpaydin and C. Kaynak, Optical Recognition of
 # Handwritten Digits, UCI Machine Learning Repository, 1998 (CC BY 4.0).
@@ -216,7 +206,6 @@ def train(
                 )
         if commits is not None:
             commits.track(**training.state)
-        bar = stack.enter_context(tqdm(total=last_step, initial=progress["step"], unit="step", disable=not is_writer))
 
         def step(images: Floats, labels: Ints) -> None:
             parts = strategy.run(training.train_step, args=(images, labels))
@@ -224,7 +213,6 @@ def train(
             progress["step"] += 1
             if commits is not None:
                 commits.commit()
-            bar.update()
 
         while progress["evaluated"] < last_step:
             epoch = progress["evaluated"] // steps_per_epoch
@@ -255,11 +243,11 @@ def train(
                 manager.save()
             if is_writer:
                 seen = min((progress["step"] - epoch * steps_per_epoch) * arguments.batch_size, len(train_data[1]))
-                bar.write(
+                print(
                     f"epoch {epoch + 1:2d}  loss {results['loss']:.4f}  "
                     f"train acc {results['train_accuracy']:.2%}  test acc {results['test_accuracy']:.2%}  "
                     f"{(seen - done * arguments.batch_size) / seconds:,.0f} images/s",
-                    file=sys.stdout,
+                    flush=True,
                 )
     if is_writer:
         report(arguments, training, losses)
@@ -291,19 +279,23 @@ def report(arguments: argparse.Namespace, training: Training, losses: list[float
     weights: dict[str, Any] = {name: variable.numpy() for name, variable in training.network.variables.items()}
     digest = hashlib.sha256(b"".join(weight.tobytes() for weight in weights.values())).hexdigest()
     history = json.loads(training.progress["history"])
-    draw(history, arguments.out / "learning_curve.png")
+    drawn = draw(history, arguments.out / "learning_curve.png")
     if arguments.dump_weights is not None:
         np.savez(arguments.dump_weights, losses=losses, **weights)
     print(
         f"done after {training.progress['step']} steps: loss {history[-1]['loss']:.6f}, "
         f"test accuracy {history[-1]['test_accuracy']:.2%}, weights {digest[:16]}; "
-        f"checkpoint and learning_curve.png in {arguments.out}"
+        f"{'checkpoint and learning_curve.png' if drawn else 'checkpoint'} in {arguments.out}"
+        + ("" if drawn else " (no learning_curve.png: pip install matplotlib)")
     )
 
 
-def draw(history: list[dict[str, float]], path: Path) -> None:
-    from matplotlib.figure import Figure  # takes half a second, and one rank alone draws
-
+def draw(history: list[dict[str, float]], path: Path) -> bool:
+    """Draw the learning curve, and return whether matplotlib is installed."""
+    try:
+        from matplotlib.figure import Figure  # Here, because the import takes half a second and one rank draws.
+    except ModuleNotFoundError:
+        return False
     epochs = [entry["epoch"] for entry in history]
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -316,6 +308,7 @@ def draw(history: list[dict[str, float]], path: Path) -> None:
     for axes in (left, right):
         axes.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path)
+    return True
 
 
 def train_once(arguments: argparse.Namespace, commits: elastic.State | None = None) -> None:

@@ -123,7 +123,7 @@ class Session:
             return
         # No thread that wakes up now and then: it would do so while something is timed.
         bar_type.monitor_interval = 0
-        with bar_type(total=points, file=sys.stderr, leave=False, dynamic_ncols=True) as bar:
+        with bar_type(total=points, file=sys.stderr, leave=False, dynamic_ncols=True, disable=None) as bar:
 
             def advance(name: str) -> None:
                 bar.set_postfix_str(name, refresh=False)

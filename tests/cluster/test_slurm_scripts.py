@@ -185,6 +185,15 @@ def test_a_world_that_is_smaller_than_the_job(start: Submit, folder: Path) -> No
     assert "it was started" not in job.output
 
 
+def test_checkpoints_in_a_folder_that_other_nodes_do_not_see(start: Submit) -> None:
+    # /tmp is another folder on every host.
+    job = start("cpu_srun_pmix", "--ntasks-per-node=1", command="python3 examples/train.py --out /tmp/private-out")
+    assert job.end() == "FAILED"
+    text = r"OSError: rank 1 on node\d cannot see /tmp/private-out, in which rank 0 on node\d writes"
+    assert re.search(text, job.output), job.output
+    assert "epoch  1" not in job.output
+
+
 def test_a_folder_that_other_nodes_do_not_see(lab: Lab) -> None:
     # /tmp is another one on every host, and the folder is there on each.
     here = Path("/tmp/private")

@@ -11,9 +11,6 @@ from tests.support.ranks.jobs import ROOT, run_script
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
-for _module in ("matplotlib", "tqdm"):
-    pytest.importorskip(_module, reason=f"the examples need {_module}")
-
 ASYNCHRONOUS = ROOT / "examples" / "parameter_server.py"
 FACTORIZATION = ROOT / "examples" / "factorization.py"
 

@@ -16,9 +16,6 @@ from tests.support.speed import scaled
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
-for _module in ("matplotlib", "tqdm"):
-    pytest.importorskip(_module, reason=f"examples/train.py needs {_module}")
-
 SCRIPT = ROOT / "examples" / "train.py"
 # Starts a script in a process that has two pretended GPUs.
 ON_GPUS = ROOT / "tests" / "support" / "fake_cupy" / "__main__.py"
@@ -201,13 +198,20 @@ def test_wrong_options(tmp_path: Path) -> None:
         assert message in done.stderr
 
 
-def test_a_missing_extra_is_named(tmp_path: Path) -> None:
-    (tmp_path / "tqdm.py").write_text("raise ImportError('not here', name='tqdm')")
+def test_without_matplotlib_the_closing_line_says_so(tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError")
     environment = child_environment()
     environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
     done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
+        [sys.executable, str(SCRIPT), "--steps", "3", "--out", str(tmp_path / "out")],
         env=environment, cwd=ROOT, capture_output=True, text=True, timeout=scaled(60), check=False,
     )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stderr.startswith("examples/train.py needs tqdm; type: pip install 'mpidist[examples]' (in a checkout")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith(f"; checkpoint in {tmp_path}/out (no learning_curve.png: pip install matplotlib)\n")
+
+
+def test_the_log_has_a_line_per_epoch(tmp_path: Path) -> None:
+    done = run_program(SCRIPT, 1, "--epochs", "2", "--out", str(tmp_path))
+    assert done.stderr == ""
+    assert len(re.findall(r"^epoch", done.stdout, re.M)) == 2
+    assert len(done.stdout.splitlines()) == 4

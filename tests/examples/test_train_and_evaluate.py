@@ -13,9 +13,6 @@ from tests.support.ranks.programs import run_program
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
-for _module in ("matplotlib", "tqdm"):
-    pytest.importorskip(_module, reason=f"examples/train_and_evaluate.py needs {_module}")
-
 SCRIPT = ROOT / "examples" / "train_and_evaluate.py"
 
 

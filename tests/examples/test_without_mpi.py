@@ -12,9 +12,6 @@ from tests.support.speed import scaled
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
-for _module in ("matplotlib", "tqdm"):
-    pytest.importorskip(_module, reason=f"examples/train.py needs {_module}")
-
 
 @pytest.mark.parametrize("name", ["train", "train_and_evaluate", "parameter_server", "factorization"])
 def test_an_example_without_an_mpi_library(name: str) -> None:
