@@ -64,7 +64,8 @@ echo loads openmpi; module load openmpi mpidist; python3 -m mpidist launch -n 2 
 python3 -c "import sys; print(sys.prefix)"
 /usr/bin/python3 -c "import mpidist" 2> /dev/null || echo unseen
 python3 -m venv ~/venv
-python3 -c "import sysconfig; print(sysconfig.get_path(\\"purelib\\"))" > "$(echo ~/venv/lib/python3.*/site-packages)/mpidist.pth"
+folder=$(python3 -c "import sysconfig; print(sysconfig.get_path(\\"purelib\\"))")
+echo $folder > "$(echo ~/venv/lib/python3.*/site-packages)/mpidist.pth"
 ~/venv/bin/python -c "import mpidist; print(mpidist.__file__)"
 module unload mpidist; command -v mpidist
 """

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,28 @@ def test_modules_come_before_the_virtual_environment(tmp_path: Path) -> None:
     assert "the 2 tasks do not form one MPI world with mpidist" in done.stderr
     assert "mpirun -n 2 --bind-to none" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == [".venv", "mpirun"]
+
+
+def test_a_missing_launcher_is_the_last_line(tmp_path: Path) -> None:
+    for name in ("bash", "rm", "mkdir", "uname", "env"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    job = tmp_path / "job"
+    job.mkdir()
+    done = bash(FOLDER / "cpu_mpirun.sbatch", job, **{**JOB, "PATH": str(tmp_path)})
+    assert done.returncode == 1
+    assert done.stderr.startswith("job: no MPI: mpirun is not in PATH. Load the module of an MPI: MODULES=")
+    assert "MPI world" not in done.stderr
+
+
+def test_a_missing_mpi_library_is_the_last_line(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text('#!/bin/sh\nshift 3\nexec "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**JOB, "PATH": path, "PYTHONPATH": str(FOLDER.parent), "MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
+    done = bash(FOLDER / "cpu_srun_pmix.sbatch", tmp_path, **environment)
+    assert done.returncode == 1
+    assert re.search(r"^job: no MPI library for \S+/python3\. Load the module of an MPI", done.stderr, re.MULTILINE)
+    assert "MPI world" not in done.stderr
 
 
 def edited(script: Path, folder: Path, command: str) -> Path:
