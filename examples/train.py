@@ -32,8 +32,7 @@ try:
         raise ModuleNotFoundError(name="matplotlib")
     from tqdm import tqdm
 except ImportError as error:
-    install = "pip install 'mpidist[examples]' (in a checkout: pip install '.[examples]')"
-    sys.exit(f"examples/train.py needs {error.name}; type: {install}")
+    sys.exit(f"examples/train.py needs {error.name}; type: pip install matplotlib tqdm")
 
 # The 1,797 images of the test set, 8 x 8 pixels from 0 to 16, of E. Alpaydin and C. Kaynak, Optical Recognition of
 # Handwritten Digits, UCI Machine Learning Repository, 1998 (CC BY 4.0).
