@@ -13,6 +13,7 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 # Open MPI's acoll keeps away from communicators of fewer than 16 ranks otherwise, even where it is asked for.
 os.environ.setdefault("OMPI_MCA_coll_acoll_comm_size_thresh", "2")
 
+from benchmarks.measuring.machine import require_native_core  # noqa: E402
 from benchmarks.reports import compare, plot, text  # noqa: E402
 from benchmarks.reports.files import load  # noqa: E402
 from benchmarks.suite import (  # noqa: E402
@@ -62,6 +63,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
+    measures = arguments[:1] not in (["plot"], ["compare"], ["table"]) and not {"-h", "--help"} & set(arguments)
+    if measures:
+        require_native_core()
     if arguments and arguments[0] in _COMMANDS_OF_THEIR_OWN:
         return _COMMANDS_OF_THEIR_OWN[arguments[0]].main(arguments[1:])
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):

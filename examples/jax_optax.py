@@ -7,7 +7,7 @@
 
 Two jitted functions, and a sum of the gradients over all replicas between them. The last batch of an epoch is smaller,
 and may be dealt unevenly: each replica divides by the size of the whole batch. It needs JAX and optax:
-pip install 'mpidist[jax]' optax.
+pip install jax optax.
 """
 
 import argparse

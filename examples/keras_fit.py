@@ -6,7 +6,7 @@
     mpirun -n 2 python examples/keras_fit.py --resume --epochs 8        goes on from the backup of a killed job
 
 A program as for one process, but for the strategy and its scope. It needs Keras and PyTorch or JAX:
-pip install 'mpidist[keras]' torch. See docs/keras.md.
+pip install keras torch. See docs/keras.md.
 """
 
 import argparse

@@ -4,7 +4,7 @@
     mpirun -n 4 python examples/lightning_trainer.py     four ranks, over mpidist
 
 An ordinary program of Lightning, which sees by itself that mpirun has started it: the name of the backend is all that
-it has of mpidist. It needs Lightning: pip install 'mpidist[torch]' lightning.
+it has of mpidist. It needs Lightning: pip install lightning.
 """
 
 import argparse

@@ -5,7 +5,7 @@
     srun -n 4 python examples/torch_ddp.py               the same, in a job of Slurm
 
 An ordinary program of torch.distributed: the name of the backend is all that it has of mpidist. It needs PyTorch:
-pip install 'mpidist[torch]'.
+pip install torch.
 """
 
 import argparse

@@ -6,7 +6,7 @@
 
 With --out FOLDER it writes a distributed checkpoint after each epoch; started again, on any number of ranks, it goes on
 from the last one. An ordinary program of torch.distributed: the name of the backend is all that it has of mpidist. It
-needs PyTorch: pip install 'mpidist[torch]'.
+needs PyTorch: pip install torch.
 """
 
 import argparse

@@ -7,7 +7,7 @@
 
 The model and its optimizer are PyTorch's own, the loop is that of tf.distribute: every batch is dealt to the replicas,
 and all replicas take the same step, as one process would with the whole batch. It needs PyTorch:
-pip install 'mpidist[torch]'.
+pip install torch.
 """
 
 import argparse

@@ -32,7 +32,7 @@ SETUPTOOLS_WITH_LICENSE_EXPRESSIONS = 77
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of this tree, so that nothing is left in the tree."""
     if int(version("setuptools").split(".")[0]) < SETUPTOOLS_WITH_LICENSE_EXPRESSIONS:
-        pytest.skip(f"setuptools {version('setuptools')} cannot build it; type: pip install 'mpidist[test]'")
+        pytest.skip(f"setuptools {version('setuptools')} cannot build it; type: pip install '.[test]'")
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE", "mpidist_torch_entry.py"):
         shutil.copy(ROOT / name, source)
@@ -85,6 +85,22 @@ def in_tree() -> set[str]:
     return {str(path.relative_to(ROOT)) for path in found} | examples | {"mpidist/build_id.txt", "mpidist/py.typed"}
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_advice_names_the_wheel_installed_from(exists: bool, wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    origin = tmp_path / "a wheel.whl"
+    if exists:
+        origin.touch()
+    wheel.extractall(tmp_path)
+    (tmp_path / f"mpidist-{__version__}.dist-info/direct_url.json").write_text(f'{{"url": "{origin.as_uri()}"}}')
+    program = "from mpidist.core.wording import pip_install; print(pip_install('half'))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    named = str(origin) if exists else "PATH"
+    assert done.stdout.startswith(f"pip install '{named}[half]'")
+
+
 needs_compiler = pytest.mark.skipif(
     sys.platform != "linux" or not any(map(shutil.which, ("gcc", "clang", "cc"))),
     reason="needs Linux and a C compiler; type: apt-get install gcc",
@@ -95,7 +111,8 @@ needs_compiler = pytest.mark.skipif(
 def test_a_wheel_with_the_native_core_is_for_every_python_of_the_platform(source: Path, tmp_path: Path) -> None:
     path = build(source, "with_core")
     assert path.name == f"mpidist-{__version__}-py3-none-linux_{platform.machine()}.whl"
-    assert list((source / "mpidist").rglob("*.so")) == []
+    # Programs that start in the checkout import the checkout.
+    assert list((source / "mpidist").rglob("*.so")) == [source / "mpidist/native/libmpidist.so"]
     with zipfile.ZipFile(path) as opened:
         opened.extractall(tmp_path)
         names = {name for name in opened.namelist() if name.startswith("mpidist/")}

@@ -10,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_SHIPPED = ("mpidist", "benchmarks", "examples", "packaging", "slurm")
+_TEXT = (".py", ".md", ".sbatch", ".def", ".yaml", "")
 
 pytestmark = pytest.mark.one_rank
 
@@ -18,6 +20,14 @@ pytestmark = pytest.mark.one_rank
 def test_relative_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:|mailto:|#)([^)#]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_nobody_installs_mpidist_from_an_index() -> None:
+    shipped = [path for folder in _SHIPPED for path in (ROOT / folder).rglob("*") if path.suffix in _TEXT]
+    files = [*PAGES, *filter(Path.is_file, shipped)]
+    lines = [(path.name, line) for path in files for line in path.read_text().splitlines()]
+    bare = re.compile(r"pip install\b(?!.*--no-index)[^#`()]* [\"']?mpidist([\"'\[\s]|$)")
+    assert [line for line in lines if bare.search(line[1])] == []
 
 
 def test_the_files_of_the_journey_are_there() -> None:

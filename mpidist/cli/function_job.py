@@ -51,7 +51,7 @@ def launch_processes(
 
     The ranks are new processes of this Python on this machine, started as ``python -m mpidist launch -n N`` starts
     them; MPI is not started in this process. Their output appears in this process's, as it comes. Functions of a
-    notebook or a script need cloudpickle (``pip install 'mpidist[coordinator]'``); without it ``fn`` is one of a
+    notebook or a script need cloudpickle (``pip install cloudpickle``); without it ``fn`` is one of a
     module that can be imported.
 
     Args:

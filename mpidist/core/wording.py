@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import sys
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Sequence
+from pathlib import Path
 from typing import TypeVar
+from urllib.parse import unquote, urlsplit
 
 # Launchers and Slurm write nothing longer; a longer one could not be counted to.
 _WHOLE = re.compile(r"[0-9]{1,18}")
@@ -156,12 +160,33 @@ def cut_text(text: str, width: int) -> str:
 
 
 def pip_install(extra: str) -> str:
-    """Return the command that installs an extra of the package, in a checkout too.
+    """Return the command that installs an extra from this installation's checkout or wheel.
 
     >>> print(pip_install("half"))
-    pip install 'mpidist[half]' (in a checkout: pip install '.[half]')
+    pip install ...[half]'...
     """
-    return f"pip install 'mpidist[{extra}]' (in a checkout: pip install '.[{extra}]')"
+    # First, because in its own folder a checkout is imported whatever is installed.
+    checkout = Path(__file__).resolve().parents[2]
+    if (checkout / "pyproject.toml").exists():
+        return f"pip install -e {shlex.quote(f'{checkout}[{extra}]')}"
+    source = _pip_source()
+    if source is None:
+        return f"pip install 'PATH[{extra}]' (PATH: a checkout or a wheel of mpidist; docs/install.md)"
+    return f"pip install {shlex.quote(f'{source}[{extra}]')}"
+
+
+def _pip_source() -> Path | None:
+    """Return the existing folder or wheel that pip installed mpidist from (PEP 610)."""
+    # Only error messages need it, and it takes longer to import than the rest of this module.
+    from importlib import metadata
+
+    try:
+        record = metadata.distribution("mpidist").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return None
+    url = urlsplit(json.loads(record or "{}").get("url", ""))
+    source = Path(unquote(url.path))
+    return source if url.scheme == "file" and source.exists() else None
 
 
 def error_text(error: BaseException) -> str:

@@ -98,8 +98,12 @@ def is_wanted() -> bool:
     value = os.environ.get(_VARIABLE) or "1"
     if value not in ("0", "1"):
         raise SystemExit(f"{_VARIABLE}={value!r}: expected 0 or 1")
-    has_platform = sys.platform == "linux" and sys.maxsize > 1 << 32 and sys.implementation.name == "cpython"
-    return value == "1" and has_platform
+    return value == "1" and has_platform()
+
+
+def has_platform() -> bool:
+    """Return whether the library exists for this platform."""
+    return sys.platform == "linux" and sys.maxsize > 1 << 32 and sys.implementation.name == "cpython"
 
 
 def compile_library(target: Path) -> None:
@@ -312,18 +316,19 @@ def prepare_metadata_for_build_editable(metadata_directory: str, config_settings
 def build_wheel(
     wheel_directory: str, config_settings: ConfigSettings = None, metadata_directory: str | None = None
 ) -> str:
-    """Build a wheel, with the library where it is wanted, and return its name."""
-    with tempfile.TemporaryDirectory(prefix="mpidist-") as folder:
-        library = Path(folder) / LIBRARY
-        if is_wanted():
+    """Build a wheel, with the library if it is wanted, and return its name."""
+    name: str = _setuptools().build_wheel(wheel_directory, config_settings, metadata_directory)
+    wheel = Path(wheel_directory) / name
+    add_examples(wheel)
+    if is_wanted():
+        with tempfile.TemporaryDirectory(prefix="mpidist-") as folder:
+            # Also beside the sources: a program that starts in the checkout imports the checkout. Unless --plat-name
+            # names another machine.
+            library = (SOURCES if name.endswith("-any.whl") else Path(folder)) / LIBRARY
             compile_library(library)
-        name: str = _setuptools().build_wheel(wheel_directory, config_settings, metadata_directory)
-        wheel = Path(wheel_directory) / name
-        add_examples(wheel)
-        if library.exists():
             wheel = add_library(wheel, library.read_bytes())
-        add_build_id(wheel)
-        return wheel.name
+    add_build_id(wheel)
+    return wheel.name
 
 
 def build_editable(

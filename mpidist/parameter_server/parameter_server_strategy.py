@@ -164,7 +164,7 @@ class ClusterCoordinator:
 
     It is tf.distribute.coordinator.ClusterCoordinator, for the chief alone; workers and parameter servers call
     ``mpidist.Server(resolver).join()``. Constructing it again for the same strategy returns the same object. Functions
-    travel by pickle, those of the program's own file with cloudpickle (``pip install 'mpidist[coordinator]'``): the
+    travel by pickle, those of the program's own file with cloudpickle (``pip install cloudpickle``): the
     objects that they refer to are copied as they are when they are scheduled, except variables, optimizers, the
     strategy, and the results of ``create_per_worker_dataset`` and ``create_per_worker_resource``, which mean the same
     on every worker. So functions hand on state in variables. A function of another file is imported by the workers:

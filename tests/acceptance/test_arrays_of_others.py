@@ -23,7 +23,7 @@ def context() -> Any:
 
 @pytest.fixture
 def torch() -> Any:
-    return pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+    return pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
 
 
 @SOME

@@ -100,7 +100,7 @@ def test_dtypes(strategy: Any, dtype: str) -> None:
 
 
 def test_bfloat16(strategy: Any) -> None:
-    ml_dtypes = pytest.importorskip("ml_dtypes", reason="bfloat16 needs ml_dtypes: pip install 'mpidist[half]'")
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="bfloat16 needs ml_dtypes: pip install '.[half]'")
     n = strategy.num_replicas_in_sync
     parts = [np.array([256.0 if i == 0 else 1.0, 0.5], ml_dtypes.bfloat16) for i in range(n)]
     total = np.sum([part.astype(np.float32) for part in parts], axis=0, dtype=np.float32).astype(ml_dtypes.bfloat16)

@@ -48,7 +48,7 @@ def make_cupy(unknown_cupy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_without_cupy_the_error_says_what_to_type(unknown_cupy: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)  # type: ignore[arg-type]
     assert (find_cupy().module, find_cupy().is_installed) == (None, False)
-    with pytest.raises(DeviceError, match=r"not installed; type: pip install 'mpidist\[cuda13\]'"):
+    with pytest.raises(DeviceError, match=r"not installed; type: pip install -e '.*\[cuda13\]'"):
         require_cupy()
     with pytest.raises(DeviceError, match="not installed"):
         ops_for("gpu")

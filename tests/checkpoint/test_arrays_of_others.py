@@ -22,7 +22,7 @@ OPTIONS = pytest.mark.parametrize(
 
 @pytest.fixture
 def torch() -> Any:
-    return pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+    return pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
 
 
 @pytest.fixture

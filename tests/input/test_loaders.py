@@ -24,7 +24,7 @@ from mpidist.input.input_workers import InputWorkers
 from tests.input.worker_threads import lists
 from tests.support.ranks.jobs import run_script
 
-torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
 
 pytestmark = [
     pytest.mark.torch,

@@ -11,7 +11,7 @@ import pytest
 @pytest.fixture(scope="module")
 def jax() -> Iterator[ModuleType]:
     """JAX, with a communicator of all ranks of this session for reductions outside of strategies."""
-    jax = pytest.importorskip("jax", reason="JAX is missing: pip install 'mpidist[jax]'")
+    jax = pytest.importorskip("jax", reason="JAX is missing: pip install '.[jax]'")
     from mpidist.jax.reduction import communicator_of
     from mpidist.topology import world_topology
 

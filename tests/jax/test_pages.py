@@ -8,7 +8,7 @@ import pytest
 
 from tests.docs.programs import Program, follow, programs_with
 
-pytest.importorskip("jax", reason="JAX is missing: pip install 'mpidist[jax]'")
+pytest.importorskip("jax", reason="JAX is missing: pip install '.[jax]'")
 
 pytestmark = [pytest.mark.jax, pytest.mark.one_rank, pytest.mark.jobs, pytest.mark.timeout(300)]
 

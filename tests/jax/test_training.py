@@ -13,7 +13,7 @@ from tests.support.ranks import jobs, pool
 from tests.support.ranks.programs import run_program
 
 for _module in ("jax", "optax"):
-    pytest.importorskip(_module, reason=f"{_module} is missing: pip install 'mpidist[jax]' optax")
+    pytest.importorskip(_module, reason=f"{_module} is missing: pip install '.[jax]' optax")
 
 pytestmark = [pytest.mark.jax, pytest.mark.one_rank, pytest.mark.jobs, pytest.mark.timeout(300)]
 

@@ -17,7 +17,7 @@ os.environ.setdefault("JAX_ENABLE_X64", "true")
 @pytest.fixture
 def keras() -> Iterator[ModuleType]:
     """Keras, with seeds and settings that no other test has touched."""
-    keras = pytest.importorskip("keras", reason="Keras is missing: pip install 'mpidist[keras]' torch jax")
+    keras = pytest.importorskip("keras", reason="Keras is missing: pip install '.[keras]' torch jax")
     keras.utils.set_random_seed(3)
     yield keras
     keras.config.set_floatx("float32")

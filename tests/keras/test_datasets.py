@@ -35,7 +35,7 @@ def given(
 
         return (Batches(),), {}
     if kind == "DataLoader":
-        torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+        torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
         dataset = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
         return (torch.utils.data.DataLoader(dataset, size),), {}
     if "Dataset" in kind:
@@ -191,7 +191,7 @@ def shares(rows: int, ranks: int) -> list[Any]:
 def test_a_data_loader_that_forks_is_refused(strategy: Any, keras: ModuleType) -> None:
     from mpidist.keras.global_batches import global_batches
 
-    torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+    torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
     model = adopted(strategy, keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
     model.compile("sgd", "mse")
     table = torch.utils.data.TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
@@ -240,7 +240,7 @@ def test_streams_of_unknown_length(strategy: Any, keras: ModuleType, data: Any, 
 def unknown(kind: str, strategy: Any, x: Any, y: Any) -> Any:
     """Return batches of which nobody knows how many there are."""
     if kind == "DataLoader":
-        torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+        torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
 
         class Rows(torch.utils.data.IterableDataset):
             def __iter__(self) -> Any:

@@ -11,7 +11,7 @@ import pytest
 from tests.support.ranks.jobs import ROOT, run_script
 from tests.support.ranks.programs import run_program
 
-pytest.importorskip("keras", reason="Keras is missing: pip install 'mpidist[keras]' torch jax")
+pytest.importorskip("keras", reason="Keras is missing: pip install '.[keras]' torch jax")
 pytestmark = [pytest.mark.one_rank, pytest.mark.jobs]
 
 SCRIPT = ROOT / "examples" / "keras_fit.py"

@@ -8,7 +8,7 @@ import pytest
 
 from tests.docs.programs import Program, follow, programs_with
 
-pytest.importorskip("keras", reason="Keras is missing: pip install 'mpidist[keras]' torch jax")
+pytest.importorskip("keras", reason="Keras is missing: pip install '.[keras]' torch jax")
 
 pytestmark = [pytest.mark.one_rank, pytest.mark.jobs, pytest.mark.timeout(300)]
 

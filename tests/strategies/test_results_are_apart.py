@@ -72,7 +72,7 @@ def test_variables_and_slices(strategy: mpidist.Strategy) -> None:
     "strategy", layouts("default", "one_device", "mirrored-2local", "multi_worker-1local"), indirect=True
 )
 def test_tensors_have_no_gradients(strategy: mpidist.Strategy) -> None:
-    torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+    torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
     tensor = torch.ones(2, requires_grad=True)
     for result in (
         strategy.reduce("MEAN", per_replica(strategy, lambda i: tensor * 2), axis=None),

@@ -53,7 +53,7 @@ def test_equal_inputs_are_summed(strategy: mpidist.Strategy) -> None:
 @SEVERAL
 def test_gradients_of_one_module(strategy: mpidist.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_inputs, "_shared_calls", [0])
-    torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+    torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
     module = torch.nn.Linear(2, 1)
     constant = torch.full((3,), 17.0)
 

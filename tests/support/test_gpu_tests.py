@@ -83,7 +83,7 @@ def test_a_part_that_takes_too_long(tmp_path: Path) -> None:
 )
 def test_on_stand_in(file: str, chosen: str) -> None:
     if file == "torch":
-        pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+        pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
     options = ["-q", "-p", "no:cacheprovider", "-k", chosen, f"tests/gpu/test_{file}.py"]
     done = run("-m", "pytest", *options, stand_in=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,7 +14,7 @@ import mpidist
 @pytest.fixture(scope="module")
 def dist() -> Iterator[ModuleType]:
     """torch.distributed with a default group of all ranks of this session."""
-    pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+    pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
     import torch.distributed
 
     with warnings.catch_warnings():

@@ -9,7 +9,7 @@ import pytest
 
 import mpidist
 
-torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
 
 pytestmark = [
     pytest.mark.torch,

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from tests.torch.test_training import network, train, trained_alone
 
-torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
 nn = torch.nn
 
 pytestmark = [

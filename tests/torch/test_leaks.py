@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.ranks import jobs
 
-pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
 
 pytestmark = [pytest.mark.torch, pytest.mark.one_rank, pytest.mark.jobs]
 

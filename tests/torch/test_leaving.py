@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.ranks import jobs
 
-torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
 IS_BACKEND = hasattr(torch._C._distributed_c10d.Backend, "supports_reconfigure")
 
 pytestmark = [pytest.mark.torch, pytest.mark.one_rank, pytest.mark.jobs]

@@ -10,7 +10,7 @@ import pytest
 from tests.support.ranks import jobs
 from tests.support.speed import scaled
 
-pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
 
 pytestmark = [pytest.mark.torch, pytest.mark.one_rank, pytest.mark.jobs]
 

@@ -9,7 +9,7 @@ import pytest
 
 from mpidist.errors import MismatchError
 
-torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
 dist = torch.distributed
 
 pytestmark = [

@@ -8,7 +8,7 @@ import pytest
 
 from tests.docs.programs import Program, follow, programs_with
 
-pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
 
 pytestmark = [pytest.mark.torch, pytest.mark.one_rank, pytest.mark.jobs, pytest.mark.timeout(300)]
 

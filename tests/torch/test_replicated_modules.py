@@ -13,7 +13,7 @@ import pytest
 
 import mpidist
 
-torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
 nn = torch.nn
 
 pytestmark = [pytest.mark.torch, pytest.mark.one_rank]

@@ -11,7 +11,7 @@ import pytest
 import mpidist
 from tests.torch.replicas import alone, linear, opened, replica, same_on_all
 
-torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
 nn = torch.nn
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("default")]

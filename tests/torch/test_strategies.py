@@ -10,7 +10,7 @@ import pytest
 import mpidist
 from tests.torch.strategy_training import train, train_plainly
 
-torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
 
 pytestmark = [pytest.mark.torch, pytest.mark.counts, pytest.mark.nodes]
 

@@ -19,7 +19,7 @@ from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
 from tests.torch.strategy_training import epochs, losses_of, network, weights_of
 
-torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
 nn = torch.nn
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("default")]

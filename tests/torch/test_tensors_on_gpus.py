@@ -16,7 +16,7 @@ from mpidist.core.errors import DeviceError
 from mpidist.core.settings import RANKS_PER_NODE
 from mpidist.topology import world_topology
 
-torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
 
 from tests.support import torch_on_gpu  # noqa: E402
 from tests.support.torch_on_gpu import OnGpu, Stream, current_stream, on_gpu, stream  # noqa: E402

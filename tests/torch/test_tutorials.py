@@ -8,7 +8,7 @@ import pytest
 
 from tests.tutorials.documents import follow
 
-pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
 pytestmark = [pytest.mark.torch, pytest.mark.counts]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
 
 from mpidist.torch.works import StartedWork
 

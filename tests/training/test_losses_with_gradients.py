@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture
 def torch() -> Any:
-    return pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+    return pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.one_rank
 
 @pytest.mark.torch
 def test_a_torch_module_or_optimizer_is_many_values() -> None:
-    torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install 'mpidist[torch]'")
+    torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
     module = torch.nn.Linear(2, 1)
     with pytest.raises(TypeError, match=r"a torch module, a Linear.*Variable\(p\) for p in module\.parameters\(\)\]"):
         mpidist.Variable(module)

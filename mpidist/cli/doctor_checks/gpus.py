@@ -59,7 +59,7 @@ def _unusable(job: JobFacts) -> list[Finding]:
 
 def _install(problem: str) -> str:
     """Return the command in the text of a problem."""
-    named = re.search(r"pip install ('[^']+'|[\w.-]+)", problem)
+    named = re.search(r"pip install (?:-e )?('[^']+'|[\w.-]+)", problem)
     return f"python -m {named[0]}" if named else "nvidia-smi && python -c 'import cupy; cupy.show_config()'"
 
 

@@ -8,6 +8,7 @@ from mpidist.cli.doctor_checks import commands
 from mpidist.cli.doctor_checks.finding import ERROR, WARNING, Finding
 from mpidist.cli.doctor_facts.facts import JobFacts, MpiFacts
 from mpidist.cluster_resolver.cluster_spec import deal_tasks
+from mpidist.collectives.node import native
 from mpidist.core.settings import JOBS, NATIVE, SETTINGS, TUNING_FILE
 from mpidist.core.wording import names_text, numbered_ranks
 from mpidist.topology.environments import LauncherInfo
@@ -112,9 +113,9 @@ def check_native_core(job: JobFacts) -> list[Finding]:
     text = f"{numbered_ranks(without)} on {hosts} without the native core: {reasons[rank]}. {effect}"
     if NATIVE.name in first.settings:
         return [Finding(WARNING, "native core", text, f"unset {NATIVE.name}")]
-    options, package = ("--no-deps", "mpidist") if first.without_core else ("--no-binary=mpi4py", "mpi4py")
-    command = f"python -m pip install --force-reinstall {options} {package}   # on {first.host}; docs/install.md"
-    return [Finding(WARNING, "native core", text, command)]
+    reinstall = "python -m pip install --force-reinstall --no-binary=mpi4py mpi4py"
+    command = native.build_command() if first.without_core else reinstall
+    return [Finding(WARNING, "native core", text, f"{command}   # on {first.host}; docs/install.md")]
 
 
 def check_settings(job: JobFacts) -> list[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,6 +48,11 @@ def why_not() -> str | None:
         ValueError: MPIDIST_NATIVE is neither 0 nor 1.
     """
     return _core().why_not
+
+
+def build_command() -> str:
+    """Return the command that builds the library beside the sources of this mpidist."""
+    return shlex.join([sys.executable, str(SOURCES / "build_library.py")])
 
 
 def mpi_functions() -> list[int]:
@@ -97,7 +103,7 @@ def _core() -> _Core:
 def _load(folder: Path) -> _Core:
     path = folder / LIBRARY
     if not path.exists():
-        return _Core(why_not=f"{path} was not built (docs/install.md; the native core is for 64-bit Linux)")
+        return _Core(why_not=f"{path} is missing (docs/install.md; the native core is for 64-bit Linux)")
     try:
         # Of the kind that keeps the GIL: its functions use Python's objects.
         library = ctypes.PyDLL(str(path))
@@ -109,6 +115,6 @@ def _load(folder: Path) -> _Core:
     if built != expected:
         raise RuntimeError(
             f"{path} was built from other sources (id {built}) than those beside it (id {expected}). "
-            f"Type, in the checkout: make native, or {sys.executable} -m pip install -e ."
+            f"Build it again: {build_command()}"
         )
     return _Core(functions=library.nc_functions())

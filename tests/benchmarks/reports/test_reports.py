@@ -100,7 +100,7 @@ def test_table_and_comparison(some: Results, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_plots(some: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib; type: pip install 'mpidist[bench]'")
+    pytest.importorskip("matplotlib", reason="plots need matplotlib; type: pip install '.[bench]'")
     path, _ = save(some, tmp_path, "2-ranks")
     assert main(["plot", str(path)]) == 0
     printed = capsys.readouterr().out
@@ -111,7 +111,7 @@ def test_plots(some: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_plot_of_nothing(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib; type: pip install 'mpidist[bench]'")
+    pytest.importorskip("matplotlib", reason="plots need matplotlib; type: pip install '.[bench]'")
     path, _ = save(results([]), tmp_path, "empty")
     with pytest.raises(SystemExit, match="nothing to plot"):
         main(["plot", str(path)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from benchmarks.measuring.components import NAMES
 from benchmarks.reports.files import load
 from benchmarks.suite import run
 from benchmarks.suite.run import OPERATIONS
+from mpidist.collectives.node import native
 from tests.benchmarks.support import row
+from tests.support.ranks.jobs import ROOT, run_script
 from tests.support.ranks.programs import run_program
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
@@ -39,9 +42,21 @@ def test_every_operation(ranks: int, tmp_path: Path) -> None:
     assert {"mpidist", "mpi"} <= checked
     assert all(row.repetitions >= 11 for row in results.rows)
     assert {row.size for row in results.rows if row.operation == "all_reduce"} == {4, 1000, 256 << 10}
-    assert results.machine["ranks"] == ranks
+    assert results.machine["ranks"] == len(results.machine["binding"]) == ranks
+    assert results.machine["native_core"] is (native.why_not() is None)
     assert results.machine["command"].startswith("python -m benchmarks --sizes")
     assert "strategy.run of an empty function" in text
+
+
+def test_without_native_core_nothing_is_measured(tmp_path: Path) -> None:
+    for name in ("mpidist", "benchmarks"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "results"))
+    (tmp_path / "run.py").write_text("from benchmarks.__main__ import main; main([])")
+    done = run_script(tmp_path / "run.py", 2, env={"PYTHONPATH": str(tmp_path)}, timeout=60)
+    assert done.returncode != 0
+    assert "python -m benchmarks: mpidist has no native core: " in done.stderr
+    assert f"{tmp_path}/mpidist/native/build_library.py" in done.stderr
+    assert not (tmp_path / "benchmarks/results").exists()
 
 
 def test_kinds_of_buffers_and_ways_of_mpi(tmp_path: Path) -> None:

