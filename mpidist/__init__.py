@@ -177,7 +177,6 @@ __all__ = [
     "scale_regularization_loss",
     "set_seed",
     "size",
-    "torch",
     "train_and_evaluate",
     "tune",
     "v1",

@@ -87,7 +87,7 @@ class Strategy:
         so the thread that entered the scope has to leave it.
 
         Raises:
-            RuntimeError: Inside another strategy's scope, or inside ``run``.
+            RuntimeError: Inside another strategy's scope, or inside ``run``; the strategy is closed.
 
         >>> import mpidist
         >>> strategy = mpidist.OneDeviceStrategy("cpu:0")
@@ -95,6 +95,7 @@ class Strategy:
         ...     mpidist.get_strategy() is strategy
         True
         """
+        self._require_open("scope()")
         gpu = self._extended.first_gpu
         return context.scope(self) if gpu is None else _scope_on(gpu, self)
 
@@ -328,12 +329,20 @@ class Strategy:
         """
         return copy.deepcopy(config_proto)
 
+    def _require_open(self, method: str) -> None:
+        if self._extended.is_closed:
+            raise RuntimeError(f"{method} of a closed {type(self).__name__}. Create another strategy.")
+
     def _require_cross_replica(self, method: str, instead: str) -> None:
+        self._require_open(method)
         # Not of ``self``: the default strategy has a second face, that of v1.
         context.require_cross_replica(self._extended.strategy, method, instead)
 
     def close(self) -> None:
-        """Free the resources of the strategy (collective). Closing again does nothing."""
+        """Free the resources of the strategy (collective). Closing again does nothing.
+
+        Later calls of its methods raise RuntimeError, on one rank too. Its variables can still be read.
+        """
         self._extended.close()
         if self._counts_as_open:
             self._counts_as_open = False

@@ -97,6 +97,9 @@ class DefaultExtended(StrategyExtended):
         """See ``StrategyExtended``."""
         raise RuntimeError("the default strategy cannot be copied; mpidist.get_strategy() returns it")
 
+    def close(self) -> None:
+        """Do nothing: the default strategy stays open."""
+
 
 class DefaultContext(ReplicaContext):
     """The replica of the default strategy, whose values are their own sums."""

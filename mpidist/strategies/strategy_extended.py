@@ -70,6 +70,7 @@ class StrategyExtended(ABC):
         self.communicator = communicator
         self.frame = Frame(strategy)
         self.variable_names = VariableNames()
+        self.is_closed = False
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.strategy!r}>"
@@ -685,6 +686,7 @@ class StrategyExtended(ABC):
         """Free all resources (collective). Extension."""
         if self.communicator is not None:
             self.communicator.close()
+        self.is_closed = True
 
 
 def _first_device(value: object) -> str:

@@ -144,6 +144,13 @@ def test_no_name_that_is_there_is_advised_against() -> None:
     assert methods <= set(dir(mpidist.Communicator))
 
 
+def test_a_star_import_hides_no_other_library() -> None:
+    names: dict[str, object] = {}
+    exec("from mpidist import *", names)
+    assert {"torch", "keras", "jax"}.isdisjoint(names)
+    assert names["Variable"] is mpidist.Variable
+
+
 def test_helpers_of_the_import_are_not_left_in_the_module() -> None:
     left = {name for name in vars(mpidist) if not name.startswith("_")} - set(mpidist.__all__)
     assert {name for name in left if not inspect.ismodule(getattr(mpidist, name))} == set()
