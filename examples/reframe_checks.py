@@ -85,7 +85,7 @@ class MpidistDoctorCheck(MpidistCheck):
 
 @rfm.simple_test
 class MpidistTrainCheck(MpidistCheck):
-    """examples/train.py of the checkout that this file is in; needs matplotlib and tqdm."""
+    """examples/train.py of the checkout that this file is in."""
 
     descr = "a small network learns to read digits"
 

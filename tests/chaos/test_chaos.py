@@ -13,9 +13,6 @@ from tests.chaos.trial import Reference, train_undisturbed
 
 pytestmark = [pytest.mark.jobs, pytest.mark.long, pytest.mark.one_rank, pytest.mark.timeout(600)]
 
-for _module in ("matplotlib", "tqdm"):
-    pytest.importorskip(_module, reason=f"examples/train.py needs {_module}")
-
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:

@@ -61,8 +61,8 @@ def main(arguments: list[str]) -> int:
 def verdict(results: list[dict[str, Any]]) -> str:
     """Return the last lines.
 
-    >>> print(verdict([{"part": "training", "outcome": "skipped", "skipped": 4}]))
-    make test-gpu: passed but for what was skipped, see above; nothing was run of: training
+    >>> print(verdict([{"part": "torch", "outcome": "skipped", "skipped": 4}]))
+    make test-gpu: passed but for what was skipped, see above; nothing was run of: torch
     next: make bench-gpu   (docs/gpu.md, "The first hour on a GPU")
     """
     failed = [result["part"] for result in results if result["outcome"] not in ("passed", "skipped")]

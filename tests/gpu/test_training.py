@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +11,10 @@ import pytest
 
 from tests.support.ranks.jobs import ROOT, child_environment, run_script
 
-_MISSING = " and ".join(module for module in ("matplotlib", "tqdm") if find_spec(module) is None)
-
 pytestmark = [
     pytest.mark.jobs,
     pytest.mark.one_rank,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(bool(_MISSING), reason=f"examples/train.py needs {_MISSING}"),
 ]
 
 SCRIPT = str(ROOT / "examples" / "train.py")

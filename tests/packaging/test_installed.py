@@ -48,6 +48,8 @@ def test_a_wheel_in_a_bare_environment(version: str, environment: MakeEnvironmen
     assert whence(bare) == (__version__, True)
     said = bare.on_2_ranks(program_of_readme(bare.outside))
     assert said.count("replicas: loss 0.00002") == 1
+    bare.python("-m", "mpidist", "example", "train", "--force")
+    assert "done after 45 steps" in bare.on_2_ranks("train.py", "--epochs", "1")
     said = bare.on_2_ranks("-m", "mpidist", "doctor")
     assert "nothing wrong found" in said
     assert ", native core" in said

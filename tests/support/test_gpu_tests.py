@@ -128,15 +128,15 @@ def mpi_of_this_python() -> dict[str, str]:
 
 def test_an_environment_with_little_runs_what_it_can(tmp_path: Path) -> None:
     python = bare(tmp_path / "bare", "numpy", "mpi4py", *PYTEST)
-    words = [f"PYTHON={python}", f"GPU_OUT={tmp_path}", "TEST_ARGS=cupy_ops training"]
+    words = [f"PYTHON={python}", f"GPU_OUT={tmp_path}", "TEST_ARGS=cupy_ops torch"]
     done = make("test-gpu", *words, **mpi_of_this_python(), **{STAND_IN: "0"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"make test-gpu: with {python}" in done.stdout
-    assert "nothing was run of: training\nnext: make bench-gpu" in done.stdout
-    ops, training = json.loads((tmp_path / "tests.json").read_text())["parts"]
-    assert (ops["outcome"], training["outcome"]) == ("passed", "skipped")
+    assert "nothing was run of: torch\nnext: make bench-gpu" in done.stdout
+    ops, torch = json.loads((tmp_path / "tests.json").read_text())["parts"]
+    assert (ops["outcome"], torch["outcome"]) == ("passed", "skipped")
     assert "bfloat16 needs ml_dtypes" in ops["reasons"]
-    assert training["reasons"] == ["examples/train.py needs matplotlib and tqdm"]
+    assert torch["reasons"] == ["needs PyTorch with CUDA"]
 
 
 def test_what_is_missing_is_named_with_what_to_type(tmp_path: Path) -> None:
