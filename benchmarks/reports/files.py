@@ -13,7 +13,8 @@ from benchmarks.measuring.machine import command_line
 from benchmarks.measuring.rows import COLUMNS, Figure, Row, Verdict
 
 FORMAT = 1
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+# Ignored by git. `make bench` writes into benchmarks/results, which is tracked.
+RESULTS = Path("out/benchmarks")
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--staged", default="256M", help="size of the array that is staged (256M)")
     top.add_argument("--sizes", default="16M,64M,256M,1G", help="sizes of the all-reduces (16M,64M,256M,1G)")
     top.add_argument("--seconds", type=float, default=0.5, help="at least 11 repetitions, and so long (0.5)")
-    top.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.json and gpu.csv (benchmarks/results)")
+    top.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.json and gpu.csv (out/benchmarks)")
     top.add_argument("--stand-in", action="store_true", help="try the suite without a GPU; its figures mean nothing")
     return top
 

@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--sizes", type=sizes_of_text, default=sizes_of_text("1K,16K,64K,256K,1M,16M,64M"))
     top.add_argument("--rounds", type=int, default=11, help="how often both ways are measured (11)")
     top.add_argument("--functions", type=int, default=2000, help="functions that are scheduled in a round (2000)")
-    top.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files (benchmarks/results)")
+    top.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files (out/benchmarks)")
     return top
 
 

@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--large", type=float, default=0.0, metavar="GB", help="an epoch over so many GB, and only that")
     top.add_argument("--no-torch", action="store_true", help="leave torch's DataLoader out where torch is installed")
     top.add_argument("--folder", type=Path, help="where files are written (the system's temporary folder)")
-    top.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files (benchmarks/results)")
+    top.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files (out/benchmarks)")
     return top
 
 

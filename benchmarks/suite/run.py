@@ -54,7 +54,7 @@ def add_arguments(run: argparse.ArgumentParser) -> None:
     run.add_argument("--algorithm", help="force one algorithm of mpidist by name")
     run.add_argument("--no-gloo", action="store_true", help="leave gloo out also where torch is installed")
     run.add_argument("--no-progress", action="store_true", help="no progress bar")
-    run.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files (benchmarks/results)")
+    run.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files (out/benchmarks)")
     run.add_argument("--name", help="name of the result files (RANKS-ranks)")
 
 

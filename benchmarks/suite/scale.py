@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m benchmarks scale", description=__doc__)
     top.add_argument("--sizes", type=sizes_of_text, default=sizes_of_text("8,4K,64K,1M,16M"), help="bytes of sums")
     top.add_argument("--seconds", type=float, default=1.0, help="about how long one size is measured (1)")
-    top.add_argument("--out", type=Path, default=RESULTS, help="folder of the files (benchmarks/results)")
+    top.add_argument("--out", type=Path, default=RESULTS, help="folder of the files (out/benchmarks)")
     top.add_argument(
         "--made-up", type=int, metavar="RANKS", help="print what so many ranks hold and tell, on one process"
     )

@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--networks", type=_list, help="some of small,resnet50,transformer, may be empty; all")
     top.add_argument("--seconds", type=float, default=0.5, help="about how long one point is measured (0.5)")
     top.add_argument("--rate", help="speed of each node's link, such as 1gbit, for the floor")
-    top.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files (benchmarks/results)")
+    top.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files (out/benchmarks)")
     top.add_argument("--name", help="name of the result files (torch-RANKS-ranks)")
     return top
 

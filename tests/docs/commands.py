@@ -37,7 +37,11 @@ EXCEPTED = {
 _VARIABLES = r"(?:\w+=(?:\"[^\"]*\"|\S+) )*"
 _START_PAGE = "docs/index.md"
 # Files of the reader's, besides train.py.
-_FILES = {"docs/benchmarks.md": dict.fromkeys(("before.json", "after.json"), ROOT / "benchmarks/results/2-ranks.json")}
+_FILES = {
+    "docs/benchmarks.md": dict.fromkeys(
+        ("before.json", "after.json", "out/benchmarks/2-ranks.json"), ROOT / "benchmarks/results/2-ranks.json"
+    )
+}
 _FILES["docs/scaling.md"] = {"tuning.json": ROOT / "benchmarks/results/lab-2-tuning-100mbit.json"}
 
 
@@ -103,6 +107,7 @@ def checkout(page: str, folder: Path) -> None:
         (folder / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "benchmarks", folder / "benchmarks", ignore=shutil.ignore_patterns("__pycache__"))
     for name, path in _FILES.get(page, {}).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, folder / name)
     for name in ("train.py", "program.py"):
         (folder / name).write_text(_train(page))

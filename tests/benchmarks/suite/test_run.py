@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.__main__ import main
+from benchmarks.__main__ import main, parser
 from benchmarks.measuring.components import NAMES
 from benchmarks.reports.files import load
 from benchmarks.suite import run
@@ -56,7 +57,15 @@ def test_without_native_core_nothing_is_measured(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "python -m benchmarks: mpidist has no native core: " in done.stderr
     assert f"{tmp_path}/mpidist/native/build_library.py" in done.stderr
-    assert not (tmp_path / "benchmarks/results").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_results_go_to_a_folder_that_git_ignores() -> None:
+    default = parser().parse_args(["run"]).out
+    done = subprocess.run(["git", "check-ignore", "--quiet", f"{default}/2-ranks.json"], cwd=ROOT, check=False)
+    if not (ROOT / ".git").exists():
+        pytest.skip("this folder is no checkout of git")
+    assert done.returncode == 0
 
 
 def test_kinds_of_buffers_and_ways_of_mpi(tmp_path: Path) -> None:
