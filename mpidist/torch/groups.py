@@ -35,7 +35,7 @@ def communicator_for(ranks: Sequence[int], rank: int, size: int, options: Commun
             "expected the same: start all with one mpirun or srun, and leave RANK, WORLD_SIZE and init_method out"
         )
     if not ranks or len(ranks) == world.size:
-        comm = Communicator(options=options)
+        comm = Communicator(options=options, owner="process group")
         if not ranks:
             _default[:] = [ref(comm)]
         return comm
