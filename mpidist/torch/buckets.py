@@ -231,6 +231,10 @@ class SummedGradients:
                 "before each first one"
             )
         if not slot.is_added:
+            if not overlaps and self._holds_sums and parameter.grad is slot.view:
+                # The loss of another optimizer, as a GAN's generator sends through its discriminator after the
+                # discriminator's step. It is an error only if a step takes it: start_all() finds it.
+                return
             self._put(slot)
             bucket.missing -= 1
             if not bucket.missing and overlaps:

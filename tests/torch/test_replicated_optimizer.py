@@ -240,6 +240,45 @@ def test_two_optimizers_of_one_module(strategy: Any) -> None:
     np.testing.assert_array_equal(same_on_all(strategy, step), [first, 1.0 - count * first])
 
 
+def gan_step(models: list[Any], optimizers: list[Any]) -> Any:
+    (generator, discriminator), (of_generator, of_discriminator) = models, optimizers
+    ones = torch.ones(1, 1, dtype=torch.float64)
+    fake = generator(ones)
+    of_discriminator.zero_grad()
+    (discriminator(fake.detach()) - discriminator(ones)).sum().backward()
+    of_discriminator.step()
+    of_generator.zero_grad()
+    discriminator(fake).sum().backward()  # adds to the discriminator's gradients, which its next zero_grad() drops
+    of_generator.step()
+    return [model.weight.item() for model in models]
+
+
+def test_a_gan_trains_on_many_replicas_as_on_one(strategy: Any) -> None:
+    (generator, of_generator), (discriminator, of_discriminator) = (
+        opened(strategy, linear, lr=0.1 / strategy.num_replicas_in_sync) for _ in range(2)
+    )
+    models, optimizers = [generator, discriminator], [of_generator, of_discriminator]
+    plain = [linear(), linear()]
+    plain_optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in plain]
+    for _ in range(3):
+        found = same_on_all(strategy, lambda: gan_step(models, optimizers))
+        np.testing.assert_allclose(found, gan_step(plain, plain_optimizers), rtol=1e-12)
+
+
+def test_a_step_on_gradients_of_another_loss_is_an_error() -> None:
+    with mpidist.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]) as strategy:
+        (model, optimizer), _ = opened(strategy, linear), opened(strategy, linear)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            for _ in range(2):
+                model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+                optimizer.step()
+
+        with pytest.raises(RuntimeError, match="still has the sum over all replicas of the step before"):
+            strategy.run(step)
+
+
 def test_buffers_are_those_of_the_first_replica(strategy: Any) -> None:
     def net() -> Any:
         made = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
