@@ -60,7 +60,12 @@ def _meet_by_mpi(names: list[str]) -> None:
     from_environment = handlers["env"]
 
     def meet(url: str, *args: Any, **kwargs: Any) -> Any:
-        if not {*names} & {*_backend_of_caller().replace(":", ",").split(",")}:
+        backend = _backend_of_caller()
+        if backend == "undefined" and _started_by_a_launcher():
+            from mpidist.torch.variables import report_default_backend
+
+            report_default_backend()
+        if not {*names} & {*backend.replace(":", ",").split(",")}:
             # Other backends meet by MPI if a launcher started the ranks and the program names no address.
             has_address = os.environ.get("MASTER_ADDR") != os.environ.get("MASTER_ADDR_OF_MPIDIST")
             if has_address or not _started_by_a_launcher():

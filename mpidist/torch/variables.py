@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 from mpidist.topology.environments import read_launcher
@@ -26,3 +27,13 @@ def set_missing(**values: int | str | None) -> None:
         os.environ[name] = str(value)
         if name in ("WORLD_SIZE", "MASTER_ADDR"):
             os.environ[f"{name}_OF_MPIDIST"] = str(value)
+
+
+def report_default_backend() -> None:
+    """Log on rank 0 that the program named no backend, so that torch chose its own."""
+    info = read_launcher()
+    if info is not None and info.rank == 0:
+        logging.getLogger("mpidist").warning(
+            "mpidist: init_process_group() was called without a backend, so PyTorch uses its defaults: gloo for CPU "
+            'tensors, nccl for CUDA tensors. To communicate over MPI, use init_process_group("mpidist").'
+        )

@@ -64,6 +64,11 @@ def test_gloo_uses_the_address_of_a_program() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_missing_backend_is_reported_once() -> None:
+    done = jobs.run_script(START.replace('"mpidist"', ""), 2)
+    assert done.stderr.count('use init_process_group("mpidist")') == 1, done.stderr
+
+
 def test_the_store_is_over_mpi() -> None:
     program = """
     from datetime import timedelta
