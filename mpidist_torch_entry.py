@@ -2,7 +2,7 @@
 
 Every ``import torch`` of an environment with mpidist runs this, in programs too that have nothing to do with it, and
 an error in here would be one of ``import torch``. So it hands errors on as warnings, imports nothing that starts MPI,
-and does all else when a process group is made; where a launcher has started the process, it sets RANK and the like. It
+and does all else when a process group is made. If a launcher started the process, it sets RANK and the like. It
 lies beside the package since importing a module of the package imports ``mpidist``, which prepares the environment for
 MPI.
 """
@@ -37,8 +37,7 @@ def register() -> None:
             # As torch's own backend of that name would be known: DDP tells it in its figures.
             kinds = dist.Backend.backend_type_map
             kinds[name] = getattr(dist.ProcessGroup.BackendType, name.upper(), kinds[name])
-        if _started_by_a_launcher():
-            _meet_by_mpi()
+        _meet_by_mpi(_names(dist))
     except Exception as error:
         warnings.warn(f"mpidist is no backend of torch.distributed here: {error!r}", RuntimeWarning, stacklevel=2)
 
@@ -55,25 +54,43 @@ def _create(name: str, options: Any, given: Any) -> Any:
     return create(name, options, given)
 
 
-def _started_by_a_launcher() -> bool:
-    return any(os.environ.get(name) for name in RANK_VARIABLES) and not os.environ.get("MASTER_ADDR")
-
-
-def _meet_by_mpi() -> None:
+def _meet_by_mpi(names: list[str]) -> None:
     # torch.distributed.rendezvous is a function, which hides the module of that name.
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     from_environment = handlers["env"]
 
     def meet(url: str, *args: Any, **kwargs: Any) -> Any:
-        if os.environ.get("MASTER_ADDR"):
-            return from_environment(url, *args, **kwargs)
+        backend = _backend_of_caller()
+        if backend == "undefined" and _started_by_a_launcher():
+            from mpidist.torch.variables import report_default_backend
+
+            report_default_backend()
+        if not {*names} & {*backend.replace(":", ",").split(",")}:
+            # Other backends meet by MPI if a launcher started the ranks and the program names no address.
+            has_address = os.environ.get("MASTER_ADDR") != os.environ.get("MASTER_ADDR_OF_MPIDIST")
+            if has_address or not _started_by_a_launcher():
+                return from_environment(url, *args, **kwargs)
         from mpidist.torch.rendezvous import meet
 
         return meet(url, *args, **kwargs)
 
     handlers["env"] = meet
-    if "mpi4py.MPI" not in sys.modules:
+    if _started_by_a_launcher() and "mpi4py.MPI" not in sys.modules:
         # Programs read RANK and LOCAL_RANK before they make a process group.
         from mpidist.torch.variables import set_variables
 
         set_variables()
+
+
+def _backend_of_caller() -> str:
+    """Return the backend that init_process_group was called with, which torch does not pass to handlers."""
+    frame = sys._getframe()
+    while frame.f_code.co_name != "init_process_group":
+        if frame.f_back is None:
+            return ""
+        frame = frame.f_back
+    return str(frame.f_locals.get("backend", ""))
+
+
+def _started_by_a_launcher() -> bool:
+    return any(os.environ.get(name) for name in RANK_VARIABLES)

@@ -1,7 +1,8 @@
-"""The way in which ranks that a launcher has started meet by MPI, without MASTER_ADDR."""
+"""The rendezvous of ranks by MPI, without MASTER_ADDR."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from urllib.parse import parse_qs, urlparse
@@ -12,22 +13,37 @@ from mpidist.torch.foreign import Foreign
 from mpidist.torch.mpi_store import open_store
 from mpidist.torch.variables import set_missing
 
+# The key of an address at which programs may open a store of their own.
+_ADDRESS = "mpidist/address"
+
 
 def meet(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tuple[Foreign, int, int]]:
     """Yield a store, rank and number of ranks (collective); the handler of ``env://`` for torch.
 
     Args:
-        url: With the rank and the number of ranks if the program has named them.
-        timeout: Of the store.
+        url: URL with the rank and the number of ranks, if the program passed them.
+        timeout: Timeout of the store.
 
     Raises:
-        LaunchError: The program names another rank or number than MPI has.
+        LaunchError: The program passed another rank or number of ranks than MPI has.
     """
     world = world_topology()
     query = parse_qs(urlparse(url).query)
     for name, number in (("rank", world.rank), ("world_size", world.size)):
         if name in query and int(query[name][0]) not in (-1, number):
             raise LaunchError(f"{name} is {query[name][0]}; MPI has {number}. Leave it out: the launcher has set it")
-    set_missing(world.rank, world.size, world.local_rank, world.local_size)
-    yield open_store(timeout), world.rank, world.size
+    set_missing(RANK=world.rank, WORLD_SIZE=world.size, LOCAL_RANK=world.local_rank, LOCAL_WORLD_SIZE=world.local_size)
+    store = open_store(timeout)
+    if world.rank == 0:
+        store.set(_ADDRESS, f"{'localhost' if world.num_nodes == 1 else socket.gethostname()} {_free_port()}")
+    address, port = store.get(_ADDRESS).decode().split()
+    set_missing(MASTER_ADDR=address, MASTER_PORT=port)
+    yield store, world.rank, world.size
     raise RuntimeError("torch asks to meet once more; ranks of MPI meet once")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+    return port

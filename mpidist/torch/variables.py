@@ -1,28 +1,39 @@
-"""The environment variables in which programs of torch.distributed look for their place."""
+"""The environment variables that programs of torch.distributed read."""
 
 from __future__ import annotations
 
+import logging
 import os
 
-from mpidist.topology.environments import OWN_WORLD_SIZE, read_launcher
+from mpidist.topology.environments import read_launcher
 
 
 def set_variables() -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE from the launcher's variables.
 
-    Variables that are set stay. A variable is skipped if the launcher does not tell its value.
+    Does not change variables that are set. Skips variables whose value the launcher does not provide.
     """
     info = read_launcher()
     if info is None or info.size is None or "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return
-    set_missing(info.rank, info.size, info.local_rank, info.local_size)
+    set_missing(RANK=info.rank, WORLD_SIZE=info.size, LOCAL_RANK=info.local_rank, LOCAL_WORLD_SIZE=info.local_size)
 
 
-def set_missing(rank: int, size: int, local_rank: int | None, local_size: int | None) -> None:
-    """Set the variables that are missing and known, and record a WORLD_SIZE of mpidist's own."""
-    known = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
-    if "WORLD_SIZE" not in os.environ:
-        os.environ[OWN_WORLD_SIZE] = str(size)
-    for name, value in known.items():
-        if value is not None:
-            os.environ.setdefault(name, str(value))
+def set_missing(**values: int | str | None) -> None:
+    """Set the variables that are missing and known, and mark those that users often set themselves."""
+    for name, value in values.items():
+        if value is None or name in os.environ:
+            continue
+        os.environ[name] = str(value)
+        if name in ("WORLD_SIZE", "MASTER_ADDR"):
+            os.environ[f"{name}_OF_MPIDIST"] = str(value)
+
+
+def report_default_backend() -> None:
+    """Log on rank 0 that the program named no backend, so that torch chose its own."""
+    info = read_launcher()
+    if info is not None and info.rank == 0:
+        logging.getLogger("mpidist").warning(
+            "mpidist: init_process_group() was called without a backend, so PyTorch uses its defaults: gloo for CPU "
+            'tensors, nccl for CUDA tensors. To communicate over MPI, use init_process_group("mpidist").'
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from textwrap import dedent
@@ -15,7 +16,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[
 pytestmark = [pytest.mark.torch, pytest.mark.one_rank, pytest.mark.jobs]
 
 START = """
-import os, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 place = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
 dist.init_process_group("mpidist")
 rank, size = dist.get_rank(), dist.get_world_size()
@@ -27,6 +28,45 @@ def test_a_program_without_a_word_of_mpi() -> None:
     done = jobs.run_script(START + "print(dist.get_backend(), rank, size)", 2)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["mpidist 0 2", "mpidist 1 2"]
+
+
+PLACE = """
+place = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=place["RANK"] == "0")
+store.add("ranks", 1)
+dist.barrier()
+print(*place.values(), store.add("ranks", 0))
+"""
+
+
+def test_a_plain_program_is_a_world_of_one() -> None:
+    program = 'import os, torch.distributed as dist\ndist.init_process_group("mpidist")' + PLACE
+    assert _without_a_launcher(program).stdout.split() == ["0", "1", "0", "1", "1"]
+
+
+def test_a_plain_program_with_gloo_is_an_error() -> None:
+    program = "import torch.distributed as dist\ntry: dist.init_process_group('gloo')\nexcept ValueError as e: print(e)"
+    assert "environment variable RANK expected" in _without_a_launcher(program).stdout
+
+
+@pytest.mark.parametrize("address", [{}, {"MASTER_ADDR": "localhost"}])
+def test_mpirun_ignores_or_sets_the_address(address: dict[str, str]) -> None:
+    done = jobs.run_script(START + PLACE, 2, env=address)
+    assert sorted(done.stdout.splitlines()) == ["0 2 0 2 2", "1 2 1 2 2"], done.stderr
+
+
+def test_gloo_uses_the_address_of_a_program() -> None:
+    program = START.replace("mpidist", "gloo") + "assert 'mpi4py.MPI' not in sys.modules"
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    done = jobs.run_script(program, 2, env={"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_missing_backend_is_reported_once() -> None:
+    done = jobs.run_script(START.replace('"mpidist"', ""), 2)
+    assert done.stderr.count('use init_process_group("mpidist")') == 1, done.stderr
 
 
 def test_the_store_is_over_mpi() -> None:
