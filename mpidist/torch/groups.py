@@ -31,8 +31,9 @@ def communicator_for(ranks: Sequence[int], rank: int, size: int, options: Commun
     world = world_topology()
     if not ranks and (rank, size) not in ((world.rank, world.size), (-1, -1)):
         raise LaunchError(
-            f"torch has this process as rank {rank} of {size}, and MPI as rank {world.rank} of {world.size}; "
-            "expected the same: start all with one mpirun or srun, and leave RANK, WORLD_SIZE and init_method out"
+            f"This process is rank {rank} of {size} for torch, and rank {world.rank} of {world.size} for MPI. "
+            "torch.multiprocessing.spawn and torchrun start processes without MPI. Start the program with mpirun or "
+            "`python -m mpidist launch -n N train.py`, and leave RANK, WORLD_SIZE and init_method out."
         )
     if not ranks or len(ranks) == world.size:
         comm = Communicator(options=options, owner="process group")

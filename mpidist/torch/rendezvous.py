@@ -31,7 +31,11 @@ def meet(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tu
     query = parse_qs(urlparse(url).query)
     for name, number in (("rank", world.rank), ("world_size", world.size)):
         if name in query and int(query[name][0]) not in (-1, number):
-            raise LaunchError(f"{name} is {query[name][0]}; MPI has {number}. Leave it out: the launcher has set it")
+            alone = "torch.multiprocessing.spawn and torchrun start processes without MPI. " * (world.size == 1)
+            raise LaunchError(
+                f"init_process_group() was called with {name}={query[name][0]}, but MPI has {number}. {alone}Start the "
+                f"program with mpirun, srun or `python -m mpidist launch -n N train.py`, and leave {name} out."
+            )
     set_missing(RANK=world.rank, WORLD_SIZE=world.size, LOCAL_RANK=world.local_rank, LOCAL_WORLD_SIZE=world.local_size)
     store = open_store(timeout)
     if world.rank == 0:

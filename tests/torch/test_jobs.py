@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -306,3 +307,29 @@ def test_a_message_that_never_comes_ends_its_future() -> None:
     done = jobs.run_script(START + dedent(program), 2)
     assert done.stdout.split() == ["late", "True"], done.stdout + done.stderr
     assert done.stderr.count("can no longer be used") < 5, done.stderr
+
+
+ASYNC_SAVE = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+dist.init_process_group("mpidist")
+saving = dist.new_group()  # the thread that saves must not share the group of the training
+state = {"weight": torch.arange(10.0), "step": 3}
+saved = dcp.async_save(state, checkpoint_id=sys.argv[1], process_group=saving)
+for _ in range(100):
+    dist.all_reduce(torch.ones(3))
+saved.result()
+loaded = {"weight": torch.zeros(10), "step": 0}
+dcp.load(loaded, checkpoint_id=sys.argv[1])
+assert torch.equal(loaded["weight"], torch.arange(10.0)) and loaded["step"] == 3
+print("loaded", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_checkpoints_are_saved_while_training_goes_on(tmp_path: Path) -> None:
+    job = jobs.run_script(ASYNC_SAVE, 2, str(tmp_path / "checkpoint"), timeout=120)
+    assert (job.returncode, job.stdout.split()) == (0, ["loaded"] * 2), job.stderr
