@@ -36,7 +36,7 @@ def communicator_for(ranks: Sequence[int], rank: int, size: int, options: Commun
             "`python -m mpidist launch -n N train.py`, and leave RANK, WORLD_SIZE and init_method out."
         )
     if not ranks or len(ranks) == world.size:
-        comm = Communicator(options=options, owner="process group")
+        comm = Communicator(options=options)
         if not ranks:
             _default[:] = [ref(comm)]
         return comm

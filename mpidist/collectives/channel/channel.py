@@ -72,7 +72,7 @@ class Channel:
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
         self.name = name or next_name(ranks_in_job(self.comm))
-        self.handshake = Handshake(self.comm, self.node, owner)
+        self.handshake = Handshake(self.comm, self.node)
         self.observers = Observers()
         self.timeout: float = timeout or settings.TIMEOUT.read()
         self.executor = Executor(

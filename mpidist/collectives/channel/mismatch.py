@@ -6,17 +6,10 @@ from collections.abc import Sequence
 
 from mpidist.core.wording import group_lines, groups_of, numbered_ranks
 
-# By the owner of the channel: the program of a strategy, of torch.distributed, or of a Communicator, such as JAX.
-# The usual mistake is a call under `if rank == 0:`, in DDP an unequal number of batches.
-_ADVICE = {
-    "process group": "Make this call on every rank, and put only printing and saving under `if dist.get_rank() == 0:`. "
-    "With DDP, give every rank the same number of batches (DistributedSampler, drop_last=True), or train inside `with "
-    "torch.distributed.algorithms.join.Join([model]):`.",
-    "Communicator": "Make this call on every rank, and put only the printing under `if mpidist.rank() == 0:`.",
-}
-_ADVICE_FOR_STRATEGIES = (
-    "Make this call (reduce, result(), save(), reading a variable, ...) on every rank, and put only the printing under "
-    "`if strategy.extended.should_checkpoint:`."
+# Most often a call that is meant to print or to save stands under `if rank == 0:`.
+EVERY_RANK_CALLS = (
+    "Expected: every rank makes this call (reduce, result(), save(), reading a variable, ...), also where only one "
+    "needs what it returns; put only the printing under `if strategy.extended.should_checkpoint:`"
 )
 # Of the calls, those of which a rank prints its traceback beside the first node.
 _MOST_PRINTED = 4
@@ -24,12 +17,7 @@ _MOST_PRINTED = 4
 Told = tuple[str, str, str]
 
 
-def advice_for(owner: str) -> str:
-    """Return what to type if a rank leaves a call out."""
-    return _ADVICE.get(owner, _ADVICE_FOR_STRATEGIES)
-
-
-def mismatch_text(everyone: Sequence[Told], owner: str = "Communicator") -> str:
+def mismatch_text(everyone: Sequence[Told]) -> str:
     """Return the message on different calls, the odd ones first.
 
     >>> print(mismatch_text([("plan", "barrier", "a.py:3")] * 9 + [("plan", "all_reduce SUM", "a.py:3")]))
@@ -43,7 +31,7 @@ options on every rank, in the same order:
     groups = groups_of((rank, (text, site)) for rank, (_, text, site) in enumerate(everyone))
     lines = group_lines(groups, lambda call, ranks: (f"  {numbered_ranks(ranks)}: ", call[0], f"\n      at {call[1]}"))
     # Where all are at one line it is their arguments that differ.
-    remedy = f"\n{advice_for(owner)}" if len({site for (_, site), _ in groups}) > 1 else ""
+    remedy = f"\n{EVERY_RANK_CALLS}" if len({site for (_, site), _ in groups}) > 1 else ""
     return (
         "the ranks made different calls at the same point; expected the same operation, shapes, dtypes, structure "
         "and options on every rank, in the same order:\n" + "\n".join(lines) + remedy
