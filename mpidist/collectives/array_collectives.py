@@ -15,6 +15,7 @@ from mpidist.arrays.convert import graph_error
 from mpidist.arrays.device_ops import is_device_array, ops_of
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.channel import Channel
+from mpidist.collectives.channel.mismatch import FOR_COMMUNICATORS, Advice
 from mpidist.collectives.channel.operation import (
     Description,
     Operation,
@@ -64,6 +65,7 @@ class ArrayCollectives:
         table: Which algorithm is taken at which size; that of rank 0 counts. By default the one that
             ``MPIDIST_TUNING_FILE`` has for these ranks, else the shipped one.
         owner: What it is made for, for messages; the same on every rank.
+        advice: Advice for errors, that fits the programs of the owner.
 
     Raises:
         ValueError: The tuning file cannot be read or is wrong; on all ranks.
@@ -77,6 +79,7 @@ class ArrayCollectives:
         options: CommunicationOptions | None = None,
         table: Table | None = None,
         owner: str = "Communicator",
+        advice: Advice = FOR_COMMUNICATORS,
     ) -> None:
         check_communication_options(options)
         check_table(table)
@@ -86,7 +89,7 @@ class ArrayCollectives:
             raise TypeError(f"comm is {comm!r}; expected an mpi4py intracommunicator, or None for all ranks")
         self._uses_world_channel = world_channel.agree_to_make(owner, comm)
         base = world_topology().world if comm is None else comm
-        self._channel = Channel(base, self._options.timeout_seconds, owner)
+        self._channel = Channel(base, self._options.timeout_seconds, owner, advice=advice)
         watch_channel(self._channel)
         self.rank: int = self._channel.rank
         self.size: int = self._channel.size

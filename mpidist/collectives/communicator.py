@@ -712,7 +712,7 @@ class Communicator(ArrayCollectives):
         part: Any = self._channel.comm.Split(import_mpi().UNDEFINED if color is None else color, key)
         if color is None:
             return None
-        group = Communicator(part, options=self._options)
+        group = Communicator(part, options=self._options, advice=self._channel.handshake.advice)
         part.Free()
         return group
 
@@ -742,7 +742,7 @@ class Communicator(ArrayCollectives):
         part: Any = self._channel.comm.Create_group(some, GROUPS)
         some.Free()
         whole.Free()
-        group = Communicator(part, options=self._options)
+        group = Communicator(part, options=self._options, advice=self._channel.handshake.advice)
         part.Free()
         return group
 

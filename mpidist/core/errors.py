@@ -43,6 +43,9 @@ class MismatchError(ValueError):
         self.plans = plans or {}
 
 
+MORE_TIME = "MPIDIST_TIMEOUT=SECONDS or CommunicationOptions(timeout_seconds=...)"
+
+
 class CollectiveTimeoutError(TimeoutError):
     """A collective did not finish within its deadline.
 
@@ -51,11 +54,18 @@ class CollectiveTimeoutError(TimeoutError):
         sequence: How many collectives this rank had issued on the communicator, this one included.
         waited_seconds: How long this rank waited.
         rank: The rank that gave up.
-        report: The state of the ranks, where one of them could find out.
+        report: State of the ranks, if one of them could query it.
+        more_time: How the program allows more time.
     """
 
     def __init__(
-        self, operation: str, sequence: int, waited_seconds: float, rank: int, report: str | None = None
+        self,
+        operation: str,
+        sequence: int,
+        waited_seconds: float,
+        rank: int,
+        report: str | None = None,
+        more_time: str = MORE_TIME,
     ) -> None:
         self.operation = operation
         self.sequence = sequence
@@ -65,8 +75,7 @@ class CollectiveTimeoutError(TimeoutError):
         text = (
             f"{self.own_words} in collective number {sequence}, {operation}, and the "
             "other ranks did not complete it. Expected: every rank makes the same calls in the same order. "
-            "Look for a rank that stopped, or that skips this call; to allow more time set "
-            "MPIDIST_TIMEOUT=SECONDS or CommunicationOptions(timeout_seconds=...)."
+            f"Look for a rank that stopped, or that skips this call; to allow more time set {more_time}."
         )
         super().__init__(text if report is None else f"{text}\n{report}")
 

@@ -19,7 +19,7 @@ from mpidist.core.devices import parse_device
 from mpidist.core.enums import VariableSynchronization
 from mpidist.core.protocols import Args, Kwargs, ReplicaContextLike
 from mpidist.strategies.base import Strategy
-from mpidist.strategies.mirrored import ranks_of_node
+from mpidist.strategies.mirrored import FOR_STRATEGIES, ranks_of_node
 from mpidist.strategies.replica_devices import check_device, check_devices
 from mpidist.strategies.replicated import ReplicatedExtended
 from mpidist.strategies.strategy_extended import StrategyExtended
@@ -294,7 +294,7 @@ class CentralStorageStrategy(Strategy):
                 f"parameter_device is {parameter_device!r}, and the strategy has {size} ranks, which share memory of "
                 "the host; expected parameter_device='cpu:0', or one process that has all GPUs"
             )
-        comm = Communicator(ranks, owner=type(self).__name__) if size > 1 else None
+        comm = Communicator(ranks, owner=type(self).__name__, advice=FOR_STRATEGIES) if size > 1 else None
         if comm is not None and not comm.shares_memory:
             comm.close()
             raise ValueError(

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpidist.cluster_resolver.mpi_cluster_resolver import TRAINING_JOBS, checked_resolver
-from mpidist.collectives import Communicator
+from mpidist.collectives import Advice, Communicator
 from mpidist.collectives.reduce.registry import check_options
 from mpidist.core.devices import parse_device
 from mpidist.core.enums import CommunicationImplementation
+from mpidist.core.errors import MORE_TIME
 from mpidist.core.options import CommunicationOptions
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.strategies.base import Strategy
@@ -23,6 +24,12 @@ from mpidist.values import select_replica
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+FOR_STRATEGIES = Advice(
+    "Make this call (reduce, result(), save(), reading a variable, ...) on every rank, even if only one rank needs the "
+    "result. Put only the printing under `if strategy.extended.should_checkpoint:`.",
+    MORE_TIME,
+)
 
 
 class MirroredStrategy(Strategy):
@@ -66,7 +73,7 @@ class MirroredStrategy(Strategy):
         ranks = communicator
         if ranks is None:
             ranks = ranks_of_node("MirroredStrategy", "mpidist.MultiWorkerMirroredStrategy()")
-        comm = Communicator(ranks, owner=type(self).__name__) if ranks.Get_size() > 1 else None
+        comm = Communicator(ranks, owner=type(self).__name__, advice=FOR_STRATEGIES) if ranks.Get_size() > 1 else None
         super().__init__(
             ReplicatedExtended(self, local_devices, comm, cross_device_ops, allows_per_replica_input=comm is None)
         )
@@ -164,8 +171,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             if isinstance(resolver, MPIClusterResolver) and resolver.is_of(ranks):
                 # Collective the first time; a program asks it where one task alone comes.
                 resolver.cluster_spec()
-            several = ranks.Get_size() > 1
-            comm = Communicator(ranks, options=options, owner=type(self).__name__) if several else None
+            several, owner = ranks.Get_size() > 1, type(self).__name__
+            comm = Communicator(ranks, options=options, owner=owner, advice=FOR_STRATEGIES) if several else None
         if comm is not None:
             _check_tasks(resolver, comm)
         extended = ReplicatedExtended(self, local_devices, comm, cluster_resolver=resolver)

@@ -21,7 +21,7 @@ from mpidist.torch.profiling import begin_event, is_profiling
 from mpidist.torch.reductions import SUM
 from mpidist.torch.results import Finish
 from mpidist.torch.tensors import memory_of
-from mpidist.torch.works import LARGE_BYTES, DoneWork, OpenWorks, StartedWork, advise
+from mpidist.torch.works import LARGE_BYTES, DoneWork, OpenWorks, StartedWork
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,13 +67,9 @@ class Calls:
         # A sum of bools is another operation.
         if array is None or array.dtype.kind == "b":
             return None
-        try:
-            with self._program:
-                self.count += 1
-                self._comm.all_reduce("SUM", array, out=array)
-        except CollectiveTimeoutError as error:
-            advise(error)
-            raise
+        with self._program:
+            self.count += 1
+            self._comm.all_reduce("SUM", array, out=array)
         return DoneWork([*tensors])
 
     def do(
@@ -111,9 +107,6 @@ class Calls:
         try:
             with self._program, order.calling():
                 finish(getattr(self._comm, name)(*args, **kwargs))
-        except CollectiveTimeoutError as error:
-            advise(error)
-            raise
         finally:
             if ended is not None:
                 ended()

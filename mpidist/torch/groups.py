@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import ref
 
-from mpidist.collectives import Communicator
+from mpidist.collectives import Advice, Communicator
 from mpidist.core.errors import LaunchError
 from mpidist.core.options import CommunicationOptions
 from mpidist.topology import world_topology
 
+_ADVICE = Advice(
+    "Make this call on every rank. Put only the printing under `if dist.get_rank() == 0:`. If ranks have different "
+    "numbers of batches, use DistributedSampler, drop_last=True, or `with Join([model]):` of "
+    "torch.distributed.algorithms.join.",
+    "timeout=datetime.timedelta(...) in init_process_group or new_group, or MPIDIST_TIMEOUT=SECONDS",
+)
 # That of the default group, which others are made from.
 _default: list[ref[Communicator]] = []
 
@@ -36,7 +42,7 @@ def communicator_for(ranks: Sequence[int], rank: int, size: int, options: Commun
             "`python -m mpidist launch -n N train.py`, and leave RANK, WORLD_SIZE and init_method out."
         )
     if not ranks or len(ranks) == world.size:
-        comm = Communicator(options=options)
+        comm = Communicator(options=options, advice=_ADVICE)
         if not ranks:
             _default[:] = [ref(comm)]
         return comm

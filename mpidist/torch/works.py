@@ -15,7 +15,6 @@ from mpidist.collectives.channel.progress import progress
 from mpidist.collectives.channel.work import Work
 from mpidist.core.daemon_thread import is_own_thread
 from mpidist.core.deadline import Stopwatch
-from mpidist.core.errors import CollectiveTimeoutError
 from mpidist.torch.foreign import Foreign
 from mpidist.torch.ordering import HOST_ORDER, Order
 
@@ -229,8 +228,6 @@ class StartedWork(_TorchWork):
                 if isinstance(error, TimeoutError) and not self._work.is_done:
                     raise
                 self._error = error
-                if isinstance(error, CollectiveTimeoutError):
-                    advise(error)
             self._is_over = True
         finally:
             self._completing.release()
@@ -251,14 +248,6 @@ class StartedWork(_TorchWork):
                 raise
             # It has ended since, and this error was not its own.
             return self._work.wait()
-
-
-def advise(error: CollectiveTimeoutError) -> None:
-    """Say in an error how a program of torch.distributed allows more time."""
-    error.args = (
-        f"{error}\nWith torch.distributed a group has a timeout of its own, from init_process_group or new_group: "
-        "timeout=datetime.timedelta(...)",
-    )
 
 
 def _checked_source(source: int | None) -> int:

@@ -74,6 +74,16 @@ def test_closing_on_one_rank_is_a_mismatch() -> None:
 
 
 @pytest.mark.min_ranks(2)
+@pytest.mark.parametrize("strategy", layouts("multi_worker-1local", "central_node-1local"), indirect=True)
+def test_a_mismatch_advises_should_checkpoint(strategy: Any) -> None:
+    with pytest.raises(mpidist.MismatchError, match="`if strategy.extended.should_checkpoint:`"):
+        if mpidist.rank() == 0:
+            strategy.reduce("SUM", 1.0, axis=None)
+        else:
+            strategy.gather(np.ones(3), axis=0)
+
+
+@pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("strategy", layouts("multi_worker*"), indirect=True)
 def test_variables_in_another_order_on_another_rank(strategy: Any) -> None:
     with strategy.scope():

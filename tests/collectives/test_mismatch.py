@@ -83,13 +83,17 @@ def test_three_different_calls(comm: Communicator) -> None:
 
 
 def test_a_rank_that_skips_a_call_is_told_that_every_rank_makes_it(comm: Communicator) -> None:
-    with pytest.raises(MismatchError, match="Expected: every rank makes this call"):
+    with pytest.raises(MismatchError, match="Make this call on every rank"):
         if comm.rank == 0:
             comm.all_reduce("SUM", 1.0)
         comm.barrier()
+    with comm.group(range(comm.size)) as group, pytest.raises(MismatchError, match=r"`if mpidist\.rank\(\) == 0:`"):
+        if comm.rank == 0:
+            group.all_reduce("SUM", 1.0)
+        group.barrier()
     with pytest.raises(MismatchError) as caught:
         comm.all_reduce("SUM", np.ones(1 + comm.rank))
-    assert "every rank makes this call" not in str(caught.value)
+    assert "Make this call on every rank" not in str(caught.value)
 
 
 def test_a_single_array_has_no_structure_to_tell_of(comm: Communicator) -> None:
@@ -188,7 +192,7 @@ def test_a_rank_that_leaves_is_noticed_by_those_that_wait() -> None:
     job = run_script(LEAVES, 3)
     assert job.returncode != 0
     assert "PeerError: rank 0 was in all_reduce SUM of float64(5,)" in job.stderr
-    assert "when rank 1 has left the program (at its end). Expected: every rank makes this call" in job.stderr
+    assert "when rank 1 has left the program (at its end). Make this call on every rank" in job.stderr
 
 
 GOES_ON = """

@@ -157,6 +157,14 @@ def test_a_mismatch_names_the_lines_of_the_program(jax: Any) -> None:
         reduce(jax.numpy.ones(mpidist.rank() % 2 + 1))
 
 
+@pytest.mark.min_ranks(2)
+def test_a_mismatch_does_not_advise_a_strategy(all_reduce: Any) -> None:
+    with pytest.raises(mpidist.MismatchError, match=r"`if mpidist\.rank\(\) == 0:`"):
+        if mpidist.rank() == 0:
+            all_reduce("SUM", 1.0)
+        all_reduce("MAX", 1.0)
+
+
 def test_another_reduction_in_a_jitted_function(jax: Any) -> None:
     def reduce(x: Any) -> Any:
         return mpidist.get_replica_context().all_reduce("SUM", {"w": x})

@@ -103,6 +103,8 @@ def test_a_rank_that_leaves_ends_the_others() -> None:
     done = jobs.run_script(START + dedent(program), 2)
     assert done.returncode != 0
     assert "PeerError" in done.stderr
+    assert "with Join([model]):" in done.stderr
+    assert "should_checkpoint" not in done.stderr
 
 
 def test_a_mismatch_names_both_lines_of_the_program() -> None:

@@ -165,6 +165,21 @@ def test_all_ranks_get_the_lines_of_all(dist: Any, kind: str) -> None:
     assert tensor.tolist() == [dist.get_world_size()] * 3
 
 
+@pytest.mark.parametrize("is_part", [False, True])
+def test_the_advice_is_for_torch(dist: Any, is_part: bool) -> None:
+    group = dist.new_group(list(range(1 + dist.get_world_size() // 2))) if is_part else None
+    if dist.get_rank(group) < 0:
+        return
+    with pytest.raises(MismatchError) as raised:
+        if dist.get_rank() == 0:
+            dist.all_reduce(ones(3), group=group)
+        dist.barrier(group)
+    assert "with Join([model]):" in str(raised.value)
+    assert "strategy" not in str(raised.value)
+    if group is not None:
+        dist.destroy_process_group(group)
+
+
 def test_rows_for_which_there_is_no_room(dist: Any) -> None:
     size = dist.get_world_size()
     counts = [1] * (size - 1) + [2]

@@ -16,6 +16,7 @@ from mpidist.collectives.channel import shutdown
 from mpidist.collectives.channel.connections import check_descriptors, open_connections
 from mpidist.collectives.channel.executor import Executor
 from mpidist.collectives.channel.handshake import FAILED, LEFT, Handshake, Start
+from mpidist.collectives.channel.mismatch import FOR_COMMUNICATORS, Advice
 from mpidist.collectives.channel.observers import OTHERS, Chunk, Observers
 from mpidist.collectives.channel.operation import Description, Operation, describe
 from mpidist.collectives.channel.progress import progress
@@ -53,6 +54,7 @@ class Channel:
         timeout: Seconds before a collective is given up; ``MPIDIST_TIMEOUT`` by default.
         owner: Name of its owner, for messages; the same on every rank.
         name: By which all its ranks know it, and no other; made of their numbers by default.
+        advice: Advice for errors, that fits the programs of the owner.
 
     Attributes:
         comm: The duplicate.
@@ -64,7 +66,14 @@ class Channel:
         at_exit: Called at the end of a program that has not closed it, after the last exchange with other ranks.
     """
 
-    def __init__(self, comm: Comm, timeout: float | None, owner: str = "Communicator", name: str | None = None) -> None:
+    def __init__(
+        self,
+        comm: Comm,
+        timeout: float | None,
+        owner: str = "Communicator",
+        name: str | None = None,
+        advice: Advice = FOR_COMMUNICATORS,
+    ) -> None:
         shutdown.check_not_forked()
         self.owner = owner
         self.comm: Comm = duplicate(comm, f"making a {owner}")
@@ -72,7 +81,7 @@ class Channel:
         self.rank: int = self.comm.Get_rank()
         self.size: int = self.comm.Get_size()
         self.name = name or next_name(ranks_in_job(self.comm))
-        self.handshake = Handshake(self.comm, self.node)
+        self.handshake = Handshake(self.comm, self.node, advice)
         self.observers = Observers()
         self.timeout: float = timeout or settings.TIMEOUT.read()
         self.executor = Executor(

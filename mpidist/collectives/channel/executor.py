@@ -465,7 +465,8 @@ class Executor:
         self._give_up(steps, f"an earlier collective, {operation.text}, did not finish within its deadline")
         found = [explain(operation) for explain in self._observers.explanation]
         report = next((text for text in found if text is not None), None)
-        error = CollectiveTimeoutError(operation.text, operation.number, waited, self._rank, report)
+        more_time = self._handshake.advice.time
+        error = CollectiveTimeoutError(operation.text, operation.number, waited, self._rank, report, more_time)
         self._settle_all(error)
         # All that wait have the same report. Where nobody does on the first node, the others print it a little later.
         return error if report is None or self._handshake.is_on_first_node else leave_to_others(error)

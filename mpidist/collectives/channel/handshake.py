@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpidist.collectives.channel.mismatch import EVERY_RANK_CALLS, mismatch_text, news_text, printing_ranks
+from mpidist.collectives.channel.mismatch import Advice, mismatch_text, news_text, printing_ranks
 from mpidist.collectives.channel.operation import plan_id
 from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.mpi.objects import gather_equal_objects
@@ -124,10 +124,11 @@ class Handshake:
     Args:
         comm: The private communicator.
         node: The node of this rank.
+        advice: Advice for errors.
     """
 
-    def __init__(self, comm: MPI.Intracomm, node: Node) -> None:
-        self._comm = comm
+    def __init__(self, comm: MPI.Intracomm, node: Node, advice: Advice) -> None:
+        self._comm, self.advice = comm, advice
         self._exchange = _ByReduction(comm) if node.core is None else _ByCore(node.core)
         self._first_node = node.ranks[0]
         self.is_on_first_node = comm.Get_rank() in self._first_node
@@ -207,8 +208,9 @@ class Handshake:
         self._note_left(everyone)
         news = news_text(everyone)
         if news:
-            remedy = f". {EVERY_RANK_CALLS}" if self.left else ""
+            remedy = f". {self.advice.calls}" if self.left else ""
             raise PeerError(f"rank {self._comm.Get_rank()} was in {text} (at {mine[2]}) when {news}{remedy}")
-        error = MismatchError(mismatch_text(everyone), {r: text for r, (_, text, _) in enumerate(everyone)})
+        calls = {rank: text for rank, (_, text, _) in enumerate(everyone)}
+        error = MismatchError(mismatch_text(everyone, self.advice), calls)
         is_to_print = self._comm.Get_rank() in printing_ranks(everyone, self._first_node)
         raise error if is_to_print else leave_to_others(error)

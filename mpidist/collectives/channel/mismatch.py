@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from mpidist.core.errors import MORE_TIME
 from mpidist.core.wording import group_lines, groups_of, numbered_ranks
 
+
+@dataclass(frozen=True)
+class Advice:
+    """Advice in the errors of a channel, for the library whose programs call it.
+
+    Attributes:
+        calls: How all ranks make the same calls.
+        time: How a call is allowed more time.
+    """
+
+    calls: str
+    time: str
+
+
 # Most often a call that is meant to print or to save stands under `if rank == 0:`.
-EVERY_RANK_CALLS = (
-    "Expected: every rank makes this call (reduce, result(), save(), reading a variable, ...), also where only one "
-    "needs what it returns; put only the printing under `if strategy.extended.should_checkpoint:`"
+FOR_COMMUNICATORS = Advice(
+    "Make this call on every rank, even if only one rank needs the result. Put only the printing under "
+    "`if mpidist.rank() == 0:`.",
+    MORE_TIME,
 )
 # Of the calls, those of which a rank prints its traceback beside the first node.
 _MOST_PRINTED = 4
@@ -17,7 +34,7 @@ _MOST_PRINTED = 4
 Told = tuple[str, str, str]
 
 
-def mismatch_text(everyone: Sequence[Told]) -> str:
+def mismatch_text(everyone: Sequence[Told], advice: Advice = FOR_COMMUNICATORS) -> str:
     """Return the message on different calls, the odd ones first.
 
     >>> print(mismatch_text([("plan", "barrier", "a.py:3")] * 9 + [("plan", "all_reduce SUM", "a.py:3")]))
@@ -30,8 +47,8 @@ options on every rank, in the same order:
     """
     groups = groups_of((rank, (text, site)) for rank, (_, text, site) in enumerate(everyone))
     lines = group_lines(groups, lambda call, ranks: (f"  {numbered_ranks(ranks)}: ", call[0], f"\n      at {call[1]}"))
-    # Where all are at one line it is their arguments that differ.
-    remedy = f"\n{EVERY_RANK_CALLS}" if len({site for (_, site), _ in groups}) > 1 else ""
+    # If all ranks are at one line, only their arguments differ.
+    remedy = f"\n{advice.calls}" if len({site for (_, site), _ in groups}) > 1 else ""
     return (
         "the ranks made different calls at the same point; expected the same operation, shapes, dtypes, structure "
         "and options on every rank, in the same order:\n" + "\n".join(lines) + remedy
