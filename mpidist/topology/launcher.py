@@ -136,7 +136,7 @@ def import_mpi() -> ModuleType:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise LaunchError(no_library(str(error).splitlines()[0])) from error
+        raise LaunchError(no_library(str(error))) from None
     if not MPI.Is_initialized():
         raise LaunchError(
             "MPI is not started, because mpi4py.rc.initialize is False. Expected: MPI runs before mpidist "

