@@ -115,6 +115,11 @@ def _check(options: Sequence[str], program: Sequence[str]) -> None:
             f"this process is a rank that {launcher.name} started ({launcher.size_variable} is set). Expected: launch "
             "is started once and starts the ranks; or under mpirun and srun type: python train.py"
         )
+    if is_python(program[0]) and program[1:2] == ["-"]:
+        raise ValueError(
+            "mpirun passes standard input to rank 0 alone, so the other ranks would have no program. Write the program "
+            "to a file: python -m mpidist launch -n 4 train.py"
+        )
     check_count(options, program, is_needed=environments.read_batch_system() is None)
 
 

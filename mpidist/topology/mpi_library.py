@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -21,6 +22,8 @@ MVAPICH = "MVAPICH"
 INTEL_MPI = "Intel MPI"
 
 _SECONDS = 60.0
+# MPICH's MPI_MAX_LIBRARY_VERSION_STRING. Other libraries need less.
+_MOST_VERSION_BYTES = 8192
 # What is asked of another process, as a library that is loaded stays loaded; MPI_Get_library_version needs no start.
 _ASK = """
 import json, pathlib, sys
@@ -94,6 +97,23 @@ def loaded_library() -> Path | None:
     """Return the file of this process's MPI library, or None. None where there is none or /proc does not tell."""
     maps = Path("/proc/self/maps")
     return _library_in(maps.read_text()) if maps.exists() else None
+
+
+def library_before_start(module: str) -> MpiLibrary | None:
+    """Return the library behind mpi4py's loaded module, or None if it is hidden."""
+    try:
+        get_version = ctypes.CDLL(module).MPI_Get_library_version
+    except AttributeError:
+        return None
+    text = ctypes.create_string_buffer(_MOST_VERSION_BYTES)
+    get_version(text, ctypes.byref(ctypes.c_int()))
+    return library_of(text.value.decode(errors="replace"), loaded_library())
+
+
+def may_have_pmix() -> bool:
+    """Return False if this process has loaded no PMIx library."""
+    maps = Path("/proc/self/maps")
+    return not maps.exists() or "/libpmix.so" in maps.read_text()
 
 
 def _library_in(maps: str) -> Path | None:

@@ -262,6 +262,7 @@ def test_what_is_set_stays_and_jobs_decide_for_themselves(nowhere) -> None:
         (["-n1", "train.py"], {}, "'-n1' is one word; expected two: -n 1"),
         (["--np=3", "train.py"], {}, "'--np=3' is one word; expected two: --np 3"),
         (["train.py", "-n", "2"], {}, "comes after the program, as -n here, is the program's own"),
+        (["-n", "2", "python", "-"], {}, "Write the program to a file"),
         (["-n", "2", "/nowhere/python", "train.py"], {}, "'/nowhere/python' is not found"),
         (["-n", "2", "train.py"], {"PMI_RANK": "x", "PMI_SIZE": "2"}, "type: unset PMI_RANK"),
         (
