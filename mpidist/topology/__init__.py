@@ -1,11 +1,12 @@
 """This rank's place (launcher, world, nodes), and the job's end when a rank fails."""
 
 from mpidist.topology.abort import end_job, install_excepthook
-from mpidist.topology.launcher import cores_are_short, import_mpi, prepare_environment
+from mpidist.topology.launcher import allowed_cores, cores_are_short, import_mpi, prepare_environment
 from mpidist.topology.topology import Topology, rank, size, world_topology
 
 __all__ = [
     "Topology",
+    "allowed_cores",
     "cores_are_short",
     "end_job",
     "import_mpi",

@@ -8,12 +8,13 @@ job it is in, and ``command_for`` the command that starts ranks as one world. Th
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from mpidist.core.errors import LaunchError
 from mpidist.core.wording import whole_number
-from mpidist.topology.mpi_library import CRAY_MPICH, INTEL_MPI, MPICH, MVAPICH, OPEN_MPI
+from mpidist.topology.mpi_library import CRAY_MPICH, INTEL_MPI, MPICH, MVAPICH, OPEN_MPI, MpiLibrary, mpirun_beside
 from mpidist.topology.slurm_lists import expand_tasks_per_node
 
 Environ = Mapping[str, str]
@@ -417,3 +418,30 @@ def own_machine(vendor: str, version: tuple[int, ...]) -> Mapping[str, str]:
     major = version[0] if version else 0
     known = {} if row is None else {first: names for first, names in row.own_machine.items() if first <= major}
     return known[max(known)] if known else {}
+
+
+def one_world(info: LauncherInfo, library: MpiLibrary) -> str:
+    """Return sentences with the commands that make one world of a launcher's ranks."""
+    count = "" if info.size is None else f" -n {info.size}"
+    command = command_for(info.name, library.vendor)
+    if command is not None:
+        shows = " ('srun --mpi=list' shows what this Slurm has)" if info.name == "srun" else ""
+        instead = "after 'exit', in salloc, use" if in_shell(info.name) else "use"
+        return f"Type: {command}{count} python ...{shows}; or {instead} {_own_mpirun(library)}{count} python ..."
+    kind = LAUNCHERS[info.name].kind
+    taken = os.environ.get(kind) if kind else None
+    tried = f"It was {info.name} --mpi={taken} already, which this library does not understand here. " if taken else ""
+    found = shutil.which("mpirun")
+    which = f"The mpirun in PATH is {found}. " if found else "There is no mpirun in PATH. "
+    system = read_batch_system()
+    where = "" if system is None else f" inside the {system.name} job"
+    if in_shell(info.name):
+        where = " in salloc, after 'exit' from this shell,"
+    return (
+        f"{tried}{which}Start the job{where} with the launcher of the library: {_own_mpirun(library)}{count} python ..."
+    )
+
+
+def _own_mpirun(library: MpiLibrary) -> str:
+    own = mpirun_beside(library)
+    return f"the mpirun that belongs to {library} (compare: which mpirun)" if own is None else str(own)

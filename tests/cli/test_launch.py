@@ -263,6 +263,7 @@ def test_what_is_set_stays_and_jobs_decide_for_themselves(nowhere) -> None:
         (["-n1", "train.py"], {}, "'-n1' is one word; expected two: -n 1"),
         (["--np=3", "train.py"], {}, "'--np=3' is one word; expected two: --np 3"),
         (["train.py", "-n", "2"], {}, "comes after the program, as -n here, is the program's own"),
+        (["-n", "2", "python", "-"], {}, "Write the program to a file"),
         (["-n", "2", "/nowhere/python", "train.py"], {}, "'/nowhere/python' is not found"),
         (["-n", "2", "train.py"], {"PMI_RANK": "x", "PMI_SIZE": "2"}, "type: unset PMI_RANK"),
         (
@@ -307,7 +308,8 @@ def test_the_mpirun_is_that_of_the_python_that_runs(nowhere, capsys, tmp_path: P
     other.write_text("#!/bin/sh\necho no module named mpi4py here >&2\nexit 1\n")
     other.chmod(0o755)
     assert main(["launch", "-n", "2", str(other), "train.py"]) == 2
-    assert f"under {other}: mpi4py cannot load an MPI library: no module named mpi4py here" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"under {other}: mpi4py cannot load an MPI library. It tried:\n    no module named mpi4py here" in said
 
 
 def test_help(capsys) -> None:

@@ -22,6 +22,7 @@ EXCEPTED = {
     r"(python3 -m |\S+/)?pip ": "asks PyPI, or builds a release: tests/packaging installs what `make dist` makes",
     r"python3? -m venv ": "is for what pip then installs there: tests/packaging",
     r"(docker|apptainer|spack|rattler-build) ": "is not on every machine: tests/packaging tries the recipes",
+    r"brew ": "is for macOS",
     r"reframe ": "is not on every machine: tests/types has its program",
     r"unshare ": "needs rights that containers withhold",
     r"(git|tar|cp) ": "is about folders of the reader's",

@@ -11,10 +11,10 @@ from mpidist.topology.environments import (
     LAUNCHERS,
     LauncherInfo,
     command_for,
+    one_world,
     read_batch_system,
     read_launcher,
 )
-from mpidist.topology.launcher import one_world
 from mpidist.topology.mpi_library import CRAY_MPICH, INTEL_MPI, MPICH, OPEN_MPI, MpiLibrary
 
 # The environment of one process, made up.

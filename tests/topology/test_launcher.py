@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from mpi4py import MPI
@@ -19,7 +20,7 @@ from mpidist.topology.launcher import (
     prepare_environment,
     read_launcher,
 )
-from mpidist.topology.mpi_library import library_of, loaded_library
+from mpidist.topology.mpi_library import library_of, loaded_library, no_library
 from tests.support.ranks.jobs import child_environment, run_script
 from tests.support.speed import scaled
 
@@ -120,6 +121,48 @@ def test_cores_are_short_where_the_launcher_says_so(no_launcher, monkeypatch, en
 
 def test_cores_are_not_short_without_launcher(no_launcher) -> None:
     assert not cores_are_short()
+
+
+ON_MACOS = """
+import os, runpy, sys, time
+for module, name in ((os, "sched_getaffinity"), (os, "posix_fallocate"), (time, "CLOCK_BOOTTIME")):
+    delattr(module, name)
+"""
+
+
+@pytest.mark.jobs
+def test_two_ranks_train_as_on_macos(tmp_path: Path) -> None:
+    program = f"""{ON_MACOS}
+import mpidist, numpy
+strategy = mpidist.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    variable = mpidist.Variable(numpy.zeros(3))
+    mpidist.Checkpoint(variable=variable).write(sys.argv[1])
+print(*strategy.reduce("SUM", numpy.ones(2), axis=None))
+"""
+    env = {"MPIDIST_NATIVE": "0", "MPIDIST_FLIGHT_RECORD": str(tmp_path / "flight")}
+    for _ in range(2):  # the second run replaces the checkpoint of the first
+        done = run_script(program, 2, str(tmp_path / "checkpoint"), env=env)
+        assert (done.returncode, done.stdout) == (0, "2.0 2.0\n" * 2), done.stderr
+
+
+@pytest.mark.jobs
+def test_doctor_runs_as_on_macos() -> None:
+    program = f'{ON_MACOS}\nsys.argv = ["mpidist", "doctor"]\nrunpy.run_module("mpidist", run_name="__main__")\n'
+    done = run_script(program, 2, env={"MPIDIST_NATIVE": "0"})
+    assert "doctor: 2 ranks, 1 host" in done.stdout, done.stderr
+
+
+def test_on_windows_the_import_says_wsl2() -> None:
+    command = [sys.executable, "-c", "import sys; sys.platform = 'win32'; import mpidist"]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.endswith("ImportError: mpidist needs Linux or macOS. On Windows, use WSL2.\n")
+
+
+def test_advice_on_macos_names_brew_and_conda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "brew install open-mpi" in no_library("no libmpi")
+    assert "conda install -c conda-forge openmpi" in no_library("no libmpi")
 
 
 def test_a_variable_that_is_no_number_is_named() -> None:
@@ -363,12 +406,12 @@ def test_import_mpi_returns_the_running_mpi() -> None:
 
 
 @pytest.mark.jobs
-def test_no_mpi_library() -> None:
-    """mpi4py itself is told to load a library that is not there."""
+def test_no_mpi_library_names_each_candidate(tmp_path: Path) -> None:
+    (tmp_path / "libmpi.so.12").write_text("no library")
     script = "from mpidist.topology.launcher import import_mpi; import_mpi()"
     done = subprocess.run(
         [sys.executable, "-c", script],
-        env=child_environment({"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}),
+        env=child_environment({"MPI4PY_LIBMPI": f"/nowhere/libmpi.so:{tmp_path}"}),
         capture_output=True,
         text=True,
         timeout=scaled(60),
@@ -376,6 +419,11 @@ def test_no_mpi_library() -> None:
     )
     assert done.returncode == 1
     assert "LaunchError: mpi4py cannot load an MPI library" in done.stderr
+    assert "/nowhere/libmpi.so: cannot open shared object file" in done.stderr
+    assert f"{tmp_path}/libmpi.so.12: " in done.stderr
+    assert f"{tmp_path}/libmpi.so.40: cannot open shared object file" in done.stderr
+    # No chain of tracebacks: mpi4py's own tells users nothing more.
+    assert done.stderr.count("Traceback") == 1
     assert "[openmpi]'" in done.stderr
     assert "module load openmpi" in done.stderr
 

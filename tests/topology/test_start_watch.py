@@ -6,16 +6,19 @@ import importlib.abc
 import importlib.util
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 
 from mpidist.topology.environments import LauncherInfo
 from mpidist.topology.start_watch import _begin, _Watch
 from tests.elastic.test_run import needs_ulfm
-from tests.support.ranks.jobs import run_script
+from tests.support.ranks.jobs import child_environment, run_script
 from tests.support.speed import deadlines
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
@@ -50,6 +53,17 @@ def test_a_rank_that_never_starts_mpi(act: str, start: str) -> None:
     for said in ("", ", and ends"):
         assert len(re.findall(rf"has waited \d+ s for MPI to start{said}: another", job.stderr)) == 2, job.stderr
     assert "Traceback" not in job.stderr
+
+
+@needs_ulfm
+def test_a_program_from_stdin_is_told_so() -> None:
+    # Only rank 0 gets standard input. Without a program the other ranks end at once.
+    program = BEFORE.format(act="sys.exit()", start="mpidist.MultiWorkerMirroredStrategy()")
+    program = f"import sys\nsys.argv = ['-']\n{program}"
+    job = run_script(program, 2, env=LIMITS, flags=("--with-ft", "ulfm"))
+    assert "rank 0 of 2 on host " in job.stderr
+    assert "the program came from standard input, which Open MPI mpirun passes to rank 0 alone" in job.stderr
+    assert "name the file: mpirun -n 2 python train.py" in job.stderr
 
 
 def test_nothing_is_said_where_all_come() -> None:
@@ -96,3 +110,27 @@ def test_asking_for_the_module_does_not_end_the_watch(monkeypatch: pytest.Monkey
         assert spec is not None
         assert spec.loader is finder
     assert finder in sys.meta_path
+
+
+# In the place of MPICH, whose MPI_Init aborts under that mpirun.
+MPICH_STAND_IN = """
+#include <string.h>
+int MPI_Get_library_version(char *text, int *n) { strcpy(text, "MPICH Version:      5.0.2"); *n = 25; return 0; }
+"""
+
+
+def test_mpich_under_the_mpirun_of_open_mpi(tmp_path: Path) -> None:
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler; type: apt-get install gcc")
+    source, library = tmp_path / "mpi.c", tmp_path / "libmpi.so.12"
+    source.write_text(MPICH_STAND_IN)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    imports = "from mpidist.topology.start_watch import LauncherInfo, _check_library"
+    program = f"{imports}\n_check_library({INFO}, {str(library)!r})"
+    # In a process without MPI: Open MPI brings the PMIx that MPICH lacks.
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=child_environment(), capture_output=True, text=True, check=False
+    )
+    said = f"started 2 ranks, but mpi4py loaded MPICH 5.0.2 from {library}, which cannot join"
+    assert f"LaunchError: Open MPI mpirun {said}" in done.stderr

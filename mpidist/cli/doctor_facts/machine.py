@@ -23,7 +23,7 @@ from mpidist.collectives.gpu.nccl_library import nccl_binding, nccl_problem, ncc
 from mpidist.collectives.node import native
 from mpidist.core.settings import SETTINGS
 from mpidist.core.version import __version__
-from mpidist.topology import import_mpi
+from mpidist.topology import allowed_cores, import_mpi
 from mpidist.topology.environments import has_loose_barriers, read_batch_system, read_launcher
 from mpidist.topology.gpu_sharing import visible_devices
 from mpidist.topology.mpi_library import library_of, loaded_library
@@ -95,7 +95,7 @@ def identity() -> str:
 def cores() -> facts.CoreFacts:
     """Return the cores that this process may run on, and the limit of its threads."""
     settings = {name: os.environ[name] for name in THREAD_SETTINGS if os.environ.get(name)}
-    return facts.CoreFacts(tuple(sorted(os.sched_getaffinity(0))), os.cpu_count() or 1, _quota(), settings)
+    return facts.CoreFacts(allowed_cores(), os.cpu_count() or 1, _quota(), settings)
 
 
 def _quota() -> float | None:

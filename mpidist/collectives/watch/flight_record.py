@@ -105,8 +105,11 @@ class FlightFile:
         path = path_of(folder, rank)
         head = {"format": _FORMAT, "rank": rank, "ranks": ranks, "host": socket.gethostname(), "process": os.getpid()}
         with folder_to_write(folder, FLIGHT_RECORD.name), replacing(path) as descriptor:
-            # Room that is not there now would end the process by SIGBUS later.
-            os.posix_fallocate(descriptor, 0, _FILE_BYTES)
+            if hasattr(os, "posix_fallocate"):
+                # Room that is not there now would end the process by SIGBUS later.
+                os.posix_fallocate(descriptor, 0, _FILE_BYTES)
+            else:  # macOS cannot reserve it
+                os.ftruncate(descriptor, _FILE_BYTES)
             self.memory = mmap.mmap(descriptor, _FILE_BYTES)
             self.memory[:_HEAD_BYTES] = json.dumps(head).encode().ljust(_HEAD_BYTES)
         self.serial = array("q", [0])
