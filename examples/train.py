@@ -171,6 +171,12 @@ class Training:
         self.train_accuracy.update_state(labels, predicted)
         return mpidist.compute_average_loss(losses, global_batch_size=batch_size)
 
+    def step_done(self, commits: elastic.State | None) -> None:
+        """Count a step, and commit it if lost ranks are to be survived."""
+        self.progress["step"] += 1
+        if commits is not None:
+            commits.commit()
+
     def test_step(self, images: Floats, labels: Ints) -> None:
         """Count the hits of this replica."""
         _, scores = self.network.scores(images)
@@ -210,9 +216,7 @@ def train(
         def step(images: Floats, labels: Ints) -> None:
             parts = strategy.run(training.train_step, args=(images, labels))
             losses.append(float(strategy.reduce("SUM", parts, axis=None)))
-            progress["step"] += 1
-            if commits is not None:
-                commits.commit()
+            training.step_done(commits)
 
         while progress["evaluated"] < last_step:
             epoch = progress["evaluated"] // steps_per_epoch

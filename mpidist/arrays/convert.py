@@ -1,8 +1,8 @@
 """Convert arrays of other libraries to NumPy or CuPy and back, without copying.
 
 Objects with DLPack go in (PyTorch tensors, JAX arrays), on the CPU also those with the buffer protocol (array.array);
-arrays on a GPU stay there and become CuPy arrays. Results come out as the kind that went in.
-Buffers of no array library come out as NumPy arrays.
+arrays on a GPU stay there and become CuPy arrays. Results have the kind of the input. Buffers without an array library
+give NumPy arrays.
 """
 
 from __future__ import annotations

@@ -61,9 +61,9 @@ class Communicator(ArrayCollectives):
     in one another, of the same structure on all ranks. Results have that structure; mappings that are no dicts come out
     as dicts, generators and the values of a dict as lists. Entries of dicts are told apart by their keys.
 
-    Arrays of other libraries (CuPy, PyTorch, JAX, anything with DLPack or the buffer protocol) come out as the kind
-    that went in. Arrays on a GPU stay there: a rank keeps to one device, and the result of a call is ready in the order
-    of the stream that is current where it returns, which need not have come so far yet.
+    Arrays of PyTorch, JAX and CuPy give results of the same kind. Other objects with the buffer protocol, such as
+    ``array.array``, give NumPy arrays. Arrays on a GPU stay there. A rank uses one device. The result is ordered after
+    the call on the current stream. It may not be computed yet.
 
     Args:
         comm: An mpi4py intracommunicator; all ranks of the job by default.

@@ -20,7 +20,7 @@ def set_variables() -> None:
 
 
 def set_missing(**values: int | str | None) -> None:
-    """Set the variables that are missing and known, and mark those that users often set themselves."""
+    """Set known variables that are missing, and mark those that users often set."""
     for name, value in values.items():
         if value is None or name in os.environ:
             continue
@@ -30,7 +30,7 @@ def set_missing(**values: int | str | None) -> None:
 
 
 def report_default_backend() -> None:
-    """Log on rank 0 that the program named no backend, so that torch chose its own."""
+    """Log on rank 0 that torch chose its own backend."""
     info = read_launcher()
     if info is not None and info.rank == 0:
         logging.getLogger("mpidist").warning(

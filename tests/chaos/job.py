@@ -28,7 +28,7 @@ class NotReachedError(Exception):
 
 @dataclass(frozen=True)
 class Note:
-    """A line of what a rank has noted; ``what`` is starts, begins, step or ends."""
+    """A line of what a rank has noted; ``what`` is starts, begins or step."""
 
     time: float
     what: str

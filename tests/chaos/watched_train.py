@@ -1,7 +1,7 @@
 """Started by the chaos driver on each rank: examples/train.py, which notes each step in a file: FOLDER OPTIONS...
 
 A line of FOLDER/RANK is ``time what step process``, the time of CLOCK_MONOTONIC, which all processes of a machine
-share. The example tells its progress bar of each step that is done (and, with --elastic, committed).
+share. A step is noted when it is done and, with --elastic, committed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 TRAIN = Path(__file__).resolve().parents[2] / "examples" / "train.py"
 
@@ -26,27 +26,23 @@ class Notes:
         os.write(self._descriptor, f"{time.monotonic()} {what} {step} {os.getpid()}\n".encode())
 
 
-class Bar:
-    """What stands for tqdm in the example."""
+def watched(kind: Any, notes: Notes) -> Any:
+    """Return the class Training of the example with notes of its first step and of each step that is done."""
 
-    notes: Notes
+    class Watched(kind):  # type: ignore[misc]
+        has_begun = False
 
-    def __init__(self, *, total: int, initial: int, unit: str, disable: bool) -> None:
-        self._step = initial
-        self.notes.write("begins", initial)
+        def train_step(self, *args: Any) -> Any:
+            if not self.has_begun:
+                self.has_begun = True
+                notes.write("begins", self.progress["step"])
+            return super().train_step(*args)
 
-    def update(self) -> None:
-        self._step += 1
-        self.notes.write("step", self._step)
+        def step_done(self, commits: Any) -> None:
+            super().step_done(commits)
+            notes.write("step", self.progress["step"])
 
-    def write(self, text: str, file: TextIO) -> None:
-        print(text, file=file, flush=True)
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.notes.write("ends", self._step)
+    return Watched
 
 
 def main() -> None:
@@ -58,9 +54,9 @@ def main() -> None:
     spec.loader.exec_module(train)
     from mpi4py import MPI  # after mpidist, which the training imports first
 
-    Bar.notes = Notes(folder / str(MPI.COMM_WORLD.rank))
-    Bar.notes.write("starts", 0)
-    train.tqdm = Bar
+    notes = Notes(folder / str(MPI.COMM_WORLD.rank))
+    notes.write("starts", 0)
+    train.Training = watched(train.Training, notes)
     sys.argv = [str(TRAIN), *sys.argv[2:]]
     train.main()
 
