@@ -796,7 +796,7 @@ class Communicator(ArrayCollectives):
 
     def __dir__(self) -> list[str]:
         """Return the names for programs, without those for strategies alone."""
-        for_strategies = {name for name in vars(ArrayCollectives) if not name.startswith("_")} - _OF_PROGRAMS
+        for_strategies = {"short", *(name for name in vars(ArrayCollectives) if name[0] != "_")} - _OF_PROGRAMS
         return sorted(set(super().__dir__()) - for_strategies)
 
     def __copy__(self) -> Communicator:

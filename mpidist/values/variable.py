@@ -30,6 +30,11 @@ from mpidist.values.indexed_slices import IndexedSlices
 from mpidist.values.placement import Place, checksum, place_at
 
 Instance = TypeVar("Instance")
+# Names of a variable that strategies, optimizers and checkpoints use, and programs do not.
+_FOR_LIBRARY = {
+    "as_array", "assemble", "assign_by", "differs", "is_copy", "is_named", "is_unused", "label", "local_array",
+    "local_place", "scatter_by", "whole",
+}  # fmt: skip
 
 
 class _CreatedByStrategy(ABCMeta):
@@ -351,6 +356,10 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         twin.is_named = self.is_named
         memo[id(self)] = twin
         return twin
+
+    def __dir__(self) -> list[str]:
+        """Return the names for programs."""
+        return sorted(set(super().__dir__()) - _FOR_LIBRARY)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

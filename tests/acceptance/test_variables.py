@@ -299,3 +299,15 @@ def test_ranks_that_create_different_variables(strategy: Any) -> None:
             make_variable(strategy, value)
     check_components(strategy, make_variable(strategy, 3.0), lambda _: 3.0)
     assert not is_single(strategy)
+
+
+PUBLIC = """
+aggregation assign assign_add assign_sub constraint device devices distribute_strategy dtype gather_nd initial_value
+is_initialized name ndim numpy read_value ref scatter_add scatter_div scatter_max scatter_min scatter_mul scatter_sub
+scatter_update shape size sparse_read synchronization trainable value values
+"""
+
+
+def test_completion_shows_names_for_programs(strategy: Any) -> None:
+    variable = make_variable(strategy, np.zeros(2))
+    assert [name for name in dir(variable) if not name.startswith("_")] == PUBLIC.split()
