@@ -1,7 +1,7 @@
 """This rank's place (launcher, world, nodes), and the job's end when a rank fails."""
 
 from mpidist.topology.abort import end_job, install_excepthook
-from mpidist.topology.launcher import allowed_cores, cores_are_short, import_mpi, prepare_environment
+from mpidist.topology.launcher import allowed_cores, cores_are_short, import_mpi, prepare_environment, trains_alone
 from mpidist.topology.topology import Topology, rank, size, world_topology
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "prepare_environment",
     "rank",
     "size",
+    "trains_alone",
     "world_topology",
 ]

@@ -198,8 +198,24 @@ def _check_world_size_variable() -> None:
         return
     names = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     found = " and ".join(f"{name}={os.environ[name]}" for name in names)
-    raise LaunchError(
-        f"{'torchrun set' if by_torchrun else 'The environment has'} {found}, but the MPI world of this process has 1 "
-        "rank, so each process would train alone. Start the program with mpirun, srun or `python -m mpidist launch "
-        f"-n {count} train.py`. If one process alone is intended, type: unset {' '.join(names)}"
+    error = trains_alone(found, count)
+    raise LaunchError(f"{error} If one process alone is intended, type: unset {' '.join(names)}")
+
+
+def trains_alone(place: str, count: int | str) -> LaunchError:
+    """Return the error for one of several processes that MPI did not start.
+
+    Args:
+        place: Rank and number of processes, as another launcher or the program has them.
+        count: Number of processes.
+    """
+    starter, fix = "This process was started", "Start"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        starter = "torchrun started this process"
+    elif multiprocessing.process.parent_process() is not None:
+        starter = "multiprocessing (such as torch.multiprocessing.spawn) started this process"
+        fix = "Call the training function once, without spawn(), and start"
+    return LaunchError(
+        f"{starter} with {place}, but MPI did not: its MPI world has 1 rank, so each process would train alone. {fix} "
+        f"the program with mpirun, srun or `python -m mpidist launch -n {count} train.py`."
     )

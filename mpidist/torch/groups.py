@@ -8,7 +8,7 @@ from weakref import ref
 from mpidist.collectives import Advice, Communicator
 from mpidist.core.errors import LaunchError
 from mpidist.core.options import CommunicationOptions
-from mpidist.topology import world_topology
+from mpidist.topology import trains_alone, world_topology
 
 _ADVICE = Advice(
     "Make this call on every rank. Put only the printing under `if dist.get_rank() == 0:`. If ranks have different "
@@ -35,12 +35,8 @@ def communicator_for(ranks: Sequence[int], rank: int, size: int, options: Commun
         LaunchError: torch and MPI do not agree on the ranks.
     """
     world = world_topology()
-    if not ranks and (rank, size) not in ((world.rank, world.size), (-1, -1)):
-        raise LaunchError(
-            f"This process is rank {rank} of {size} for torch, and rank {world.rank} of {world.size} for MPI. "
-            "torch.multiprocessing.spawn and torchrun start processes without MPI. Start the program with mpirun or "
-            "`python -m mpidist launch -n N train.py`, and leave RANK, WORLD_SIZE and init_method out."
-        )
+    if not ranks:
+        check_place(rank, size)
     if not ranks or len(ranks) == world.size:
         comm = Communicator(options=options, advice=_ADVICE)
         if not ranks:
@@ -50,6 +46,20 @@ def communicator_for(ranks: Sequence[int], rank: int, size: int, options: Commun
     if base is None:
         raise LaunchError("a group of some ranks is made of a default group that is mpidist's; this one is not")
     return base.group(list(ranks))
+
+
+def check_place(rank: int, size: int) -> None:
+    """Raise LaunchError if the program passed another rank or number of ranks than MPI has; -1 stands for none."""
+    world = world_topology()
+    if rank in (-1, world.rank) and size in (-1, world.size):
+        return
+    place = " and ".join(f"{name}={value}" for name, value in (("rank", rank), ("world_size", size)) if value != -1)
+    if world.size == 1:
+        raise trains_alone(place, "N" if size == -1 else size)
+    raise LaunchError(
+        f"init_process_group() was called with {place}, but MPI has rank {world.rank} of {world.size}. Leave out rank, "
+        "world_size and init_method, because the launcher sets them."
+    )
 
 
 def replace_default(old: Communicator, new: Communicator) -> None:

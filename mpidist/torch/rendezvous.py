@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing.process
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from urllib.parse import parse_qs, urlparse
 
 from mpidist.core.errors import LaunchError
-from mpidist.topology import world_topology
+from mpidist.topology import trains_alone, world_topology
 from mpidist.torch.foreign import Foreign
+from mpidist.torch.groups import check_place
 from mpidist.torch.mpi_store import open_store
 from mpidist.torch.variables import set_missing
 
@@ -29,13 +31,11 @@ def meet(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tu
     """
     world = world_topology()
     query = parse_qs(urlparse(url).query)
-    for name, number in (("rank", world.rank), ("world_size", world.size)):
-        if name in query and int(query[name][0]) not in (-1, number):
-            alone = "torch.multiprocessing.spawn and torchrun start processes without MPI. " * (world.size == 1)
-            raise LaunchError(
-                f"init_process_group() was called with {name}={query[name][0]}, but MPI has {number}. {alone}Start the "
-                f"program with mpirun, srun or `python -m mpidist launch -n N train.py`, and leave {name} out."
-            )
+    rank, size = [int(query.get(name, ["-1"])[0]) for name in ("rank", "world_size")]
+    check_place(rank, size)
+    if (world.size, size) == (1, -1) and multiprocessing.process.parent_process() is not None:
+        error = trains_alone("no rank and world_size", "N")
+        raise LaunchError(f"{error} If one process alone is intended, pass rank=0 and world_size=1.")
     set_missing(RANK=world.rank, WORLD_SIZE=world.size, LOCAL_RANK=world.local_rank, LOCAL_WORLD_SIZE=world.local_size)
     store = open_store(timeout)
     if world.rank == 0:

@@ -256,7 +256,7 @@ def test_a_strategy_under_torchrun_raises(made: str) -> None:
     done = _in_one_process(f"mpidist.{made}()", **TORCHRUN, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     assert done.returncode == 1
     said = done.stderr.replace("\n", " ")
-    assert "LaunchError: torchrun set RANK=1 and WORLD_SIZE=2" in said
+    assert "LaunchError: torchrun started this process with RANK=1 and WORLD_SIZE=2" in said
     assert "mpirun, srun or `python -m mpidist launch -n 2 train.py`" in said
 
 
@@ -265,7 +265,7 @@ def test_a_strategy_under_torchrun_raises(made: str) -> None:
 def test_world_size_of_others_raises(variables: dict[str, str]) -> None:
     done = _in_one_process("mpidist.MultiWorkerMirroredStrategy()", **variables)
     assert done.returncode == 1
-    assert "LaunchError: The environment has" in done.stderr
+    assert "LaunchError: This process was started with" in done.stderr
     assert f"type: unset {' '.join(variables)}" in done.stderr
 
 

@@ -70,6 +70,55 @@ def test_a_missing_backend_is_reported_once() -> None:
     assert done.stderr.count('use init_process_group("mpidist")') == 1, done.stderr
 
 
+SPAWN = """
+import os, sys
+import torch.distributed as dist, torch.multiprocessing as mp
+
+def work(rank, keywords):
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
+    dist.init_process_group("mpidist", **keywords and {"rank": rank, **keywords})
+    print(dist.get_rank(), dist.get_world_size())
+
+if __name__ == "__main__":
+    mp.spawn(work, (eval(sys.argv[2]),), nprocs=int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("keywords", [{}, {"world_size": 2}], ids=len)
+def test_spawned_processes_name_their_launcher(keywords: dict[str, int], tmp_path: Path) -> None:
+    done = _spawned(tmp_path, 2, keywords)
+    assert done.returncode == 1
+    assert "LaunchError: multiprocessing (such as torch.multiprocessing.spawn) started this process" in done.stderr
+    assert "Call the training function once, without spawn()" in done.stderr
+    assert f"python -m mpidist launch -n {keywords.get('world_size', 'N')} train.py" in done.stderr
+
+
+def test_one_spawned_process_trains_alone(tmp_path: Path) -> None:
+    assert _spawned(tmp_path, 1, {"world_size": 1}).stdout.split() == ["0", "1"]
+
+
+def _spawned(folder: Path, count: int, keywords: dict[str, int]) -> subprocess.CompletedProcess[str]:
+    path = folder / "train.py"
+    path.write_text(SPAWN)
+    command = [sys.executable, str(path), str(count), str(keywords)]
+    return subprocess.run(command, env=jobs.child_environment(), capture_output=True, text=True)
+
+
+def test_torchrun_is_named_by_the_error() -> None:
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    program = "import torch.distributed as dist; dist.init_process_group('mpidist')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=jobs.child_environment(torchrun), capture_output=True, text=True
+    )
+    assert "LaunchError: torchrun started this process with RANK=1 and WORLD_SIZE=2" in done.stderr
+    assert "python -m mpidist launch -n 2 train.py" in done.stderr
+
+
+def test_a_place_of_another_job_is_an_error() -> None:
+    done = jobs.run_script(START.replace('"mpidist"', '"mpidist", rank=0, world_size=3'), 2)
+    assert "init_process_group() was called with rank=0 and world_size=3, but MPI has rank" in done.stderr
+
+
 def test_the_store_is_over_mpi() -> None:
     program = """
     from datetime import timedelta
