@@ -49,7 +49,7 @@ def communicator_for(ranks: Sequence[int], rank: int, size: int, options: Commun
 
 
 def check_place(rank: int, size: int) -> None:
-    """Raise LaunchError if the program passed another rank or number of ranks than MPI has; -1 stands for none."""
+    """Raise LaunchError if the program passed another place than MPI has; -1 is none."""
     world = world_topology()
     if rank in (-1, world.rank) and size in (-1, world.size):
         return
