@@ -285,7 +285,8 @@ define with_gpu
   echo "make $@: nothing was run: this needs a GPU, and this machine shows no NVIDIA driver" >&2; exit 1; }
 @$(FIND_PYTHON) "$1" $(GPU_PYTHONS) > /dev/null || $(if $(NAMED),exit 1,$(MAKE) --no-print-directory gpu-env)
 @python=$$($(FIND_PYTHON) "$1" $(GPU_PYTHONS)) && echo "make $@: with $$python" && \
-  { $$python mpidist/native/build_library.py || echo "make $@: goes on without the native core" >&2; } && \
+  { $$python mpidist/native/build_library.py || { \
+    echo "make $@: continues without the native core" >&2; export MPIDIST_NATIVE=0; }; } && \
   $(WITH_TREE) $$python -m $2 < /dev/null
 endef
 
