@@ -6,13 +6,8 @@ Ranks learn who writes what, and errors of one are raised on all.
 from __future__ import annotations
 
 import json
-import os
-import socket
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from mpidist.core.errors import PeerError
@@ -123,31 +118,6 @@ class Agreement:
         if failure is not None:
             raise failure
         return [json.loads(each) for each in texts]
-
-
-def check_all_see(agreement: Agreement, directory: Path) -> None:
-    """Create the chief's directory, and raise OSError on every rank unless all see it (collective)."""
-    if agreement.extended.communicator is None:
-        return
-    with ExitStack() as stack:
-
-        def probe() -> str:
-            directory.mkdir(parents=True, exist_ok=True)
-            # A new name, which no file system has cached as missing. A read-only directory can still be restored from.
-            with suppress(PermissionError):
-                file = stack.enter_context(NamedTemporaryFile(dir=directory.absolute(), prefix=".seen-"))
-                return str(file.name)
-            return str(directory.absolute())
-
-        path = agreement.chief_does(probe)
-        answers = agreement.every_rank_does(lambda: (socket.gethostname(), os.path.exists(path)))
-    hosts = [host for host, _ in answers]
-    blind = [rank for rank, (_, is_seen) in enumerate(answers) if not is_seen]
-    if blind:
-        raise OSError(
-            f"{numbered_ranks(blind)} on {', '.join(sorted({hosts[rank] for rank in blind}))} cannot see {directory}, "
-            f"in which rank 0 on {hosts[0]} writes. All ranks restore from it. Pass a directory that all nodes share."
-        )
 
 
 def digest(names: Sequence[str]) -> int:

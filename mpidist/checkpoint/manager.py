@@ -16,7 +16,7 @@ from typing import Literal, SupportsIndex, SupportsInt
 
 import numpy as np
 
-from mpidist.checkpoint.agreement import Agreement, check_all_see
+from mpidist.checkpoint.agreement import Agreement
 from mpidist.checkpoint.candidates import Newest
 from mpidist.checkpoint.checkpoint import Checkpoint, SaveOptions, tracked_by
 from mpidist.checkpoint.formats import Manifest
@@ -60,8 +60,7 @@ class CheckpointManager:
 
     Raises:
         TypeError, ValueError: An argument without meaning.
-        OSError: The directory cannot be read or cleaned; on the first rank. The others raise PeerError. On all ranks if
-            a rank does not see the directory, such as a local one of another node.
+        OSError: The directory cannot be read or cleaned; on the first rank. The others raise PeerError.
 
     >>> import tempfile
     >>> checkpoint = Checkpoint(step=0)
@@ -140,7 +139,6 @@ class CheckpointManager:
         strategy = self._tracked.strategy("CheckpointManager()")
         listing = Agreement(strategy, "listing", f"the checkpoints of {self._directory}")
         self._checkpoints, self._highest = listing.chief_does(look)
-        check_all_see(listing, Path(directory))
 
     # What there is ------------------------------------------------------------------------------------------------
 
