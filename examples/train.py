@@ -12,9 +12,12 @@ The seed and the global batch alone decide the numbers: all strategies give the 
 import argparse
 import hashlib
 import json
+import platform
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -94,6 +97,23 @@ def make_strategy(arguments: argparse.Namespace) -> mpidist.Strategy:
         return mpidist.MirroredStrategy(devices)
     options = mpidist.experimental.CommunicationOptions(deterministic=arguments.deterministic)
     return mpidist.MultiWorkerMirroredStrategy(devices=devices, communication_options=options)
+
+
+def check_out(folder: Path) -> None:
+    """Exit on all ranks unless all of them see the folder that rank 0 makes."""
+    with mpidist.Communicator() as comm, ExitStack() as stack:
+        name = ""
+        if comm.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            name = Path(stack.enter_context(NamedTemporaryFile(dir=folder)).name).name
+        sees = (folder / comm.broadcast_object(name)).exists()
+        seen = comm.all_gather_object((platform.node(), sees))
+        blind = sorted({node for node, sees in seen if not sees})
+        if blind and comm.rank == 0:
+            text = f"--out {folder} is another folder on {', '.join(blind)}. Pass a folder that all nodes share."
+            print(text, file=sys.stderr, flush=True)
+    if blind:
+        sys.exit(1)
 
 
 def load_data() -> tuple[Data, Data]:
@@ -334,6 +354,7 @@ def train_once(arguments: argparse.Namespace, commits: elastic.State | None = No
 
 def main() -> None:
     arguments = parse_arguments()
+    check_out(arguments.out)
     if arguments.elastic:
         # Called again whenever ranks are lost.
         elastic.run(lambda commits: train_once(arguments, commits), elastic.State())

@@ -11,7 +11,7 @@ import argparse
 import os
 from pathlib import Path
 
-from train import Floats, Ints, Network, load_data
+from train import Floats, Ints, Network, check_out, load_data
 
 import mpidist
 from mpidist.cluster_resolver import MPIClusterResolver
@@ -91,6 +91,7 @@ def report(result: mpidist.EvalResult) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
+    check_out(arguments.out)
     mpidist.train_and_evaluate(
         mpidist.TrainSpec(lambda context: train(context, arguments), arguments.out, max_steps=arguments.epochs),
         mpidist.EvalSpec(lambda path: evaluate(path, arguments), throttle_secs=arguments.throttle, on_result=report),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -196,6 +197,30 @@ def test_wrong_options(tmp_path: Path) -> None:
         done = run_program(SCRIPT, 1, *options)
         assert done.returncode == 2
         assert message in done.stderr
+
+
+# Each rank has a folder of its own, as on nodes that share none.
+IN_OWN_FOLDERS = """
+import os, runpy, sys
+
+import mpidist
+
+del sys.argv[0]
+os.makedirs(folder := sys.argv.pop(1) + str(mpidist.rank()))
+os.chdir(folder)
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("name", ["train", "train_and_evaluate"])
+def test_out_must_be_shared_by_all_ranks(name: str, tmp_path: Path) -> None:
+    script = ROOT / "examples" / f"{name}.py"
+    done = run_script(IN_OWN_FOLDERS, 2, str(script), f"{tmp_path}/", "--epochs", "1", timeout=60)
+    assert done.returncode != 0
+    assert f"--out out is another folder on {os.uname().nodename}. Pass a folder that all nodes share." in done.stderr
+    assert (done.stdout, "Traceback" in done.stderr) == ("", False)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["0", "1", "out"]
 
 
 def test_without_matplotlib_the_closing_line_says_so(tmp_path: Path) -> None:
