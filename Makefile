@@ -1,7 +1,7 @@
 # Two commands for a machine that has Python and nothing else: `make train` and `make test`.
 #
 #   make train   set up .venv and train examples/train.py on RANKS ranks; results in out/
-#   make test    set up .venv and run the checks: lint, pytest on one rank and in sessions of 2, 3 and 4; 9 minutes
+#   make test    set up .venv and run the checks: lint, pytest on one rank and in sessions of 2, 3 and 4; 11 minutes
 #   make quick   what to run at every commit: lint, and the tests that start no jobs; two minutes
 #   make test-all    the long ones too: chaos, soaks, virtual hosts with Slurm (root), CuPy's NCCL binding, MPICH, types, aarch64,
 #                the documentation, a release

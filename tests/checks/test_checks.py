@@ -64,7 +64,7 @@ def test_limits_grow_with_the_slowness_of_the_machine(tmp_path: Path, monkeypatc
     monkeypatch.setenv(speed.VARIABLE, "100")
     assert not run(tmp_path, program("slow", "import time; time.sleep(0.5)", seconds=0.1))["slow"].has_failed
     assert speed.deadlines(2, 1) == {"MPIDIST_TIMEOUT": "200", "MPIDIST_WARN_AFTER": "1"}
-    assert announcement("test").endswith("; expect about 1000 minutes")
+    assert announcement("test").endswith("; expect about 1100 minutes")
 
 
 @pytest.mark.jobs
