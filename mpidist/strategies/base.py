@@ -95,7 +95,7 @@ class Strategy:
         ...     mpidist.get_strategy() is strategy
         True
         """
-        self._require_open("scope()")
+        self._require_open()
         gpu = self._extended.first_gpu
         return context.scope(self) if gpu is None else _scope_on(gpu, self)
 
@@ -329,12 +329,12 @@ class Strategy:
         """
         return copy.deepcopy(config_proto)
 
-    def _require_open(self, method: str) -> None:
+    def _require_open(self) -> None:
         if self._extended.is_closed:
-            raise RuntimeError(f"{method} of a closed {type(self).__name__}. Create another strategy.")
+            raise RuntimeError(f"this {type(self).__name__} can no longer be used: it has been closed")
 
     def _require_cross_replica(self, method: str, instead: str) -> None:
-        self._require_open(method)
+        self._require_open()
         # Not of ``self``: the default strategy has a second face, that of v1.
         context.require_cross_replica(self._extended.strategy, method, instead)
 

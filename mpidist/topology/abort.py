@@ -216,7 +216,11 @@ class _AbortHook(_ExceptionHook):
             # A rank that fails before it starts MPI simply ends, with code 1. mpirun of Open MPI then ends
             # the job. MPICH's mpiexec and srun do not (srun -K does); starting MPI here only to abort it
             # could wait for ever itself, for ranks that failed in the same way.
-            self.previous(kind, error, trace)
+            if isinstance(error, LaunchError) and self.previous is sys.__excepthook__:
+                # Its cause is in the environment, and not in mpidist's frames.
+                last_output.write_last(last_output.traceback_text(error))
+            else:
+                self.previous(kind, error, trace)
             return
         if self.previous is sys.__excepthook__:
             self._end_job(world, lambda: self._print(world, error))

@@ -329,7 +329,7 @@ def test_after_close(strategy: Any) -> None:
     strategy.close()
     same(variable.numpy(), np.arange(3.0))
     if ranks_of(strategy) > 1:
-        with pytest.raises(RuntimeError, match="of a closed CentralStorageStrategy"):
+        with pytest.raises(RuntimeError, match="CentralStorageStrategy can no longer be used: it has been closed"):
             variable.assign(np.zeros(3))
 
 
