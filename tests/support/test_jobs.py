@@ -246,3 +246,16 @@ def test_a_rank_that_does_not_come_back_is_named_with_its_test_and_others_go_on(
     assert f"{test} (call): rank [2] of 3 did not come back" in caught.value.stderr
     assert "in hang_in_the_last_rank" in caught.value.stderr
     assert pool.run(sum_of_ranks, 3, 0) == [(rank, 3, 3) for rank in range(3)]
+
+
+def test_jobs_share_no_memory_of_open_mpi() -> None:
+    program = """
+        import os, mpidist
+        with mpidist.Communicator() as comm:
+            comm.barrier()
+            print(os.environ["OMPI_MCA_btl_sm_backing_directory"])
+    """
+    folders = [{*jobs.run_script(program, 2).stdout.split()} for _ in range(2)]
+    assert [len(each) for each in folders] == [1, 1]
+    assert folders[0] != folders[1]
+    assert not any(Path(folder).exists() for each in folders for folder in each)

@@ -42,6 +42,9 @@ _CRASHES = re.compile(r".*PMIx server.s listener thread failed to start.*")
 # Where one rank exits before MPI has started while another one is just calling, it may wait for ever, without ranks.
 _HANGS = re.compile(r".*PMIX_ERR_UNREACH in file \S*ptl_base_connection_hdlr.*")
 _STACKS = re.compile(r"^(Current thread|Thread) 0x", re.MULTILINE)
+# Open MPI names the shared memory of a job by a hash of 16 bits. Of thousands of jobs, two at the same time then share
+# segments, and crash or hang. So each job has a folder of its own for them.
+_SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
 second_chances: list[str] = []
 # The test that is on, where it is not marked as one that starts jobs.
 unmarked_test: list[str] = []
@@ -162,7 +165,17 @@ def child_environment(env: Mapping[str, str] | None = None, ranks_per_node: int 
     if ranks_per_node is not None:
         kept["MPIDIST_RANKS_PER_NODE"] = str(ranks_per_node)
     kept.update(env or {})
+    if env is not None and JOB in env:
+        folder = segments_of(env[JOB].split(".")[-2])
+        if folder.parent.is_dir():
+            folder.mkdir(exist_ok=True)
+            kept.setdefault(_SEGMENTS, str(folder))
     return kept
+
+
+def segments_of(job: str) -> Path:
+    """Return the folder of a job's shared memory, by the job's name."""
+    return Path("/dev/shm", f"tests-{job}")
 
 
 def reference_to(fn: Callable[..., Any]) -> Reference:
@@ -292,6 +305,7 @@ def end_all(process: subprocess.Popen[str], job: str) -> None:
     for pid in ended:
         # A launcher of Open MPI that was killed leaves it behind, and the next one of this number would not start.
         shutil.rmtree(Path(tempfile.gettempdir(), f"ompi.{pid}"), ignore_errors=True)
+    shutil.rmtree(segments_of(job), ignore_errors=True)
 
 
 def members(job: str) -> dict[int, bytes]:
