@@ -10,6 +10,7 @@ import sysconfig
 import textwrap
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
