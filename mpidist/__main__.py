@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
         status: int = COMMANDS[parsed.command].run(parsed)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # Closed before Python started, as `>&-` does.
+            sys.stdout.flush()
     except BrokenPipeError:
         # The reader of the output has exited, such as `head`. Python flushes again at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

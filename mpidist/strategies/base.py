@@ -139,7 +139,7 @@ class Strategy:
                 raise TypeError(f"fn is {fn!r}; expected a function, as in strategy.run(step, args=(x,))")
             if not isinstance(args, (list, tuple)):
                 raise ValueError(
-                    f"args has type {type(args).__name__}. A single argument needs a comma to be a tuple: args=(x,)."
+                    f"args has type {type(args).__name__}. Pass a tuple. A single argument needs a comma: args=(x,)."
                 )
             if options is not None and not isinstance(options, RunOptions):
                 raise TypeError(f"options is {options!r}; expected None or mpidist.RunOptions()")
@@ -341,7 +341,8 @@ class Strategy:
     def close(self) -> None:
         """Free the resources of the strategy (collective). Closing again does nothing.
 
-        Later calls of its methods raise RuntimeError, on one rank too. Its variables can still be read.
+        Later calls of ``run``, ``reduce``, ``gather``, ``scope`` and the distribute methods raise RuntimeError, on one
+        rank too. Its variables can still be read.
         """
         self._extended.close()
         if self._counts_as_open:
@@ -597,7 +598,9 @@ class ReplicaContext:
             work = self.meet(("all_reduce_async", op, options), merged, (given, out), {})
         return work if out is None else PartOfWork(work, lambda results: value_checks.copy_into(out, results))
 
-    def all_gather(self, value: Value, axis: int, options: CommunicationOptions | None = None) -> Value:
+    def all_gather(
+        self, value: Value, axis: int = value_checks.NO_AXIS, options: CommunicationOptions | None = None
+    ) -> Value:
         """Concatenate over all replicas along ``axis``, in replica order; every replica gets the result.
 
         Collective as ``all_reduce``. Sizes along ``axis`` may differ between replicas, and may be 0.
@@ -616,6 +619,7 @@ class ReplicaContext:
         check_communication_options(options)
         given, leaves = _read_here(value)
         with self._strategy.extended.shared_errors("gathering its values"):
+            value_checks.check_given(axis, "all_gather()", "axis=0 to concatenate along the first axis")
             for leaf in leaves:
                 value_checks.check_can_gather(leaf, axis, "all_gather()")
 

@@ -231,7 +231,7 @@ class SummedGradients:
                 "before each first one"
             )
         if not slot.is_added:
-            if not overlaps and self._holds_sums and parameter.grad is slot.view:
+            if not overlaps and self._holds_sums and not self.are_summed and parameter.grad is slot.view:
                 # The loss of another optimizer, as a GAN's generator sends through its discriminator after the
                 # discriminator's step. It is an error only if a step takes it: start_all() finds it.
                 return

@@ -182,6 +182,8 @@ def test_wrong_arguments_of_run(strategy: Any) -> None:
     refused(ValueError, ("args has type int", r"args=\(x,\)"), lambda: strategy.run(lambda x: x, args=(5)))
     refused(TypeError, ("needs an axis", "axis=None", "axis=0"), lambda: strategy.reduce("SUM", 1.0))
     refused(TypeError, ("needs an axis", "axis=0"), lambda: strategy.gather(np.ones(1)))
+    gather = lambda: mpidist.get_replica_context().all_gather(np.ones(1))  # type: ignore[union-attr]
+    refused(TypeError, ("all_gather.. needs an axis",), lambda: strategy.run(gather))
 
 
 def test_wrong_arguments_of_constructors() -> None:

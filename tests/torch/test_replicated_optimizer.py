@@ -279,6 +279,19 @@ def test_a_step_on_gradients_of_another_loss_is_an_error() -> None:
             strategy.run(step)
 
 
+def test_a_backward_between_synchronize_and_step_is_an_error() -> None:
+    with mpidist.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"]) as strategy:
+        (model, optimizer), _ = opened(strategy, linear), opened(strategy, linear)
+
+        def step() -> None:
+            model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+            optimizer.synchronize()
+            model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+
+        with pytest.raises(RuntimeError, match="still has the sum over all replicas"):
+            strategy.run(step)
+
+
 def test_buffers_are_those_of_the_first_replica(strategy: Any) -> None:
     def net() -> Any:
         made = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
