@@ -367,7 +367,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 dist.init_process_group("mpidist")
-saving = dist.new_group()  # the thread that saves must not share the group of the training
+saving = dist.new_group(backend=sys.argv[2])  # the thread that saves must not share the group of the training
 state = {"weight": torch.arange(10.0), "step": 3}
 saved = dcp.async_save(state, checkpoint_id=sys.argv[1], process_group=saving)
 for _ in range(100):
@@ -381,6 +381,7 @@ dist.destroy_process_group()
 """
 
 
-def test_checkpoints_are_saved_while_training_goes_on(tmp_path: Path) -> None:
-    job = jobs.run_script(ASYNC_SAVE, 2, str(tmp_path / "checkpoint"), timeout=120)
+@pytest.mark.parametrize("backend", [pytest.param("mpidist", marks=only_backend), "gloo"])
+def test_checkpoints_are_saved_while_training_goes_on(backend: str, tmp_path: Path) -> None:
+    job = jobs.run_script(ASYNC_SAVE, 2, str(tmp_path / "checkpoint"), backend, timeout=120)
     assert (job.returncode, job.stdout.split()) == (0, ["loaded"] * 2), job.stderr
