@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from typing import Any
 
@@ -181,7 +182,7 @@ def test_a_rank_that_does_not_come_to_make_a_communicator_is_not_waited_for_for_
     assert done.returncode != 0
     waits = "waiting for all 2 ranks of chief and worker to make a communicator"
     assert f"mpidist: rank 0 of 3 is still {waits}, at " in done.stderr
-    assert f"mpidist: rank 0 of 3 is not done with {waits} after 1.5 s" in done.stderr
+    assert re.search(rf"mpidist: rank 0 of 3 is not done with {waits} after [\d.]+ s", done.stderr)
 
 
 @pytest.mark.jobs

@@ -11,6 +11,7 @@ pytestmark = [pytest.mark.one_rank, pytest.mark.jobs]
 START = """
 import threading, time, numpy, mpidist
 from mpidist.errors import PeerError
+from tests.support.speed import scaled
 comm, others = mpidist.Communicator(), mpidist.Communicator()
 rank = comm.rank
 

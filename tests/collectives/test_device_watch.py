@@ -107,7 +107,7 @@ def test_a_collective_that_never_ends_is_reported_and_ends_the_job() -> None:
     done = run_script(PROGRAM, 2, env=deadlines(3, 1))
     assert done.returncode != 0
     assert re.search(r"mpidist: rank 0 has waited \d+ s for a collective on its GPU to end", done.stderr)
-    assert "mpidist: rank 0 ends the job: a collective on its GPU did not end within 3 s" in done.stderr
+    assert re.search(r"rank 0 ends the job: a collective on its GPU did not end within [\d.]+ s", done.stderr)
     assert "rank 0 went on" not in done.stdout
 
 

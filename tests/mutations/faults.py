@@ -612,8 +612,8 @@ _TORCH = (
     Fault(
         "a rank on its node is told as one among all",
         "mpidist/torch/variables.py",
-        '"LOCAL_RANK": local_rank,',
-        '"LOCAL_RANK": rank,',
+        "LOCAL_RANK=info.local_rank,",
+        "LOCAL_RANK=info.rank,",
         ("tests/torch/test_launchers.py",),
     ),
     Fault(

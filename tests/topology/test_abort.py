@@ -174,6 +174,7 @@ def test_a_launcher_that_does_not_answer_keeps_no_rank_waiting(tmp_path) -> None
         + MPI
         + f"""
 import os, pathlib, signal, time
+from tests.support.speed import scaled
 launcher = os.getppid()
 process = world.allgather(os.getpid())[1]
 if world.Get_rank() == 1:

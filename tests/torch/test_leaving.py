@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.one_rank, pytest.mark.jobs]
 START = """
 import threading, time, torch, torch.distributed as dist
 from mpidist.errors import PeerError
+from tests.support.speed import scaled
 dist.init_process_group("mpidist")
 rank, size = dist.get_rank(), dist.get_world_size()
 group = dist.new_group()
