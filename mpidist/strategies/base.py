@@ -152,9 +152,7 @@ class Strategy:
         step_count.made += 1
         return self._extended.run(fn, tuple(args), kwargs or {})
 
-    def reduce(
-        self, reduce_op: ReduceOp | str, value: Value, axis: int | tuple[int, ...] | None = value_checks.NO_AXIS
-    ) -> Value:
+    def reduce(self, reduce_op: ReduceOp | str, value: Value, axis: int | tuple[int, ...] | None) -> Value:
         """Combine the values of all replicas into one array, the same on every rank.
 
         Collective: call it on every rank, in the same order.
@@ -200,7 +198,7 @@ class Strategy:
         ]
         return nest.pack_like(value, combined)
 
-    def gather(self, value: Value, axis: int = value_checks.NO_AXIS) -> Value:
+    def gather(self, value: Value, axis: int) -> Value:
         """Concatenate the values of all replicas along ``axis``, in replica order.
 
         Every rank gets the result.
@@ -598,9 +596,7 @@ class ReplicaContext:
             work = self.meet(("all_reduce_async", op, options), merged, (given, out), {})
         return work if out is None else PartOfWork(work, lambda results: value_checks.copy_into(out, results))
 
-    def all_gather(
-        self, value: Value, axis: int = value_checks.NO_AXIS, options: CommunicationOptions | None = None
-    ) -> Value:
+    def all_gather(self, value: Value, axis: int, options: CommunicationOptions | None = None) -> Value:
         """Concatenate over all replicas along ``axis``, in replica order; every replica gets the result.
 
         Collective as ``all_reduce``. Sizes along ``axis`` may differ between replicas, and may be 0.
@@ -651,6 +647,11 @@ class ReplicaContext:
 
     def __repr__(self) -> str:
         return f"<ReplicaContext {self._id} of {self.num_replicas_in_sync} of {type(self._strategy).__name__}>"
+
+
+# A missing axis is an error of type checkers, and at run time an error that says which axis to pass.
+Strategy.reduce.__defaults__ = Strategy.gather.__defaults__ = (value_checks.NO_AXIS,)
+ReplicaContext.all_gather.__defaults__ = (value_checks.NO_AXIS, None)
 
 
 def _read_here(value: Value) -> tuple[Value, list[object]]:

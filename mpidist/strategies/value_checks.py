@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from inspect import Parameter
 from itertools import combinations
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -37,7 +37,7 @@ _ONE_REPLICA_PER_RANK = (
 _LOOKS = 32
 _shared_calls = [0]
 # The default of a required axis, so that all ranks get an error that says which axis to pass.
-NO_AXIS = cast("int", Parameter.empty)
+NO_AXIS = Parameter.empty
 
 
 def checked_out(value: object, leaves: Sequence[object], out: object, op: ReduceOp, num_replicas: int) -> list[Array]:
