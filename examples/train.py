@@ -337,6 +337,7 @@ def draw(history: list[dict[str, float]], path: Path) -> bool:
 
 def train_once(arguments: argparse.Namespace, commits: elastic.State | None = None) -> None:
     """Train on all ranks that there are."""
+    check_out(arguments.out)
     world = MPIClusterResolver()  # rank and size of the job; where there is no MPI it says what to type
     ranks = world.size
     with make_strategy(arguments) as strategy:
@@ -354,7 +355,6 @@ def train_once(arguments: argparse.Namespace, commits: elastic.State | None = No
 
 def main() -> None:
     arguments = parse_arguments()
-    check_out(arguments.out)
     if arguments.elastic:
         # Called again whenever ranks are lost.
         elastic.run(lambda commits: train_once(arguments, commits), elastic.State())

@@ -13,7 +13,6 @@ from mpidist.collectives import Advice, Communicator
 from mpidist.collectives.reduce.registry import check_options
 from mpidist.core.devices import parse_device
 from mpidist.core.enums import CommunicationImplementation
-from mpidist.core.errors import MORE_TIME
 from mpidist.core.options import CommunicationOptions
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.strategies.base import Strategy
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
 
 FOR_STRATEGIES = Advice(
     "Make this call (reduce, result(), save(), reading a variable, ...) on every rank, even if only one rank needs the "
-    "result. Put only the printing under `if strategy.extended.should_checkpoint:`.",
-    MORE_TIME,
+    "result. Put only the printing under `if strategy.extended.should_checkpoint:`."
 )
 
 

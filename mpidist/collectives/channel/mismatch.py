@@ -11,22 +11,21 @@ from mpidist.core.wording import group_lines, groups_of, numbered_ranks
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice in the errors of a channel, for the library whose programs call it.
+    """Advice for the errors of a channel. It fits the library that the program uses.
 
     Attributes:
-        calls: How all ranks make the same calls.
-        time: How a call is allowed more time.
+        calls: Sentences about making the same calls on all ranks.
+        time: Settings that allow a call more time.
     """
 
     calls: str
-    time: str
+    time: str = MORE_TIME
 
 
 # Most often a call that is meant to print or to save stands under `if rank == 0:`.
 FOR_COMMUNICATORS = Advice(
     "Make this call on every rank, even if only one rank needs the result. Put only the printing under "
-    "`if mpidist.rank() == 0:`.",
-    MORE_TIME,
+    "`if mpidist.rank() == 0:`."
 )
 # Of the calls, those of which a rank prints its traceback beside the first node.
 _MOST_PRINTED = 4
