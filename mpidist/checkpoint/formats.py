@@ -184,7 +184,7 @@ class Manifest:
         elif isinstance(content, dict) and content.get("version") in (2, VERSION):
             raise DamagedCheckpointError(f"{source} is damaged: it has no checksum")
         manifest = Manifest.from_json(content, source)
-        if content["version"] > 1:  # those of version 1 knew no checksums
+        if content["version"] > 1:  # manifests of version 1 have no checksums
             used = {part.file for tensor in manifest.tensors.values() for part in tensor.parts}
             check(manifest.files.keys() >= used, "files", content, source)
         return manifest

@@ -63,7 +63,7 @@ def _hook(owner_of: str, method: str, hook: Callable[[KerasObject], None], calls
     setattr(owner, method, hooked)
 
 
-# On Keras' base trainer, not on Model: when Keras loads a model it compares Trainer.compile with that of the model.
+# On Keras' base trainer, not on Model: while loading a model, Keras compares its compile with Trainer.compile.
 _hook("compile", "__init__", _note_scope)
 _hook("compile", "compile", _adopt)
 # By which fit() and train_on_batch() begin.

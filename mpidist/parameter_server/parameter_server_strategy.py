@@ -164,11 +164,11 @@ class ClusterCoordinator:
 
     It is tf.distribute.coordinator.ClusterCoordinator, for the chief alone; workers and parameter servers call
     ``mpidist.Server(resolver).join()``. Constructing it again for the same strategy returns the same object. Functions
-    travel by pickle, those of the program's own file with cloudpickle (``pip install cloudpickle``): the
-    objects that they refer to are copied as they are when they are scheduled, except variables, optimizers, the
-    strategy, and the results of ``create_per_worker_dataset`` and ``create_per_worker_resource``, which mean the same
-    on every worker. So functions hand on state in variables. A function of another file is imported by the workers:
-    give it the program's objects as arguments.
+    are pickled. Functions of the program's own file need cloudpickle (``pip install cloudpickle``). Scheduling a
+    function copies the objects that it refers to. Variables, optimizers, the strategy, and the results of
+    ``create_per_worker_dataset`` and ``create_per_worker_resource`` are not copied: they mean the same on every worker.
+    So keep state in variables. Workers import a function of another file. Pass the program's objects to it as
+    arguments.
 
     A function is carried out at least once: where MPI survives a lost worker (``mpirun --with-ft ulfm``), another one
     carries out its function.

@@ -99,12 +99,12 @@ class Inquiries:
         self._numbers = count()
 
     def ask(self, question: Question, ranks: Collection[int], tell: Callable[[Answers], None]) -> None:
-        """Ask ranks; call ``tell`` with their answers when all are there, or after `ANSWER_SECONDS`.
+        """Query ranks. Call ``tell`` once all answers arrived, or after `ANSWER_SECONDS`.
 
         Args:
-            question: The question.
-            ranks: Those to ask, of which some may not be asked from here.
-            tell: Gets this rank's own answer as well, and those of ranks through which others were asked.
+            question: The query.
+            ranks: Ranks to query. This rank may not reach some of them.
+            tell: Callback for the answers. They include the answers of this rank and of ranks that forwarded the query.
         """
         missing = {*ranks} - {self._rank}
         if not self._connections.is_hub:
