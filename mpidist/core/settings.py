@@ -164,10 +164,18 @@ RANKS_PER_NODE: Setting[int | None] = _setting(
     "ranks on one machine count as several virtual nodes of this many ranks each (for tests)",
     same_on_all=True,
 )
+PUSH_FROM: Setting[int | None] = _setting(
+    "MPIDIST_PUSH_FROM",
+    None,
+    _positive_int,
+    "a number of bytes of at least 1",
+    "all-reduces of at least this size write results directly into the memory of the other ranks of a node; by default "
+    "the size depends on the measured latency between the cores, and ranks that share a core never do it",
+)
 READ_NEIGHBOURS = _switch(
     "MPIDIST_READ_NEIGHBOURS",
     True,
-    "0: ranks of a node never read one another's memory (process_vm_readv), also where the kernel allows it",
+    "0: ranks of a node never read or write each other's private memory (process_vm_readv, process_vm_writev)",
 )
 REPORT = _switch(
     "MPIDIST_REPORT",

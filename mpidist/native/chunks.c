@@ -97,7 +97,7 @@ static const char *input_at(const nc *c, int r, int q, int piece, size_t element
         return c->in[number] + offset;
     if (flags_of(c, r) & TOLD_PLACES) {
         int64_t place = nc_told(c, r)[number];
-        if (place != PRIVATE)
+        if (place <= MAPPED)
             return at_place(c, r, place) + offset;
     }
     return slot + (size_t)q * c->slice * c->itemsize * (size_t)c->rails + (element - start) * c->itemsize;
@@ -166,7 +166,7 @@ static void fill_slot(nc *c, uint64_t chunk)
                 int piece = core_piece_with(c, e), number = piece * c->call.replicas + q;
                 size_t m = c->first[piece + 1] - e, left = start + n - e;
                 m = m < left ? m : left;
-                if (places == NULL || places[number] == PRIVATE)
+                if (places == NULL || places[number] > MAPPED)
                     memcpy(to + (e - start) * c->itemsize, c->in[number] + (e - c->first[piece]) * c->itemsize,
                            m * c->itemsize);
                 e += m;

@@ -44,6 +44,9 @@ nc *nc_open(void *control, int rank, int ranks, int spins, const int32_t *pids, 
     nc *c = calloc(1, sizeof *c);
     if (c == NULL)
         return NULL;
+    /* Begins where no array does, see SKEW. */
+    size_t offset = (PAGE - (uintptr_t)c->memory % PAGE + SKEW) % PAGE;
+    c->scratch = c->memory + offset;
     c->rows = control;
     c->rank = rank, c->ranks = ranks, c->spins = spins, c->on_wire = on_wire, c->rails = rails;
     if (pids != NULL) {
@@ -99,19 +102,21 @@ static int show(nc *c, page *p)
    ones, lie in memory that all ranks map. */
 static int tell_places(nc *c, page *p)
 {
-    int any = 0, share = c->call.flags & NC_SHARE;
+    int any = 0, share = c->call.flags & NC_SHARE, may_push = core_may_push(c), mapped = 1;
     if (c->inputs > NC_WORDS)
         return 0;
     for (int i = 0; i < c->inputs; i++) {
         size_t bytes = c->piece[i / c->call.replicas].count * c->itemsize;
         int64_t place = core_place_of(c, c->in[i], bytes);
-        if (place == PRIVATE && moves(c) && c->pids != NULL)
+        mapped = mapped && place <= MAPPED;
+        if (place == PRIVATE && (moves(c) || may_push) && c->pids != NULL)
             place = (int64_t)(intptr_t)c->in[i];
         p->words[i] = place;
         any = any || place != PRIVATE;
         share = share && (place <= MAPPED || bytes < NC_SMALL_ARRAY);
     }
-    return any ? TOLD_PLACES | (share ? SHARES : 0) : 0;
+    int push = may_push ? core_publish_results(c, p->words + c->inputs, mapped) : 0;
+    return any ? TOLD_PLACES | (share ? SHARES : 0) | push : 0;
 }
 
 static void announce(nc *c)
@@ -196,7 +201,7 @@ static int all_agree(const nc *c)
 {
     int is_reduction = c->call.kind != NC_MEET && !moves(c);
     for (int r = 0; r < c->ranks; r++)
-        if (page_of(c, r)->id != c->call.id || flags_of(c, r) >> KIND_SHIFT != (int)c->call.kind ||
+        if (page_of(c, r)->id != c->call.id || call_kind_of(c, r) != (int)c->call.kind ||
             (is_reduction && bytes_of(c, r) != c->bytes))
             return 0;
     return 1;
@@ -205,7 +210,7 @@ static int all_agree(const nc *c)
 /* Which way the data take, from what all ranks told. */
 static nc_state decide(nc *c)
 {
-    int all_share = 1, readable = 1, replicas_of_all = 0;
+    int all_share = 1, readable = 1, replicas_of_all = 0, all_can_push = 1, any_prefers = 0;
     c->any_private = 0, c->all_shown = 1, c->most_replicas = 1;
     if (!all_agree(c)) {
         c->phase = IDLE;
@@ -216,6 +221,8 @@ static nc_state decide(nc *c)
         c->all_shown = c->all_shown && flags & SHOWN;
         all_share = all_share && flags & SHARES;
         readable = readable && flags & (SHOWN | TOLD_PLACES);
+        all_can_push = all_can_push && flags & CAN_PUSH;
+        any_prefers = any_prefers || flags & PREFERS_PUSH;
         replicas_of_all += replicas;
         if (replicas > c->most_replicas)
             c->most_replicas = replicas;
@@ -233,10 +240,10 @@ static nc_state decide(nc *c)
     } else if (moves(c) && readable) {
         c->phase = DIRECT;
         c->reader = (c->rank + 1) % c->ranks, c->reader_at = 0;
-    } else {
+    } else if (!(all_can_push && core_start_push(c, any_prefers, replicas_of_all))) {
         for (int r = 0; r < c->ranks && !moves(c); r++)
             for (int i = 0; i < c->call.pieces * replicas_of(c, r) && !c->any_private; i++)
-                c->any_private = !(flags_of(c, r) & TOLD_PLACES) || nc_told(c, r)[i] == PRIVATE;
+                c->any_private = !(flags_of(c, r) & TOLD_PLACES) || nc_told(c, r)[i] > MAPPED;
         if (!core_start_chunks(c))
             return refuse(c, ENOBUFS);
     }
@@ -404,6 +411,11 @@ static nc_state move(nc *c)
         return core_move_chunks(c);
     case DIRECT:
         return read_next(c);
+    case PUSHING:
+        return core_push(c);
+    case PUSHED:
+    case STOPPED:
+        return core_end_push(c);
     case LEAVING:
         return leave(c);
     case LEADING:

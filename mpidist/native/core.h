@@ -12,6 +12,7 @@
 #include "mpidist.h"
 
 #include <stdatomic.h>
+#include <sys/uio.h>
 #include <time.h>
 
 typedef _Atomic uint64_t counter;
@@ -20,8 +21,10 @@ _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "the core needs lock-free counters o
 /* The counters of a rank. FILLED, READ, REDUCED and TAKEN count chunks: the rank has written the chunk's input, read the
    inputs of other ranks, written the result, and copied the result. LEFT counts the calls with direct access to other
    ranks' memory that the rank has left. SETTLED is used by the leader of a node. It is 2 * m after the inter-node call of
-   meeting m, and 2 * m + 1 if that call was refused. PINGED counts the pings of the latency measurement. */
-enum { FILLED, READ, REDUCED, TAKEN, LEFT, SETTLED, PINGED, COUNTERS };
+   meeting m, and 2 * m + 1 if that call was refused. PINGED counts the pings of the latency measurement.
+   WRITING is 1 while the rank writes into the results of others. ABANDONED is set when it has left a call early: no rank
+   may write into its results any more. */
+enum { FILLED, READ, REDUCED, TAKEN, LEFT, SETTLED, PINGED, WRITING, ABANDONED, COUNTERS };
 
 /* Two lines of the cache, which travel together: to share one with another rank's costs more than its bytes do. */
 enum { LINES = 128, IN_PAGE = LINES - 4 * 8 };
@@ -45,17 +48,25 @@ typedef struct {
 } row;
 
 /* What a rank tells with the id: where its data lie. */
-enum { SHOWN = 1, TOLD_PLACES = 2, SHARES = 4, KIND_SHIFT = 4 };
+enum { SHOWN = 1, TOLD_PLACES = 2, SHARES = 4, CAN_PUSH = 8, KIND_SHIFT = 4, PREFERS_PUSH = 128 };
 /* With TOLD_PLACES the words are the place of each input: an address of this rank's own memory, from which others read;
    PRIVATE, which nobody reads; or below that, counted down, number of and offset in memory that all ranks map. Behind
-   the first are the parts of ALL_TO_ALL. */
+   the first are the parts of ALL_TO_ALL. With CAN_PUSH the locations of results follow, too. */
 enum { PRIVATE = -1, MAPPED = -2 };
 enum { SEGMENT_SHIFT = 44 };
 
 /* From here on results are written past the cache, which they would only empty. */
 enum { STREAMED_BYTES = 8 << 20 };
 
-typedef enum { IDLE, MEETING, SHOWN_ONCE, CHUNKS, DIRECT, LEAVING, LEADING, FOLLOWING } phase;
+/* Slots begin at this offset of a segment, at which no allocator begins an array within a page: glibc begins large ones at
+   16, others at 0 or 64. Where the low 12 bits of a load and of a store just before it are equal, the processor waits for
+   the store and repeats the load, for each line of a copy between an array and a slot. */
+enum { PAGE = 4096, SKEW = 2112 };
+
+/* Memory of a rank for the inputs that it reads from others; it stays in the cache. */
+enum { SCRATCH_BYTES = 256 << 10 };
+
+typedef enum { IDLE, MEETING, SHOWN_ONCE, CHUNKS, DIRECT, PUSHING, PUSHED, STOPPED, LEAVING, LEADING, FOLLOWING } phase;
 
 typedef struct nc_leader leader;
 
@@ -85,6 +96,12 @@ struct nc {
     uint64_t chunks;                   /* of all calls before */
     int reader;                        /* DIRECT: whose data are read next, and from where */
     size_t reader_at;
+    int may_write;                     /* PUSHING: whether all ranks may write into each other's memory */
+    nc_push_sizes push_from;
+    int64_t latency;                   /* to the farther of two neighbours, nanoseconds; 0 before it is measured */
+    uint64_t pushable;                 /* calls that all ranks could push */
+    size_t pushed, pieces_pushed;      /* the next element of this rank's stripe; the pieces before it */
+    char *scratch, memory[PAGE + SCRATCH_BYTES];
     nc_event event;
     nc_piece piece[NC_PIECES];
     const char *in[NC_INPUTS], *combined[NC_INPUTS]; /* of this rank; of all */
@@ -100,6 +117,7 @@ static inline int64_t now(void)
 static inline page *page_of(const nc *c, int rank) { return &c->rows[rank].pages[c->meeting & 1]; }
 static inline uint64_t info_of(const nc *c, int rank) { return page_of(c, rank)->info; }
 static inline int flags_of(const nc *c, int rank) { return (int)(info_of(c, rank) & 0xff); }
+static inline int call_kind_of(const nc *c, int rank) { return flags_of(c, rank) >> KIND_SHIFT & 7; }
 static inline int replicas_of(const nc *c, int rank) { return (int)(info_of(c, rank) >> 8 & 0xffff); }
 
 /* Whether ranks give bytes to one another, which are not reduced. */
@@ -138,11 +156,6 @@ static inline int reached(const nc *c, int which, uint64_t value, int ranks)
     return 1;
 }
 
-/* Slots begin at this offset of a segment, at which no allocator begins an array within a page: glibc begins large ones at
-   16, others at 0 or 64. Where the low 12 bits of a load and of a store just before it are equal, the processor waits for
-   the store and repeats the load, for each line of a copy between an array and a slot. */
-enum { PAGE = 4096, SKEW = 2112 };
-
 /* The places of slots in a segment. */
 static inline size_t small_at(const nc *c) { return (c->meeting & 1) * c->sizes.small; }
 
@@ -170,6 +183,15 @@ static inline int streams(const nc *c) { return c->whole >= STREAMED_BYTES; }
 int64_t core_place_of(const nc *c, const char *address, size_t bytes);
 /* Copies, past the cache where the whole is large: nobody on this core reads the target soon. */
 void core_copy(char *to, const char *from, size_t bytes, int streamed);
+/* Copy `n` parts from (or to) another process. Parts have equal lengths in both, and are changed. 0, or -1 with errno. */
+int core_transfer(int pid, struct iovec *here, struct iovec *there, int n, int writes);
+
+/* push.c */
+int core_may_push(const nc *c); /* whether locations of results are worth publishing */
+int core_publish_results(nc *c, int64_t *places, int inputs_are_mapped);
+int core_start_push(nc *c, int any_prefers, int replicas_of_all);
+nc_state core_push(nc *c);
+nc_state core_end_push(nc *c);
 
 /* leaders.c */
 void leader_close(leader *l);

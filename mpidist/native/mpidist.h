@@ -36,7 +36,7 @@ typedef enum {
     NC_CHUNK,    /* watched: something was done with a chunk: nc_get_event */
     NC_MISMATCH, /* another id; the call has ended, and nothing was moved */
     NC_MPI,      /* over nodes, a function of MPI failed: nc_mpi_error; the core cannot be used any more */
-    NC_LOST      /* a rank's memory could not be read, errno says why; the core cannot be used any more. On all ranks:
+    NC_LOST      /* a rank's memory could not be accessed, errno says why; the core cannot be used any more. On all ranks:
                     slots without room for an element of each stripe and replica (ENOBUFS), more than NC_INPUTS
                     replicas on the node, or than NC_MOST_OVER_NODES bytes over nodes (E2BIG) */
 } nc_state;
@@ -111,8 +111,9 @@ void nc_combine(char *d, const char *const *in, int n, size_t count, nc_dtype dt
 /* Divide elements in place. */
 void nc_divide(char *d, size_t count, nc_dtype dtype, double divisor);
 
-/* Copy bytes out of another process (process_vm_readv); 0, or -1 with errno. */
+/* Copy bytes from or to another process (process_vm_readv, process_vm_writev); 0, or -1 with errno. */
 int nc_read(int pid, void *to, const void *from, size_t bytes);
+int nc_write(int pid, void *to, const void *from, size_t bytes);
 
 size_t nc_control_bytes(int ranks);
 size_t nc_segment_bytes(const nc_sizes *sizes);
@@ -146,6 +147,22 @@ int nc_is_on_wire(const nc *core);            /* whether there are other nodes *
 /* Bound the time until this process ends: print a warning after some seconds, and an error at the limit, which also
    ends the process. Returns 0, or an error number. */
 int nc_limit_finalize(int warn_seconds, const char *warning, int limit_seconds, const char *error);
+
+/* From these bytes on a rank asks for push: between cores that share a cache, between others, and where all arrays are
+   mapped by all ranks. It is used if all ranks can and any rank asks for it. */
+typedef struct {
+    size_t near, far, mapped;
+} nc_push_sizes;
+
+enum { NC_MOST_PUSHING = 8 };
+
+/* Allow to write results directly into the results of other ranks. `may_write`: whether all ranks may write into each
+   other's private memory. */
+void nc_allow_push(nc *core, int may_write, const nc_push_sizes *from);
+
+/* Stop other ranks from writing into results of this rank, whose call will not finish. No call may follow. Waits for
+   each rank until it is not inside a write, for at most `nanoseconds`; is_writing[rank] says which ranks still are. */
+void nc_abandon(nc *core, int64_t nanoseconds, char *is_writing);
 
 /* Give a core the slots of all ranks. */
 void nc_room(nc *core, char *const *segments, const nc_sizes *sizes);
@@ -185,7 +202,8 @@ const char **nc_inputs(nc *core);
 nc_state nc_begin(nc *core, const nc_call *call, int64_t nanoseconds);
 nc_state nc_step(nc *core, int64_t nanoseconds);
 
-/* After NC_MET: where the pieces of the result go, or `shared`, one flat memory that all ranks map. */
+/* After NC_MET: where the pieces of the result go, or `shared`, one flat memory that all ranks map. Without NC_SHARE,
+   results that were known when the call began must stay the same, because other ranks know them. */
 void nc_targets(nc *core, char *const *outs, char *shared);
 
 void nc_get_slice(const nc *core, nc_slice *slice);

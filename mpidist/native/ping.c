@@ -10,8 +10,11 @@ enum { BATCH = 10, LOOKS_BETWEEN_CLOCK_READS = 64 };
 
 int64_t nc_ping(nc *c, int other, int batches, int64_t limit)
 {
-    uint64_t rounds = (uint64_t)batches * BATCH + 1, before = rounds * c->pings++;
+    uint64_t rounds = (uint64_t)batches * BATCH + 1, before = c->pings;
     int64_t start = 0, fastest = INT64_MAX, deadline = now() + limit;
+    c->pings += rounds;
+    if (other < 0 || other >= c->ranks)
+        return 0;
     for (uint64_t i = 1; i <= rounds; i++) {
         uint64_t turn = before + i;
         if (c->rank < other)
@@ -21,6 +24,8 @@ int64_t nc_ping(nc *c, int other, int batches, int64_t limit)
                 count(c, PINGED, before + rounds); /* so that the other rank does not wait for this one */
                 return 0;
             }
+        if (counted(c, other, PINGED) > turn)
+            return 0; /* the other rank gave up */
         if (c->rank > other)
             count(c, PINGED, turn);
         if (i % BATCH == 1) { /* the first time, both ranks have only just arrived */

@@ -322,8 +322,43 @@ static PyObject *ping(PyObject *self, PyObject *const *a, ssize_t n)
     return PyLong_FromLongLong(nc_ping(f->core, other, batches, limit));
 }
 
+/* allow_push(may write, bytes from which near, far and mapped arrays are pushed) */
+static PyObject *allow_push(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    int may_write = (int)whole(a[0]);
+    nc_push_sizes from = {(size_t)whole(a[1]), (size_t)whole(a[2]), (size_t)whole(a[3])};
+    if (PyErr_Occurred())
+        return NULL;
+    nc_allow_push(face_of(self)->core, may_write, &from);
+    return none();
+}
+
+/* abandon(nanoseconds) -> the ranks that are still inside a write into results of this rank */
+static PyObject *abandon(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    char is_writing[NC_MOST_RANKS];
+    face *f = face_of(self);
+    int64_t nanoseconds = whole(a[0]);
+    if (PyErr_Occurred())
+        return NULL;
+    void *thread = PyEval_SaveThread();
+    nc_abandon(f->core, nanoseconds, is_writing);
+    PyEval_RestoreThread(thread);
+    n = 0;
+    for (int r = 0; r < f->ranks; r++)
+        n += is_writing[r];
+    PyObject *writing = PyList_New(n);
+    for (int r = f->ranks - 1; r >= 0 && writing != NULL; r--)
+        if (is_writing[r])
+            PyList_SetItem(writing, --n, PyLong_FromLongLong(r));
+    return writing;
+}
+
 static PyMethodDef of_core[] = {
     {"ping", ping, METH_FASTCALL, NULL},
+    {"allow_push", allow_push, METH_FASTCALL, NULL},
+    {"abandon", abandon, METH_FASTCALL, NULL},
     {"begin", begin, METH_FASTCALL, NULL},
     {"meet", meet, METH_FASTCALL, NULL},
     {"step", step, METH_FASTCALL, NULL},
@@ -421,6 +456,18 @@ static PyObject *read_number(PyObject *self, PyObject *const *a, ssize_t n)
     return PyLong_FromLongLong(number);
 }
 
+/* write_number(pid, address, number) */
+static PyObject *write_number(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)self, (void)n;
+    int pid = (int)whole(a[0]);
+    void *address = (void *)(intptr_t)whole(a[1]);
+    int64_t number = whole(a[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    return nc_write(pid, address, &number, sizeof number) < 0 ? PyErr_SetFromErrno(PyExc_OSError) : none();
+}
+
 /* The memory between the first and the last element of any array that offers its buffer. */
 static int range_of(PyObject *array, nc_range *range)
 {
@@ -489,6 +536,7 @@ EXPORT PyObject *nc_functions(void)
         {"overlap", overlap, METH_FASTCALL, NULL},
         {"limit_finalize", limit_finalize, METH_FASTCALL, NULL},
         {"read_number", read_number, METH_FASTCALL, NULL},
+        {"write_number", write_number, METH_FASTCALL, NULL},
         {NULL, NULL, 0, NULL},
     };
     PyObject *dict = PyDict_New();

@@ -10,6 +10,8 @@
 
 /* For how long a call waits without the interpreter's lock before Python takes over. */
 enum { WAITS = 2000000 };
+/* For how long it waits for a running write of another rank. */
+enum { ABANDON_NANOSECONDS = 1000000000 };
 enum { POOLED_BYTES = 128 << 10 };
 /* The bits of an operation's code that say how elements are combined; the others tell a mean from a sum. */
 enum { KERNEL = 15 };
@@ -214,6 +216,13 @@ static PyObject *carry_out(face *f, const short_call *c, size_t count, ssize_t a
     f->lost = errno;
     if (state != NC_DONE) {
         PyObject *final = hand_on(f, c, state, result);
+        if (final == NULL && f->cells[HOLDS] & HANDED_ON) {
+            /* A signal handler raised an error first, so nobody finishes the call. The result is kept for ever, because
+               a rank that is stopped may still write into it. */
+            char is_writing[NC_MOST_RANKS];
+            nc_abandon(f->core, ABANDON_NANOSECONDS, is_writing);
+            return NULL;
+        }
         Py_DecRef(result);
         return final;
     }

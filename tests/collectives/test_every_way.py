@@ -105,10 +105,12 @@ def same_bits(op: str, found: np.ndarray, wanted: np.ndarray) -> None:
         np.testing.assert_array_equal(np.signbit(found)[zeros], np.signbit(wanted)[zeros])
 
 
-@pytest.fixture(scope="module", name="comm")
-def _comm() -> Iterator[Any]:
-    with mpidist.Communicator() as comm:
-        yield comm
+@pytest.fixture(scope="module", name="comm", params=["slots", "push"])
+def _comm(request: pytest.FixtureRequest) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("MPIDIST_PUSH_FROM", "1" if request.param == "push" else str(1 << 40))
+        with mpidist.Communicator() as comm:
+            yield comm
 
 
 def _new(comm: Any, op: str, mine: np.ndarray, _: np.dtype[Any]) -> np.ndarray:

@@ -302,6 +302,8 @@ def abandon_all() -> None:
     """Give all channels up that have not been closed, as a rank was lost."""
     for channel in list(open_channels):
         channel.abandon()
+    for channel in _abandoned_channels:
+        channel.node.end_writers()
 
 
 def _leave_all() -> bool:
@@ -338,6 +340,7 @@ def _disown_all() -> None:
     for channel in open_channels:
         channel.executor.disown()
     open_channels.clear()
+    _abandoned_channels.clear()
 
 
 shutdown.at_the_end(_leave_all)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline, Stopwatch
 from mpidist.core.errors import CollectiveTimeoutError, PeerError, RankLostError, leave_to_others
 from mpidist.core.wording import numbered_ranks
-from mpidist.topology.faults import says_rank_is_lost
+from mpidist.topology.faults import can_go_on, says_rank_is_lost
 
 T = TypeVar("T")
 
@@ -34,6 +35,15 @@ DEADLOCKED = "its ranks waited for one another in different communicators"
 _ABORTED = "this rank has aborted it"
 # So long may another thread have the lock for one step.
 _ABORT_SECONDS = 0.1
+# Timeout for a running write of another rank, which copies at most 256 KiB.
+_WRITE_SECONDS = 1.0
+# Errors of the native core while it accesses the memory of another rank, with advice.
+_NO_ACCESS = "Set MPIDIST_READ_NEIGHBOURS=0 if ranks cannot access each other's memory"
+_PEER_ERRORS = {
+    errno.ESRCH: "A rank of this node has ended",
+    errno.EFAULT: _NO_ACCESS,
+    errno.EPERM: _NO_ACCESS,
+}
 # Those of the open channels of this process.
 _executors: list[Executor] = []
 
@@ -88,6 +98,7 @@ class Executor:
     ) -> None:
         self._owner = owner
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
+        self._core = core
         self._handshake = handshake
         self._observers = observers
         self._timeout = timeout
@@ -135,6 +146,12 @@ class Executor:
     def unusable(self, reason: str) -> None:
         self._unusable = reason
         self.short.settle()
+        if self._core is not None:
+            # The caller of the collective that failed may use its arrays as soon as it has the error.
+            writing = self._core.abandon(_WRITE_SECONDS)
+            if writing:
+                ranks = f"{numbered_ranks(writing)} of this node"
+                self._unusable += f"; stopped, and may still write into the result: {ranks}"
 
     @property
     def tally(self) -> Tally | None:
@@ -319,6 +336,7 @@ class Executor:
     def disown(self) -> None:
         """Refuse all operations in a forked child, where the holder of the lock is missing."""
         self._lock = ChannelLock(self.short)
+        self._core = None  # the parent still uses it
         self.unusable = shutdown.FORKED
         _executors.remove(self)
 
@@ -388,7 +406,6 @@ class Executor:
                 self._works.popleft()
         except BaseException as error:
             self.lose_or_interrupt(error, work.operation.text)
-            raise
 
     def _finish_oldest(self) -> None:
         self.check_usable()
@@ -415,12 +432,11 @@ class Executor:
             result: T = stop.value
             return result
         except BaseException as error:
-            if is_common(error):
+            # An error of another channel's work leaves a call of the core unfinished.
+            is_unfinished = self._core is not None and self._core.waits and self.unusable is None
+            if is_common(error) and not is_unfinished:
                 raise
             self.lose_or_interrupt(error, operation.text)
-            if isinstance(error, ProcessLookupError):
-                raise PeerError(f"{self.unusable}: {error}") from error
-            raise
         finally:
             self._waits = False
             self.current = self._nothing
@@ -481,17 +497,23 @@ class Executor:
         self._give_up(steps, _ABORTED)
         self._settle_all(error)
 
-    def lose_or_interrupt(self, error: BaseException, text: str) -> None:
-        """Give the channel up for an error that the other ranks do not have."""
-        if says_rank_is_lost(error):
+    def lose_or_interrupt(self, error: BaseException, text: str) -> NoReturn:
+        """Fail the channel for an error of this rank alone, and raise it."""
+        code = error.errno if isinstance(error, OSError) else None
+        if says_rank_is_lost(error) or (code == errno.ESRCH and can_go_on()):
             self._lose(error, text)
         # A signal handler, a KeyboardInterrupt or lack of memory broke in between messages. The frames that the
         # traceback holds own buffers that MPI may still write to, so it is kept.
         self._interrupted = error
         self.unusable = f"{text} was interrupted by {type(error).__name__}"
+        if code in _PEER_ERRORS:
+            failed = PeerError(f"{self.unusable}: {error}. {_PEER_ERRORS[code]}")
+            self._settle_all(failed)
+            raise failed from error
         settled = RuntimeError(f"{self.unusable}, before this collective was done")
         settled.__cause__ = error
         self._settle_all(settled)
+        raise error
 
     def _break_off(self) -> None:
         """Give the channel up for a short call that nobody has carried on."""

@@ -66,6 +66,9 @@ def finish_given_up(steps: Steps[object], otherwise: Callable[[], None]) -> Step
             if stopwatch.seconds > EXIT_SECONDS:
                 otherwise()
             yield
+    except OSError:
+        # Another rank has failed in the same collective.
+        otherwise()
     except (MismatchError, PeerError):
         # The caller had its error; all ranks have now taken part, which is all that matters here.
         return

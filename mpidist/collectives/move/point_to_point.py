@@ -237,7 +237,6 @@ class PointToPoint:
                     also_moved.remove(self.move)
         except BaseException as error:
             self._channel.executor.lose_or_interrupt(error, work.operation.text)
-            raise
 
     def _complete(self, other: int | None, came: Sequence[int], work: Work[object], timeout: float | None) -> None:
         """Move messages on until one is done, for at most ``timeout`` seconds."""

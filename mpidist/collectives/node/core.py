@@ -201,7 +201,7 @@ class Core:
         """Take up a short call that has begun and got as far as ``state``.
 
         Raises:
-            OSError: The memory of another rank could not be read.
+            OSError: The memory of another rank could not be read or written.
             MPI.Exception: A message between nodes failed.
         """
         self._set(state)
@@ -260,6 +260,26 @@ class Core:
         """
         nanoseconds: int = self._calls["ping"](other, _PING_BATCHES, int(limit_seconds * 1e9))
         return nanoseconds
+
+    def allow_push(self, may_write: bool, near: int, far: int, mapped: int) -> None:
+        """Allow all-reduces to write results directly into the results of other ranks.
+
+        Args:
+            may_write: Whether all ranks of the node may write into each other's private memory.
+            near: Threshold in bytes for cores that share a cache.
+            far: Threshold for other cores.
+            mapped: Threshold for arrays in memory that all ranks map.
+        """
+        self._calls["allow_push"](may_write, near, far, mapped)
+
+    def abandon(self, seconds: float) -> list[int]:
+        """Stop other ranks from writing into results of this rank, whose call will not finish.
+
+        Waits for writes that are running, up to ``seconds``. Returns the ranks whose write is still running.
+        """
+        abandon = self._calls.get("abandon")
+        writing: list[int] = [] if abandon is None else abandon(int(seconds * 1e9))
+        return writing
 
     # Calls ------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from mpidist.arrays.dtypes import Array, DType
 
 # Below this the allocator keeps memory anyway.
 SMALLEST = 64 << 10
+_PAGE = 4096
 # What has not been needed in so many requests is idle.
 _IDLE_REQUESTS = 64
 
@@ -100,7 +101,10 @@ class Pool:
         if index is None:
             self._drop_idle()
             index = len(shelf.blocks)
-            shelf.blocks.append(np.empty(size, np.uint8))
+            block = np.empty(size, np.uint8)
+            # Another rank may be the first to write there, and the kernel would take the page from its NUMA node.
+            block[::_PAGE] = 0
+            shelf.blocks.append(block)
         array: Array = np.ndarray(shape, dtype, shelf.blocks[index])
         shelf.note(index)
         return array

@@ -24,8 +24,9 @@ from mpidist.collectives.node.shared_memory import (
 )
 from mpidist.collectives.node.shared_results import SharedResults
 from mpidist.core import settings
-from mpidist.topology import Topology, cores_are_short, import_mpi
-from mpidist.topology.faults import revoking
+from mpidist.topology import Topology, allowed_cores, cores_are_short, import_mpi
+from mpidist.topology.faults import can_go_on, revoking
+from mpidist.topology.processes import Process
 from mpidist.topology.same_program import check_same_everywhere
 
 if TYPE_CHECKING:
@@ -42,6 +43,13 @@ _USUAL_SLICE_BYTES, _OVERSUBSCRIBED_SLICE_BYTES = 128 << 10, 256 << 10
 _LANES, LANES_BETWEEN_NODES = 2, 16
 # Of data that a rank shows before the ranks meet, and of its slots for larger ones.
 _SMALL_BYTES, _MOST_CHUNK_BYTES = 128 << 10, 2 << 20
+# From this size on, all-reduces write directly into the results of other ranks: private arrays between cores without
+# a common cache, and arrays in mapped memory. Between cores that share a cache, slots are faster at every size.
+_PUSH_FROM_BYTES, _NEVER = 256 << 10, 1 << 62
+# NC_MOST_PUSHING of mpidist.h.
+_MOST_PUSHING = 8
+# Timeout for a running write of another rank.
+_WRITE_SECONDS = 1.0
 _REASONS = {
     NO_ROOM: "/dev/shm of a node has no room for {} bytes",
     NOT_SHARED: "ranks of a node do not share one /dev/shm, as in containers of their own",
@@ -84,22 +92,46 @@ class Node:
         self.ranks = self.topology.ranks_of_node
         self.rails = min(len(ranks) for ranks in self.ranks)
         with revoking(self.comm):
-            pids: list[int] = self.comm.allgather(os.getpid())
+            processes: list[tuple[int, list[int]]] = self.comm.allgather((os.getpid(), sorted(allowed_cores())))
+            pids = [pid for pid, _ in processes]
             may_read = functions is not None and _can_read(self.comm, functions, pids)
-            may_read = may_read and settings.READ_NEIGHBOURS.read()
-        self.reads_neighbours = bool(comm.allreduce(int(may_read), op=import_mpi().MIN))
+            may_write = functions is not None and _can_write(self.comm, functions, pids, may_read)
+        self._processes = _handles(pids) if may_write and can_go_on() else []
+        can_end_writers = bool(self._processes) or not can_go_on()
+        rights = np.array([may_read, may_write, can_end_writers])
+        comm.Allreduce(import_mpi().IN_PLACE, rights, import_mpi().LAND)
+        self.reads_neighbours = bool(rights[0])
         self.core: Core | None = None
         if functions is not None and memory is not None:
             read = pids if self.reads_neighbours else None
             self.core = Core(functions, self.comm, memory, read, self.is_alone, self.rails)
             if self.rank == 0 and not self.is_alone:
                 self.core.lead(comm, [ranks[0] for ranks in self.ranks])
+            if self.is_alone and self.size <= _MOST_PUSHING and rights[2]:
+                has_core_each = len(set().union(*[cores for _, cores in processes])) >= self.size
+                _allow_push(self.core, bool(rights[1]), has_core_each)
         self.has_neighbours = functions is not None and (self.size > 1 or self.is_alone)
         self.shared = SharedMemory(self.core if self.has_neighbours else None)
         self.results = SharedResults(self.shared)
         self.slice_bytes = 0
         self.slots: Array | None = None
         self._has_room: bool | None = None
+
+    def end_writers(self) -> None:
+        """Kill ranks that are stopped inside a write into memory of this rank.
+
+        Raises:
+            RuntimeError: A rank does not end.
+        """
+        processes, self._processes = self._processes, []
+        if self.core is None or not processes:
+            return
+        for rank in self.core.abandon(_WRITE_SECONDS):
+            if not processes[rank].has_ended():
+                _log.warning("mpidist: killing rank %d of this node, which is stopped inside a collective", rank)
+                processes[rank].kill()
+        for process in processes:
+            process.close()
 
     def make_room(self, comm: MPI.Intracomm) -> Steps[bool]:
         """Make the slots, unless that was tried before; return whether all nodes have room (collective).
@@ -159,16 +191,56 @@ def _can_read(comm: MPI.Intracomm, functions: native.Functions, pids: list[int])
     """Return whether this rank can read a number out of each neighbour's memory (process_vm_readv)."""
     rank = comm.Get_rank()
     mine = np.array([_MAGIC + rank], np.int64)
-    works = True
+    works = settings.READ_NEIGHBOURS.read()
     for neighbour, address in enumerate(comm.allgather(address_of(mine))):
         if works and neighbour != rank:
             try:
                 works = functions["read_number"](pids[neighbour], address) == _MAGIC + neighbour
             except OSError:
                 works = False
-    # The number has to stay where it is until all have looked.
+    # The number must not move before every rank has read it.
     comm.Barrier()
-    return works and mine[0] == _MAGIC + rank
+    return works and bool(mine[0] == _MAGIC + rank)
+
+
+def _can_write(comm: MPI.Intracomm, functions: native.Functions, pids: list[int], may_read: bool) -> bool:
+    """Return whether every neighbour can write a number into this rank's memory (process_vm_writev).
+
+    Only ranks that ``may_read`` write: they have found that each number in ``pids`` is the neighbour's.
+    """
+    rank = comm.Get_rank()
+    written = np.zeros(len(pids), np.int64)
+    written[rank] = _MAGIC + rank
+    for neighbour, address in enumerate(comm.allgather(address_of(written))):
+        if may_read and neighbour != rank:
+            try:
+                functions["write_number"](pids[neighbour], address + rank * written.itemsize, _MAGIC + rank)
+            except OSError:
+                break
+    comm.Barrier()
+    return bool((written == _MAGIC + np.arange(len(pids))).all())
+
+
+def _handles(pids: list[int]) -> list[Process]:
+    """Return handles of processes; none where the system has no handles, or too few descriptors."""
+    handles: list[Process] = []
+    try:
+        for pid in pids:
+            handles.append(Process(pid))
+    except (AttributeError, OSError) as error:
+        _log.info("mpidist: results are not written directly: %s", error)
+        for handle in handles:
+            handle.close()
+        return []
+    return handles
+
+
+def _allow_push(core: Core, may_write: bool, has_core_each: bool) -> None:
+    size = settings.PUSH_FROM.read()
+    if size is not None:
+        core.allow_push(may_write, size, size, size)
+    elif has_core_each:
+        core.allow_push(may_write, _NEVER, _PUSH_FROM_BYTES, _PUSH_FROM_BYTES)
 
 
 def _agreed_functions(comm: MPI.Intracomm) -> native.Functions | None:

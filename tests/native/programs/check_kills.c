@@ -1,9 +1,10 @@
-/* The core with ranks as processes, one of which is killed in the middle of its calls.
+/* The core with ranks as processes, one of which is killed in the middle of its calls, or leaves one of them early.
 
-   check_kills JOBS SEED: so many jobs of 2 to 8 ranks. Sums of whole numbers and what is gathered follow from rank and
-   call, so each rank checks them. In most jobs one rank is killed after a random time. The others must go on coming
-   back from the core in the time that they gave it, without data that are wrong. They end once they know of the kill,
-   and their core has said again and again that it waits, or that memory is gone where they read it. */
+   check_kills JOBS SEED: so many jobs of 2 to 8 ranks. Sums of whole numbers and gathered data follow from rank and call,
+   so each rank checks them. In most jobs one rank is killed after a random time, or leaves a call early and uses the
+   memory of its result again. No other rank may change that memory. The other ranks must return from the core in time,
+   without wrong data. They end when they know of the victim, and their core has reported several times that it waits, or
+   that memory of the victim is gone. */
 
 #define _GNU_SOURCE
 #include "reference.h"
@@ -21,21 +22,22 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MOST_RANKS = 8, MOST_COUNT = 20000, OWN_BYTES = MOST_COUNT * 8, CALLS_WITHOUT_KILL = 150 };
+enum { MOST_RANKS = 8, MOST_COUNT = 200000, OWN_BYTES = MOST_COUNT * 8, CALLS_WITHOUT_KILL = 150 };
 /* Of a step that was given a millisecond, on a machine that others use, too. */
 enum { STEP_NS = 1000000, LATE_SECONDS = 20, JOB_SECONDS = 60, WAITS_IN_VAIN = 15 };
 
 typedef struct {
-    _Atomic int ready, may_begin, is_dead;
+    _Atomic int ready, may_begin, is_dead, ended;
     _Atomic uint64_t calls[MOST_RANKS];
 } board;
 
 typedef struct {
-    int ranks, spins, reads_memory, victim;   /* victim: or -1 */
+    int ranks, spins, reads_memory, pushes, victim;   /* victim: or -1 */
+    uint64_t leaves_call;                             /* the first call that the victim may leave early; 0 if it is killed */
     uint64_t seed;
     nc_sizes sizes;
     board *board;
-    char *control, *slots[MOST_RANKS], *own[MOST_RANKS];
+    char *control, *slots[MOST_RANKS], *own[MOST_RANKS], *own_result[MOST_RANKS];
     pid_t pid[MOST_RANKS];
 } job;
 
@@ -56,26 +58,60 @@ static void *shared_memory(size_t bytes)
 
 static uint64_t element(uint64_t call, int rank, size_t i) { return (call * 31 + i) * (uint64_t)(rank + 1); }
 
+static size_t result_bytes(const job *j, nc *core, const nc_call *call)
+{
+    size_t elements = nc_pieces(core)[0].count;
+    return call->kind == NC_ALL_GATHER ? elements * (size_t)j->ranks : elements * sizeof(uint64_t);
+}
+
+static _Noreturn void end(const job *j)
+{
+    atomic_fetch_add(&j->board->ended, 1);
+    exit(0);
+}
+
+/* Leave a call, and use the memory of its result for something else. */
+static _Noreturn void leave_early(const job *j, nc *core, size_t bytes)
+{
+    unsigned char *result = (unsigned char *)nc_pieces(core)[0].out;
+    char is_writing[MOST_RANKS];
+    nc_abandon(core, (int64_t)LATE_SECONDS * 1000000000, is_writing);
+    for (int r = 0; r < j->ranks; r++)
+        if (is_writing[r])
+            fail("rank %d does not end its write", r);
+    memset(result, 0x5A, bytes);
+    atomic_store(&j->board->is_dead, 1);
+    while (atomic_load(&j->board->ended) < j->ranks - 1)
+        nanosleep(&(struct timespec){0, 1000000}, NULL);
+    for (size_t i = 0; i < bytes; i++)
+        if (result[i] != 0x5A)
+            fail("byte %zu was written after the call was left", i);
+    exit(0);
+}
+
 /* Whether the call ended; NC_LOST and waiting in vain end the process. */
 static void finish(const job *j, nc *core, int rank, const nc_call *call, dice *d)
 {
     int in_vain = 0;
+    size_t steps = rank == j->victim && j->leaves_call && call->id >= j->leaves_call ? 1 + below(d, 20) : 0;
     double begin = seconds();
     nc_state state = nc_begin(core, call, chance(d, 50) ? 0 : STEP_NS);
     while (state != NC_DONE) {
+        if (steps && --steps == 0)
+            leave_early(j, core, result_bytes(j, core, call));
         double took = seconds() - begin;
         if (took > LATE_SECONDS)
             fail("rank %d: a step of a millisecond took %.1f s", rank, took);
         int is_gone = errno == ESRCH || errno == EFAULT || errno == EPERM;
         if (state == NC_LOST && j->reads_memory && j->victim >= 0 && is_gone)
-            exit(0);
+            end(j);
         if (state != NC_NOT_YET && state != NC_MOVED)
             fail("rank %d: state %d, errno %d", rank, (int)state, errno);
         in_vain = state == NC_NOT_YET && atomic_load(&j->board->is_dead) ? in_vain + 1 : 0;
         if (in_vain == WAITS_IN_VAIN)
-            exit(0);
+            end(j);
         begin = seconds();
-        state = nc_step(core, STEP_NS);
+        state = nc_step(core, steps ? 0 : STEP_NS);
     }
 }
 
@@ -100,8 +136,10 @@ static void make_call(const job *j, nc *core, int rank, uint64_t number, uint64_
 {
     dice common = dice_of(j->seed, number), d = dice_of(j->seed ^ number, (uint64_t)rank);
     int gathers = chance(&common, 35), in_own = chance(&d, 40);
-    size_t count = chance(&common, 50) ? below(&common, 40) : below(&common, MOST_COUNT);
+    size_t count = below(&common, chance(&common, 50) ? 40 : chance(&common, 70) ? MOST_COUNT / 10 : MOST_COUNT);
     uint64_t *in = in_own ? (uint64_t *)j->own[rank] : memory(count * 8);
+    if (chance(&d, 50) && !gathers)
+        out = (uint64_t *)j->own_result[rank];
     for (size_t i = 0; i < count; i++)
         in[i] = element(number, rank, i);
     nc_call call = {.id = number, .kind = gathers ? NC_ALL_GATHER : NC_ALL_REDUCE, .dtype = gathers ? NC_U8 : NC_U64,
@@ -133,6 +171,9 @@ static _Noreturn void live(job *j, int rank)
     uint64_t *out = memory((size_t)MOST_RANKS * MOST_COUNT * 8);
     nc_room(core, j->slots, &j->sizes);
     nc_segment(core, j->own, OWN_BYTES);
+    nc_segment(core, j->own_result, OWN_BYTES);
+    if (j->pushes)
+        nc_allow_push(core, j->reads_memory, &(nc_push_sizes){1, 1, 1});
     for (uint64_t number = 1; j->victim >= 0 || number <= CALLS_WITHOUT_KILL; number++)
         make_call(j, core, rank, number, out);
     free(out);
@@ -178,7 +219,8 @@ static int may_read(void)
 static void release_job(job *j)
 {
     for (int r = 0; r < j->ranks; r++)
-        munmap(j->slots[r], nc_segment_bytes(&j->sizes)), munmap(j->own[r], OWN_BYTES);
+        munmap(j->slots[r], nc_segment_bytes(&j->sizes)), munmap(j->own[r], OWN_BYTES),
+            munmap(j->own_result[r], OWN_BYTES);
     munmap(j->control, nc_control_bytes(j->ranks));
     munmap(j->board, 4096);
 }
@@ -189,12 +231,16 @@ static void run_job(uint64_t seed, int can_read)
     job *j = shared_memory(sizeof *j);
     *j = (job){.seed = seed, .ranks = 2 + (int)below(&d, MOST_RANKS - 1), .spins = chance(&d, 50) ? 0 : 100};
     j->reads_memory = can_read && chance(&d, 50);
+    j->pushes = chance(&d, 60);
     j->victim = chance(&d, 80) ? (int)below(&d, (size_t)j->ranks) : -1;
+    j->leaves_call = j->victim >= 0 && chance(&d, 50) ? 1 + below(&d, 60) : 0;
     j->sizes = (nc_sizes){4096, 16384, 4096, 1 + (int)below(&d, 4), 4096};
     j->board = shared_memory(4096);
     j->control = shared_memory(nc_control_bytes(j->ranks));
-    for (int r = 0; r < j->ranks; r++)
-        j->slots[r] = shared_memory(nc_segment_bytes(&j->sizes)), j->own[r] = shared_memory(OWN_BYTES);
+    for (int r = 0; r < j->ranks; r++) {
+        j->slots[r] = shared_memory(nc_segment_bytes(&j->sizes));
+        j->own[r] = shared_memory(OWN_BYTES), j->own_result[r] = shared_memory(OWN_BYTES);
+    }
     for (int r = 0; r < j->ranks; r++) {
         pid_t child = fork();
         if (child == 0)
@@ -205,7 +251,9 @@ static void run_job(uint64_t seed, int can_read)
         nanosleep(&(struct timespec){0, 100000}, NULL);
     atomic_store(&j->board->may_begin, 1);
     double until = seconds() + JOB_SECONDS;
-    if (j->victim >= 0) {
+    if (j->leaves_call) {
+        await(j, j->victim, until);
+    } else if (j->victim >= 0) {
         int status;
         nanosleep(&(struct timespec){0, (long)below(&d, 30000000)}, NULL);
         kill(j->pid[j->victim], SIGKILL);

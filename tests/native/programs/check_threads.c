@@ -33,7 +33,7 @@ typedef struct {
     call_plan plan;
     rank_plan own;
     char *private[MOST_PIECES * MOST_REPLICAS];
-    char *in[MOST_PIECES * MOST_REPLICAS], *out[MOST_PIECES], *outs;
+    char *in[MOST_PIECES * MOST_REPLICAS], *out[MOST_PIECES], *outs, *private_outs;
     size_t own_used;
 } call;
 
@@ -125,7 +125,7 @@ static void place_outs(member *m, call *c)
             c->out[i] = c->in[i * c->plan.replicas[m->rank]];
         return;
     }
-    c->outs = memory(result_bytes(w, &c->plan, m->node) + 64);
+    c->outs = place(m, c, result_bytes(w, &c->plan, m->node) + 64, c->own.out_in_own_memory, &c->private_outs);
     for (int i = 0; i < c->plan.call.pieces; at += c->plan.count[i] * size, i++)
         c->out[i] = c->outs + at;
     if (c->own.place != IN_PLACE || c->plan.call.kind != NC_ALL_GATHER)
@@ -355,7 +355,7 @@ static void make_call(member *m, int number)
             free(c->private[i]);
         }
     memset(m->world->node[m->node].own[m->rank], 0x77, c->own_used);
-    free(c->outs);
+    free(c->private_outs);
     free(c);
 }
 
@@ -383,6 +383,7 @@ static void open_core(member *m)
                       p->rails);
     if (m->core == NULL)
         fail("no memory for a core");
+    nc_allow_push(m->core, p->reads_memory, &p->push_from[m->rank]);
     nc_room(m->core, node->slots, &p->sizes);
     if (nc_segment(m->core, common, p->most_bytes) != 0 || nc_segment(m->core, node->own, node->own_bytes) != 1)
         fail("segments have wrong numbers");

@@ -28,6 +28,10 @@ world_plan plan_world(uint64_t seed, size_t most_bytes, int reads_memory)
                          ONE_OF(&d, 64, 500, 4096, 16384), 1 + (int)below(&d, 4), ONE_OF(&d, 32, 500, 3000, 128 << 10)};
     if (is_large(&w))
         w.sizes = (nc_sizes){256 << 10, 1 << 20, 128 << 10, 4, 128 << 10};
+    int pushes = chance(&d, 70), differ = chance(&d, 30); /* ranks may want to push from other sizes */
+    for (int r = 0; r < MOST_RANKS && pushes; r++)
+        for (size_t *from = &w.push_from[r].near; from <= &w.push_from[r].mapped; from++)
+            *from = r && !differ ? w.push_from[0].near : ONE_OF(&d, 1, 1, 200, 20000);
     return w;
 }
 
@@ -161,6 +165,7 @@ rank_plan plan_rank(const world_plan *w, const call_plan *p, int node, int rank)
         own.flags |= NC_WATCH;
     if (chance(&d, 50) && moves_bytes(p))
         own.flags |= NC_EQUAL;
+    own.out_in_own_memory = own.in_own_memory == 100 && chance(&d, 70);
     if (own.place == IN_PLACE && p->call.kind == NC_REDUCE_SCATTER)
         own.place = NEW;
     return own;

@@ -14,6 +14,7 @@ typedef struct {
     uint64_t seed;
     int nodes, ranks[NODES], rails, spins, reads_memory, calls;
     size_t most_bytes;            /* of a rank's arrays in one call */
+    nc_push_sizes push_from[MOST_RANKS];
     nc_sizes sizes;
 } world_plan;
 
@@ -36,6 +37,7 @@ typedef struct {
     int flags;
     result_place place;
     int in_own_memory;            /* per cent of its inputs that lie in memory of nc_segment */
+    int out_in_own_memory;        /* whether its results do */
 } rank_plan;
 
 world_plan plan_world(uint64_t seed, size_t most_bytes, int reads_memory);
