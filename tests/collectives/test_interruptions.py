@@ -361,7 +361,7 @@ def test_a_work_that_no_other_rank_starts_does_not_keep_the_job(power: int) -> N
 
 @pytest.mark.one_rank
 def test_the_deadline_of_a_work_holds_at_the_end_of_the_program() -> None:
-    job = run_script(STARTED_ALONE, 2, "20", "60", timeout=20, env=deadlines(1))
+    job = run_script(STARTED_ALONE, 2, "20", "60", timeout=20, env=deadlines(2))
     assert job.returncode != 0
     assert "rank 0 ends the job: the other ranks have not come to all_reduce SUM of float64(1048576,)" in job.stderr
 

@@ -19,7 +19,7 @@ from mpidist.topology.environments import LauncherInfo
 from mpidist.topology.start_watch import _begin, _Watch
 from tests.elastic.test_run import needs_ulfm
 from tests.support.ranks.jobs import child_environment, run_script
-from tests.support.speed import deadlines
+from tests.support.speed import deadlines, scaled
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
@@ -67,8 +67,9 @@ def test_a_program_from_stdin_is_told_so() -> None:
 
 
 def test_nothing_is_said_where_all_come() -> None:
-    program = "import mpidist\nmpidist.MultiWorkerMirroredStrategy().close()\nimport time; time.sleep(1.5)"
-    job = run_script(program, 2, env=LIMITS)
+    warn_after = scaled(3)
+    program = f"import mpidist, time\nmpidist.MultiWorkerMirroredStrategy().close()\ntime.sleep({warn_after})"
+    job = run_script(program, 2, env=deadlines(20, warn_after))
     assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
 
 
