@@ -213,13 +213,13 @@ from mpi4py import MPI
 if MPI.COMM_WORLD.rank == 0:
     mpidist.MultiWorkerMirroredStrategy()
 else:
-    import time; time.sleep(3)
+    import time; time.sleep(60)
 """
 
 
 @pytest.mark.one_rank
 def test_making_a_strategy_alone_has_a_deadline() -> None:
-    job = run_script(LONELY, 2, env=deadlines(1, 0.3))
+    job = run_script(LONELY, 2, env=deadlines(2, 0.3))
     assert job.returncode != 0
     assert re.search(r"has waited \d+ s for the other ranks in making the first strategy or communicator", job.stderr)
     assert "CollectiveTimeoutError" in job.stderr

@@ -11,6 +11,7 @@ import pytest
 from tests.elastic.test_run import needs_ulfm
 from tests.support.ranks.cores import needs_core
 from tests.support.ranks.jobs import run_script
+from tests.support.speed import scaled
 
 pytestmark = [pytest.mark.one_rank, pytest.mark.jobs, needs_core]
 
@@ -23,6 +24,8 @@ import mpidist
 from mpidist.errors import CollectiveTimeoutError, PeerError
 from tests.support.speed import scaled
 
+mpidist.Communicator().close()
+os.environ["MPIDIST_TIMEOUT"] = sys.argv[2]  # of collectives, not of the start of MPI
 comm = mpidist.Communicator()
 rank, size = comm.rank, comm.size
 pids = comm.all_gather_object(os.getpid())
@@ -61,10 +64,9 @@ def _faults(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run(
     program: str, ranks: int, marks: Path, faults: str = "", fault: str = "", timeout: float = 60, *flags: str
 ) -> list[str]:
-    environment = {"MPIDIST_PUSH_FROM": "1", "MPIDIST_TIMEOUT": str(timeout), "MEMORY_FAULT": fault}
-    job = run_script(
-        START + program, ranks, str(marks), env={**environment, "LD_PRELOAD": faults}, timeout=120, flags=flags
-    )
+    environment = {"MPIDIST_PUSH_FROM": "1", "MEMORY_FAULT": fault, "LD_PRELOAD": faults}
+    arguments = (str(marks), str(scaled(timeout)))
+    job = run_script(START + program, ranks, *arguments, env=environment, timeout=300, flags=flags)
     assert "Traceback" not in job.stderr, job.stderr
     return sorted(job.stdout.splitlines())
 
@@ -79,6 +81,24 @@ print("right")
 """
     for function in ("readv", "writev"):
         assert run(program, ranks, tmp_path, faults, f"1 {function} 1 short") == ["right"] * ranks
+
+
+@pytest.mark.long
+@pytest.mark.all_cores
+def test_results_are_complete_when_a_call_returns(tmp_path: Path) -> None:
+    program = """
+few = (np.arange(65_600) % 251).astype("f4")
+given = [few + i + rank for i in range(89)]
+expected = [few * size + i * size + sum(range(size)) for i in range(89)]
+out = np.empty_like(few)
+for i in range(100_000):
+    mine = given[i % 89].copy()
+    comm.all_reduce("SUM", mine, out=out)
+    mine[:] = -1.0
+    assert np.array_equal(out, expected[i % 89]), i
+print("right")
+"""
+    assert run(program, 2, tmp_path) == ["right"] * 2
 
 
 @pytest.mark.parametrize("function", ["readv", "writev"])
@@ -161,6 +181,20 @@ except (PeerError, CollectiveTimeoutError, RuntimeError):
 leave()
 """
     assert run(program, ranks, tmp_path, timeout=2.0) == ["failed"] * (ranks - 1) + ["unchanged"]
+
+
+def test_a_rank_whose_deadline_has_passed_pushes_nothing_at_its_end(faults: str, tmp_path: Path) -> None:
+    """Rank 0 gives up in the middle of its stripe and changes its input: rank 1 must not get sums of that."""
+    program = """
+os.environ["MPIDIST_TIMEOUT"] = str(scaled(1.0 if rank == 0 else 60.0))
+with_deadline = mpidist.Communicator()
+try:
+    assert np.array_equal(with_deadline.all_reduce("SUM", mine), right)
+except CollectiveTimeoutError:
+    mine[:] = -1.0
+    print("deadline", flush=True)
+"""
+    assert run(program, 2, tmp_path, faults, "0 readv 2 slow") == ["deadline"]
 
 
 @needs_ulfm

@@ -4,6 +4,7 @@
    stop: the process stops itself (SIGSTOP) before the call
    kill: the process kills itself
    fail: the call returns EPERM
+   slow: this call and all later ones take 0.3 s longer
    short: this call and all later ones copy a part of the data. */
 
 #define _GNU_SOURCE
@@ -43,6 +44,8 @@ static ssize_t call(long number, const char *name, pid_t pid, const struct iovec
             kill(getpid(), SIGKILL);
         if (now == at && !strcmp(fault, "fail"))
             return errno = EPERM, -1;
+        if (now >= at && !strcmp(fault, "slow"))
+            usleep(300000);
         if (now >= at && !strcmp(fault, "short")) {
             first = (struct iovec){here->iov_base, here->iov_len > 100 ? here->iov_len / 2 + 1 : here->iov_len};
             here = &first, n = 1;
