@@ -115,8 +115,8 @@ static int tell_places(nc *c, page *p)
         any = any || place != PRIVATE;
         share = share && (place <= MAPPED || bytes < NC_SMALL_ARRAY);
     }
-    int push = may_push ? core_publish_results(c, p->words + c->inputs, mapped) : 0;
-    return any ? TOLD_PLACES | (share ? SHARES : 0) | push : 0;
+    int push = may_push ? core_publish_push(c, p->words + c->inputs, mapped) : 0;
+    return (any ? TOLD_PLACES | (share ? SHARES : 0) : 0) | push;
 }
 
 static void announce(nc *c)
@@ -210,7 +210,7 @@ static int all_agree(const nc *c)
 /* Which way the data take, from what all ranks told. */
 static nc_state decide(nc *c)
 {
-    int all_share = 1, readable = 1, replicas_of_all = 0, all_can_push = 1, any_prefers = 0;
+    int all_share = 1, readable = 1, replicas_of_all = 0, all_may_push = 1, all_can_push = 1;
     c->any_private = 0, c->all_shown = 1, c->most_replicas = 1;
     if (!all_agree(c)) {
         c->phase = IDLE;
@@ -221,8 +221,8 @@ static nc_state decide(nc *c)
         c->all_shown = c->all_shown && flags & SHOWN;
         all_share = all_share && flags & SHARES;
         readable = readable && flags & (SHOWN | TOLD_PLACES);
+        all_may_push = all_may_push && flags & MAY_PUSH;
         all_can_push = all_can_push && flags & CAN_PUSH;
-        any_prefers = any_prefers || flags & PREFERS_PUSH;
         replicas_of_all += replicas;
         if (replicas > c->most_replicas)
             c->most_replicas = replicas;
@@ -235,12 +235,14 @@ static nc_state decide(nc *c)
     if (replicas_of_all > NC_INPUTS)
         return refuse(c, E2BIG);
     cut_stripes(c);
+    if (all_may_push)
+        core_update_latency(c);
     if (c->all_shown) {
         c->phase = SHOWN_ONCE;
     } else if (moves(c) && readable) {
         c->phase = DIRECT;
         c->reader = (c->rank + 1) % c->ranks, c->reader_at = 0;
-    } else if (!(all_can_push && core_start_push(c, any_prefers, replicas_of_all))) {
+    } else if (!(all_can_push && core_start_push(c, replicas_of_all))) {
         for (int r = 0; r < c->ranks && !moves(c); r++)
             for (int i = 0; i < c->call.pieces * replicas_of(c, r) && !c->any_private; i++)
                 c->any_private = !(flags_of(c, r) & TOLD_PLACES) || nc_told(c, r)[i] > MAPPED;

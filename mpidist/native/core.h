@@ -48,10 +48,11 @@ typedef struct {
 } row;
 
 /* What a rank tells with the id: where its data lie. */
-enum { SHOWN = 1, TOLD_PLACES = 2, SHARES = 4, CAN_PUSH = 8, KIND_SHIFT = 4, PREFERS_PUSH = 128 };
+enum { SHOWN = 1, TOLD_PLACES = 2, SHARES = 4, CAN_PUSH = 8, KIND_SHIFT = 4, MAY_PUSH = 128 };
 /* With TOLD_PLACES the words are the place of each input: an address of this rank's own memory, from which others read;
    PRIVATE, which nobody reads; or below that, counted down, number of and offset in memory that all ranks map. Behind
-   the first are the parts of ALL_TO_ALL. With CAN_PUSH the locations of results follow, too. */
+   the first are the parts of ALL_TO_ALL. With MAY_PUSH, whether a neighbour of this
+   rank is far follows the inputs, and with CAN_PUSH the locations of results. */
 enum { PRIVATE = -1, MAPPED = -2 };
 enum { SEGMENT_SHIFT = 44 };
 
@@ -99,7 +100,8 @@ struct nc {
     int may_write;                     /* PUSHING: whether all ranks may write into each other's memory */
     nc_push_sizes push_from;
     int64_t latency;                   /* to the farther of two neighbours, nanoseconds; 0 before it is measured */
-    uint64_t pushable;                 /* calls that all ranks could push */
+    int any_far;                       /* whether the latency of any rank was high at the last call with MAY_PUSH */
+    uint64_t pushable;                 /* calls in which all ranks published MAY_PUSH */
     size_t pushed, pieces_pushed;      /* the next element of this rank's stripe; the pieces before it */
     char *scratch, memory[PAGE + SCRATCH_BYTES];
     nc_event event;
@@ -187,9 +189,12 @@ void core_copy(char *to, const char *from, size_t bytes, int streamed);
 int core_transfer(int pid, struct iovec *here, struct iovec *there, int n, int writes);
 
 /* push.c */
-int core_may_push(const nc *c); /* whether locations of results are worth publishing */
-int core_publish_results(nc *c, int64_t *places, int inputs_are_mapped);
-int core_start_push(nc *c, int any_prefers, int replicas_of_all);
+int core_may_push(const nc *c);
+/* Publish what other ranks need to push, behind the inputs; return flags of the header. */
+int core_publish_push(nc *c, int64_t *words, int inputs_are_mapped);
+/* After a handshake in which all ranks published MAY_PUSH: update the latency of the node. */
+void core_update_latency(nc *c);
+int core_start_push(nc *c, int replicas_of_all); /* 0 with too many replicas */
 nc_state core_push(nc *c);
 nc_state core_end_push(nc *c);
 

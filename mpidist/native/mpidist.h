@@ -148,8 +148,8 @@ int nc_is_on_wire(const nc *core);            /* whether there are other nodes *
    ends the process. Returns 0, or an error number. */
 int nc_limit_finalize(int warn_seconds, const char *warning, int limit_seconds, const char *error);
 
-/* From these bytes on a rank asks for push: between cores that share a cache, between others, and where all arrays are
-   mapped by all ranks. It is used if all ranks can and any rank asks for it. */
+/* From these bytes on a rank agrees to push: between cores that share a cache, if any ranks do not share one, and for
+   arrays that all ranks map. Push is used if all ranks agree. */
 typedef struct {
     size_t near, far, mapped;
 } nc_push_sizes;

@@ -55,7 +55,7 @@ int core_may_push(const nc *c)
     size_t least = smaller(smaller(c->push_from.near, c->push_from.far), c->push_from.mapped);
     return c->call.kind == NC_ALL_REDUCE && !c->on_wire && c->ranks > 1 && c->ranks <= NC_MOST_PUSHING && least > 0 &&
            c->bytes >= least && !(c->call.flags & (NC_UNWANTED | NC_SHARE)) && c->piece[0].out != NULL &&
-           c->inputs + c->call.pieces <= NC_WORDS;
+           c->inputs + 1 + c->call.pieces <= NC_WORDS;
 }
 
 /* Check that the kernel accesses the first and last byte of arrays of this process. It refuses some mappings, and
@@ -84,51 +84,65 @@ static int can_access(const nc *c, int arrays, int writes)
     return 1;
 }
 
-/* Publish the locations of results; return flags for the header. */
-int core_publish_results(nc *c, int64_t *places, int inputs_are_mapped)
+int core_publish_push(nc *c, int64_t *words, int inputs_are_mapped)
 {
-    int mapped = 1;
+    int mapped = inputs_are_mapped;
+    words[0] = c->latency > FAR_NANOSECONDS;
     for (int i = 0; i < c->call.pieces; i++) {
-        places[i] = core_place_of(c, c->piece[i].out, c->piece[i].count * c->itemsize);
-        if (places[i] == PRIVATE) {
-            places[i] = (int64_t)(intptr_t)c->piece[i].out;
+        words[1 + i] = core_place_of(c, c->piece[i].out, c->piece[i].count * c->itemsize);
+        if (words[1 + i] == PRIVATE) {
+            words[1 + i] = (int64_t)(intptr_t)c->piece[i].out;
             mapped = 0;
         }
     }
-    if (!mapped && !(c->may_write && can_access(c, c->call.pieces, 1)))
-        return 0;
-    if (!inputs_are_mapped && !(c->pids != NULL && can_access(c, c->inputs, 0)))
-        return 0;
-    size_t from = mapped && inputs_are_mapped      ? c->push_from.mapped
-                  : c->latency > FAR_NANOSECONDS ? c->push_from.far
-                                                   : c->push_from.near;
-    return CAN_PUSH | (c->bytes >= from ? PREFERS_PUSH : 0);
+    if (c->bytes < (mapped ? c->push_from.mapped : c->any_far ? c->push_from.far : c->push_from.near))
+        return MAY_PUSH;
+    if (!mapped && !(c->may_write && can_access(c, c->inputs, 0) && can_access(c, c->call.pieces, 1)))
+        return MAY_PUSH;
+    return MAY_PUSH | CAN_PUSH;
 }
 
-/* Measure the latency to two neighbours. Collective: called after a handshake in which every rank can push. */
-static void measure(nc *c)
+/* Every rank of the node takes part in the measurement, to up to two neighbours. */
+void core_update_latency(nc *c)
 {
+    c->any_far = 0;
+    for (int r = 0; r < c->ranks; r++)
+        c->any_far = c->any_far || nc_told(c, r)[c->call.pieces * replicas_of(c, r)];
+    if (c->pushable++ % CALLS_BETWEEN_PINGS != 0)
+        return;
     int64_t even = nc_ping(c, c->rank ^ 1, BATCHES, PING_LIMIT);
     int64_t odd = nc_ping(c, ((c->rank + 1) ^ 1) - 1, BATCHES, PING_LIMIT);
     if (even || odd)
         c->latency = even > odd ? even : odd;
 }
 
+/* The location of an input or a result that a rank has published. */
+static int64_t place_of_input(const nc *c, int rank, int array, int replica)
+{
+    return nc_told(c, rank)[array * replicas_of(c, rank) + replica];
+}
+
+static int64_t place_of_result(const nc *c, int rank, int array)
+{
+    return nc_told(c, rank)[c->call.pieces * replicas_of(c, rank) + 1 + array];
+}
+
 static int all_are_mapped(const nc *c)
 {
     for (int r = 0; r < c->ranks; r++)
-        for (int i = 0; i < c->call.pieces * (replicas_of(c, r) + 1); i++)
-            if (nc_told(c, r)[i] > MAPPED)
+        for (int i = 0; i < c->call.pieces; i++) {
+            if (place_of_result(c, r, i) > MAPPED)
                 return 0;
+            for (int q = 0; q < replicas_of(c, r); q++)
+                if (place_of_input(c, r, i, q) > MAPPED)
+                    return 0;
+        }
     return 1;
 }
 
-/* Start to push, if that can be done and any rank prefers it. All ranks decide from the same headers. */
-int core_start_push(nc *c, int any_prefers, int replicas_of_all)
+int core_start_push(nc *c, int replicas_of_all)
 {
-    if (c->pushable++ % CALLS_BETWEEN_PINGS == 0)
-        measure(c);
-    if (!any_prefers || replicas_of_all > MOST_READ)
+    if (replicas_of_all > MOST_READ)
         return 0;
     size_t bytes = all_are_mapped(c) ? COMBINED_AT_ONCE : SCRATCH_BYTES / (size_t)(replicas_of_all - c->call.replicas);
     size_t unit = c->call.unit ? c->call.unit : 1, elements = bytes / c->itemsize;
@@ -159,16 +173,6 @@ static int cut(const nc *c, part *parts, size_t *end)
 
 /* Scratch memory for a replica of another rank: they are numbered in the order of ranks, without this rank. */
 static char *scratch_of(const nc *c, int number) { return c->scratch + (size_t)number * c->slice * c->itemsize; }
-
-static int64_t place_of_input(const nc *c, int rank, int array, int replica)
-{
-    return nc_told(c, rank)[array * replicas_of(c, rank) + replica];
-}
-
-static int64_t place_of_result(const nc *c, int rank, int array)
-{
-    return nc_told(c, rank)[c->call.pieces * replicas_of(c, rank) + array];
-}
 
 /* Read the private inputs of a rank into scratch memory. */
 static int read_inputs(nc *c, int rank, int number, const part *parts, int n)
