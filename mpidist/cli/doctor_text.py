@@ -244,7 +244,7 @@ def _collectives(job: JobFacts) -> Iterator[str]:
     counts = [facts.node_of_rank.count(node) for node in range(max(facts.node_of_rank) + 1)]
     each = str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
     may = "may" if facts.reads_neighbours else "may not"
-    nodes = f"{_count(len(counts), 'node')} x {each}; ranks of a node {may} access each other's memory"
+    nodes = f"{_count(len(counts), 'node')} x {each}; ranks of a node {may} read each other's memory"
     yield from _line("nodes", nodes)
     yield from _line("all-reduce", f"{facts.table} ({facts.table_origin})")
     if facts.gpu_table:

@@ -170,7 +170,7 @@ PUSH_FROM: Setting[int | None] = _setting(
     _positive_int,
     "a number of bytes of at least 1",
     "all-reduces of at least this size write results directly into the memory of the other ranks of a node; by default "
-    "the size depends on the measured latency between the cores, and ranks that share a core never do it",
+    "262144, for private arrays only if neighbouring ranks have no common cache, and never if ranks share a core",
 )
 READ_NEIGHBOURS = _switch(
     "MPIDIST_READ_NEIGHBOURS",

@@ -102,20 +102,20 @@ static int show(nc *c, page *p)
    ones, lie in memory that all ranks map. */
 static int tell_places(nc *c, page *p)
 {
-    int any = 0, share = c->call.flags & NC_SHARE, may_push = core_may_push(c), mapped = 1;
+    int any = 0, share = c->call.flags & NC_SHARE, is_candidate = core_is_push_candidate(c), mapped = 1;
     if (c->inputs > NC_WORDS)
         return 0;
     for (int i = 0; i < c->inputs; i++) {
         size_t bytes = c->piece[i / c->call.replicas].count * c->itemsize;
         int64_t place = core_place_of(c, c->in[i], bytes);
         mapped = mapped && place <= MAPPED;
-        if (place == PRIVATE && (moves(c) || may_push) && c->pids != NULL)
+        if (place == PRIVATE && (moves(c) || is_candidate) && c->pids != NULL)
             place = (int64_t)(intptr_t)c->in[i];
         p->words[i] = place;
         any = any || place != PRIVATE;
         share = share && (place <= MAPPED || bytes < NC_SMALL_ARRAY);
     }
-    int push = may_push ? core_publish_push(c, p->words + c->inputs, mapped) : 0;
+    int push = is_candidate ? core_publish_push(c, p->words + c->inputs, mapped) : 0;
     return (any ? TOLD_PLACES | (share ? SHARES : 0) : 0) | push;
 }
 
@@ -210,7 +210,7 @@ static int all_agree(const nc *c)
 /* Which way the data take, from what all ranks told. */
 static nc_state decide(nc *c)
 {
-    int all_share = 1, readable = 1, replicas_of_all = 0, all_may_push = 1, all_can_push = 1;
+    int all_share = 1, readable = 1, replicas_of_all = 0, all_are_candidates = 1, all_are_ready = 1;
     c->any_private = 0, c->all_shown = 1, c->most_replicas = 1;
     if (!all_agree(c)) {
         c->phase = IDLE;
@@ -221,8 +221,8 @@ static nc_state decide(nc *c)
         c->all_shown = c->all_shown && flags & SHOWN;
         all_share = all_share && flags & SHARES;
         readable = readable && flags & (SHOWN | TOLD_PLACES);
-        all_may_push = all_may_push && flags & MAY_PUSH;
-        all_can_push = all_can_push && flags & CAN_PUSH;
+        all_are_candidates = all_are_candidates && flags & PUSH_CANDIDATE;
+        all_are_ready = all_are_ready && flags & PUSH_READY;
         replicas_of_all += replicas;
         if (replicas > c->most_replicas)
             c->most_replicas = replicas;
@@ -235,14 +235,14 @@ static nc_state decide(nc *c)
     if (replicas_of_all > NC_INPUTS)
         return refuse(c, E2BIG);
     cut_stripes(c);
-    if (all_may_push)
+    if (all_are_candidates)
         core_update_latency(c);
     if (c->all_shown) {
         c->phase = SHOWN_ONCE;
     } else if (moves(c) && readable) {
         c->phase = DIRECT;
         c->reader = (c->rank + 1) % c->ranks, c->reader_at = 0;
-    } else if (!(all_can_push && core_start_push(c, replicas_of_all))) {
+    } else if (!(all_are_ready && core_start_push(c, replicas_of_all))) {
         for (int r = 0; r < c->ranks && !moves(c); r++)
             for (int i = 0; i < c->call.pieces * replicas_of(c, r) && !c->any_private; i++)
                 c->any_private = !(flags_of(c, r) & TOLD_PLACES) || nc_told(c, r)[i] > MAPPED;
@@ -416,7 +416,7 @@ static nc_state move(nc *c)
     case PUSHING:
         return core_push(c);
     case PUSHED:
-    case STOPPED:
+    case CANCELED:
         return core_end_push(c);
     case LEAVING:
         return leave(c);

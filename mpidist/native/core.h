@@ -22,8 +22,8 @@ _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "the core needs lock-free counters o
    inputs of other ranks, written the result, and copied the result. LEFT counts the calls with direct access to other
    ranks' memory that the rank has left. SETTLED is used by the leader of a node. It is 2 * m after the inter-node call of
    meeting m, and 2 * m + 1 if that call was refused. PINGED counts the pings of the latency measurement.
-   WRITING is 1 while the rank writes into the results of others. ABANDONED is set when it has left a call early: no rank
-   may write into its results any more. */
+   WRITING is 1 while the rank writes into the results of others, and 0 otherwise. ABANDONED is set when it has left a call
+   early or failed, see push.c: no rank may write into its results any more. */
 enum { FILLED, READ, REDUCED, TAKEN, LEFT, SETTLED, PINGED, WRITING, ABANDONED, COUNTERS };
 
 /* Two lines of the cache, which travel together: to share one with another rank's costs more than its bytes do. */
@@ -48,11 +48,11 @@ typedef struct {
 } row;
 
 /* What a rank tells with the id: where its data lie. */
-enum { SHOWN = 1, TOLD_PLACES = 2, SHARES = 4, CAN_PUSH = 8, KIND_SHIFT = 4, MAY_PUSH = 128 };
+enum { SHOWN = 1, TOLD_PLACES = 2, SHARES = 4, PUSH_READY = 8, KIND_SHIFT = 4, PUSH_CANDIDATE = 128 };
 /* With TOLD_PLACES the words are the place of each input: an address of this rank's own memory, from which others read;
    PRIVATE, which nobody reads; or below that, counted down, number of and offset in memory that all ranks map. Behind
-   the first are the parts of ALL_TO_ALL. With MAY_PUSH, whether a neighbour of this
-   rank is far follows the inputs, and with CAN_PUSH the locations of results. */
+   the first are the parts of ALL_TO_ALL. With PUSH_CANDIDATE, two things follow the
+   inputs: 1 if this rank has a distant neighbour, and the locations of its results. With PUSH_READY, peers may use these. */
 enum { PRIVATE = -1, MAPPED = -2 };
 enum { SEGMENT_SHIFT = 44 };
 
@@ -67,7 +67,7 @@ enum { PAGE = 4096, SKEW = 2112 };
 /* Memory of a rank for the inputs that it reads from others; it stays in the cache. */
 enum { SCRATCH_BYTES = 256 << 10 };
 
-typedef enum { IDLE, MEETING, SHOWN_ONCE, CHUNKS, DIRECT, PUSHING, PUSHED, STOPPED, LEAVING, LEADING, FOLLOWING } phase;
+typedef enum { IDLE, MEETING, SHOWN_ONCE, CHUNKS, DIRECT, PUSHING, PUSHED, CANCELED, LEAVING, LEADING, FOLLOWING } phase;
 
 typedef struct nc_leader leader;
 
@@ -97,12 +97,12 @@ struct nc {
     uint64_t chunks;                   /* of all calls before */
     int reader;                        /* DIRECT: whose data are read next, and from where */
     size_t reader_at;
-    int may_write;                     /* PUSHING: whether all ranks may write into each other's memory */
+    int may_write;                     /* push: whether all ranks may write into each other's memory */
     nc_push_sizes push_from;
     int64_t latency;                   /* to the farther of two neighbours, nanoseconds; 0 before it is measured */
-    int any_far;                       /* whether the latency of any rank was high at the last call with MAY_PUSH */
-    uint64_t pushable;                 /* calls in which all ranks published MAY_PUSH */
-    size_t pushed, pieces_pushed;      /* the next element of this rank's stripe; the pieces before it */
+    int any_far;                       /* whether the latency of any rank was high at the last call with PUSH_CANDIDATE */
+    uint64_t push_candidates;                 /* calls in which all ranks published PUSH_CANDIDATE */
+    size_t next_element, blocks_pushed;      /* the next element of this rank's stripe; the blocks before it */
     char *scratch, memory[PAGE + SCRATCH_BYTES];
     nc_event event;
     nc_piece piece[NC_PIECES];
@@ -189,10 +189,11 @@ void core_copy(char *to, const char *from, size_t bytes, int streamed);
 int core_transfer(int pid, struct iovec *here, struct iovec *there, int n, int writes);
 
 /* push.c */
-int core_may_push(const nc *c);
+int core_is_push_candidate(const nc *c);
 /* Publish what other ranks need to push, behind the inputs; return flags of the header. */
 int core_publish_push(nc *c, int64_t *words, int inputs_are_mapped);
-/* After a handshake in which all ranks published MAY_PUSH: update the latency of the node. */
+/* Read the other ranks' latency, and measure that of this rank now and then. Called by all ranks after a handshake in
+   which all published PUSH_CANDIDATE. A measurement takes effect two such calls later. */
 void core_update_latency(nc *c);
 int core_start_push(nc *c, int replicas_of_all); /* 0 with too many replicas */
 nc_state core_push(nc *c);

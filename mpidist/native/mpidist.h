@@ -148,8 +148,8 @@ int nc_is_on_wire(const nc *core);            /* whether there are other nodes *
    ends the process. Returns 0, or an error number. */
 int nc_limit_finalize(int warn_seconds, const char *warning, int limit_seconds, const char *error);
 
-/* From these bytes on a rank agrees to push: between cores that share a cache, if any ranks do not share one, and for
-   arrays that all ranks map. Push is used if all ranks agree. */
+/* From these bytes on a rank agrees to push. near: all neighbours share a cache; far: some do not; mapped: all arrays are in
+   mapped memory. Push is used if all ranks agree. */
 typedef struct {
     size_t near, far, mapped;
 } nc_push_sizes;
@@ -160,8 +160,8 @@ enum { NC_MOST_PUSHING = 8 };
    other's private memory. */
 void nc_allow_push(nc *core, int may_write, const nc_push_sizes *from);
 
-/* Stop other ranks from writing into results of this rank, whose call will not finish. No call may follow. Waits for
-   each rank until it is not inside a write, for at most `nanoseconds`; is_writing[rank] says which ranks still are. */
+/* Stop other ranks from writing into results of this rank, whose call will not finish. No call may follow. Waits until
+   no rank is inside a write, for at most `nanoseconds`; is_writing[rank] says which ranks still are. */
 void nc_abandon(nc *core, int64_t nanoseconds, char *is_writing);
 
 /* Give a core the slots of all ranks. */

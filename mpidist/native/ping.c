@@ -24,7 +24,7 @@ int64_t nc_ping(nc *c, int other, int batches, int64_t limit)
                 count(c, PINGED, before + rounds); /* so that the other rank does not wait for this one */
                 return 0;
             }
-        if (counted(c, other, PINGED) > turn)
+        if (i < rounds && counted(c, other, PINGED) > turn)
             return 0; /* the other rank gave up */
         if (c->rank > other)
             count(c, PINGED, turn);

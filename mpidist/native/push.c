@@ -4,9 +4,9 @@
    writes the sum into all ranks' results. Mapped memory is accessed directly, private memory by the kernel
    (process_vm_readv, process_vm_writev). Ranks wait for each other only at the start and at the end of the call.
 
-   Peers write to the memory of this rank, so a rank that leaves a call early must stop them first. WRITING and ABANDONED
-   are a store-then-load pair: a writer sets WRITING and then reads ABANDONED, a leaving rank sets ABANDONED and then reads
-   WRITING. At least one of the two sees the other. */
+   Peers write to the memory of this rank, so a rank that leaves a call early must stop them first. A writer sets WRITING
+   and then reads ABANDONED, a leaving rank sets ABANDONED and then reads WRITING. At least one of the two sees the other.
+   This is Dekker's pattern and needs sequential consistency. */
 
 #define _GNU_SOURCE
 #include "core.h"
@@ -15,20 +15,20 @@
 #include <sched.h>
 #include <string.h>
 
-/* MOST_READ: inputs of other ranks, so that a piece of each has at least 4 KiB of the scratch memory. */
-enum { COMBINED_AT_ONCE = 32 << 10, MOST_PARTS = 64, MOST_READ = SCRATCH_BYTES / 4096 };
-/* Cores that share a cache answer within 35 to 50 ns, others within 150 to 230 ns. The limit is for a rank whose core is
-   taken away during a ping. */
-enum { FAR_NANOSECONDS = 100, BATCHES = 2, PING_LIMIT = 200000, CALLS_BETWEEN_PINGS = 32 };
-/* The values of ABANDONED, and 0. An errno is added to the second, with which the call fails on all ranks. */
+/* MOST_READ: inputs of other ranks, so that a block of each has at least 4 KiB of the scratch memory. */
+enum { COMBINED_AT_ONCE = 32 << 10, MOST_SEGMENTS = 64, MOST_READ = SCRATCH_BYTES / 4096 };
+/* Cores that share a cache answer within 35 to 50 ns, others within 150 to 230 ns. The limit ends a ping when the peer is
+   descheduled. */
+enum { FAR_NANOSECONDS = 100, BATCHES = 2, PING_LIMIT_NANOSECONDS = 200000, CALLS_BETWEEN_PINGS = 32 };
+/* ABANDONED is 0, LEFT_EARLY, or FAILED + errno. Every rank fails with that errno. */
 enum { LEFT_EARLY = 1, FAILED = 2 };
 
-/* Bytes of one array of the call. A piece of a stripe has at most MOST_PARTS. */
+/* The part of a block that lies in one array of the call. A stripe is pushed block by block. */
 typedef struct {
     int array;
-    size_t offset, bytes;
-    char *sum; /* location of the combined elements in this process */
-} part;
+    size_t offset, bytes; /* in this array */
+    char *sum;            /* location of the combined elements in this process */
+} segment;
 
 static void set(nc *c, int which, uint64_t value)
 {
@@ -50,7 +50,7 @@ void nc_allow_push(nc *c, int may_write, const nc_push_sizes *from)
 
 static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
-int core_may_push(const nc *c)
+int core_is_push_candidate(const nc *c)
 {
     size_t least = smaller(smaller(c->push_from.near, c->push_from.far), c->push_from.mapped);
     return c->call.kind == NC_ALL_REDUCE && !c->on_wire && c->ranks > 1 && c->ranks <= NC_MOST_PUSHING && least > 0 &&
@@ -58,24 +58,23 @@ int core_may_push(const nc *c)
            c->inputs + 1 + c->call.pieces <= NC_WORDS;
 }
 
-/* Check that the kernel accesses the first and last byte of arrays of this process. It refuses some mappings, and
-   would refuse them to other ranks in the middle of a call. */
-static int can_access(const nc *c, int arrays, int writes)
+/* Probe both ends of each input or result, because the kernel rejects some mappings and peers would fail in the middle
+   of a call. Writes store the same bytes back. */
+static int can_access(const nc *c, int count, int are_results)
 {
-    char ends[2 * MOST_PARTS];
-    struct iovec array[2 * MOST_PARTS];
-    for (int i = 0, n = 0; i < arrays; i++) {
-        int replicas = writes ? 1 : c->call.replicas;
-        size_t bytes = c->piece[i / replicas].count * c->itemsize;
-        char *at = writes ? c->piece[i].out : (char *)(intptr_t)c->in[i];
+    char ends[2 * MOST_SEGMENTS];
+    struct iovec remote[2 * MOST_SEGMENTS];
+    for (int i = 0, n = 0; i < count; i++) {
+        size_t bytes = c->piece[are_results ? i : i / c->call.replicas].count * c->itemsize;
+        char *at = are_results ? c->piece[i].out : (char *)(intptr_t)c->in[i];
         if (bytes) {
             ends[n] = *at, ends[n + 1] = at[bytes - 1];
-            array[n++] = (struct iovec){at, 1}, array[n++] = (struct iovec){at + bytes - 1, 1};
+            remote[n++] = (struct iovec){at, 1}, remote[n++] = (struct iovec){at + bytes - 1, 1};
         }
-        if (n && (n == 2 * MOST_PARTS || i + 1 == arrays)) {
-            struct iovec all = {ends, (size_t)n};
-            ssize_t done = writes ? process_vm_writev(c->pids[c->rank], &all, 1, array, (unsigned long)n, 0)
-                                  : process_vm_readv(c->pids[c->rank], &all, 1, array, (unsigned long)n, 0);
+        if (n && (n == 2 * MOST_SEGMENTS || i + 1 == count)) {
+            struct iovec here = {ends, (size_t)n};
+            ssize_t done = are_results ? process_vm_writev(c->pids[c->rank], &here, 1, remote, (unsigned long)n, 0)
+                                       : process_vm_readv(c->pids[c->rank], &here, 1, remote, (unsigned long)n, 0);
             if (done != n)
                 return 0;
             n = 0;
@@ -96,24 +95,24 @@ int core_publish_push(nc *c, int64_t *words, int inputs_are_mapped)
         }
     }
     if (c->bytes < (mapped ? c->push_from.mapped : c->any_far ? c->push_from.far : c->push_from.near))
-        return MAY_PUSH;
+        return PUSH_CANDIDATE;
     if (!mapped && !(c->may_write && can_access(c, c->inputs, 0) && can_access(c, c->call.pieces, 1)))
-        return MAY_PUSH;
-    return MAY_PUSH | CAN_PUSH;
+        return PUSH_CANDIDATE;
+    return PUSH_CANDIDATE | PUSH_READY;
 }
 
-/* Every rank of the node takes part in the measurement, to up to two neighbours. */
 void core_update_latency(nc *c)
 {
     c->any_far = 0;
     for (int r = 0; r < c->ranks; r++)
         c->any_far = c->any_far || nc_told(c, r)[c->call.pieces * replicas_of(c, r)];
-    if (c->pushable++ % CALLS_BETWEEN_PINGS != 0)
+    if (c->push_candidates++ % CALLS_BETWEEN_PINGS != 0)
         return;
-    int64_t even = nc_ping(c, c->rank ^ 1, BATCHES, PING_LIMIT);
-    int64_t odd = nc_ping(c, ((c->rank + 1) ^ 1) - 1, BATCHES, PING_LIMIT);
-    if (even || odd)
-        c->latency = even > odd ? even : odd;
+    /* Pairs (0, 1), (2, 3) and so on, then (1, 2), (3, 4) and so on. nc_ping returns 0 for a missing rank. */
+    int64_t first = nc_ping(c, c->rank ^ 1, BATCHES, PING_LIMIT_NANOSECONDS);
+    int64_t second = nc_ping(c, ((c->rank + 1) ^ 1) - 1, BATCHES, PING_LIMIT_NANOSECONDS);
+    if (first || second)
+        c->latency = first > second ? first : second;
 }
 
 /* The location of an input or a result that a rank has published. */
@@ -147,46 +146,46 @@ int core_start_push(nc *c, int replicas_of_all)
     size_t bytes = all_are_mapped(c) ? COMBINED_AT_ONCE : SCRATCH_BYTES / (size_t)(replicas_of_all - c->call.replicas);
     size_t unit = c->call.unit ? c->call.unit : 1, elements = bytes / c->itemsize;
     c->slice = elements > unit ? elements - elements % unit : elements;
-    c->pushed = c->border[c->rank];
-    c->pieces_pushed = 0;
+    c->next_element = c->border[c->rank];
+    c->blocks_pushed = 0;
     c->phase = PUSHING;
     return 1;
 }
 
-/* Pieces ---------------------------------------------------------------------------------------------------------- */
+/* Blocks ---------------------------------------------------------------------------------------------------------- */
 
-/* Cut a piece that starts at an element into parts; return their number, and the element behind them. */
-static int cut(const nc *c, part *parts, size_t *end)
+/* Split the next block into segments, one for each array; return their number, and the element after the block. */
+static int cut(const nc *c, segment *segments, size_t *end)
 {
-    size_t e = c->pushed, stop = c->border[c->rank + 1];
+    size_t e = c->next_element, stop = c->border[c->rank + 1];
     int n = 0;
     stop = stop - e < c->slice ? stop : e + c->slice;
-    for (int i = core_piece_with(c, e); e < stop && n < MOST_PARTS; i++) {
+    for (int i = core_piece_with(c, e); e < stop && n < MOST_SEGMENTS; i++) {
         size_t m = smaller(c->first[i + 1], stop) - e;
         if (m)
-            parts[n++] = (part){i, (e - c->first[i]) * c->itemsize, m * c->itemsize, NULL};
+            segments[n++] = (segment){i, (e - c->first[i]) * c->itemsize, m * c->itemsize, NULL};
         e += m;
     }
     *end = e;
     return n;
 }
 
-/* Scratch memory for a replica of another rank: they are numbered in the order of ranks, without this rank. */
+/* Scratch memory of an input. Inputs of other ranks are numbered in rank order. */
 static char *scratch_of(const nc *c, int number) { return c->scratch + (size_t)number * c->slice * c->itemsize; }
 
 /* Read the private inputs of a rank into scratch memory. */
-static int read_inputs(nc *c, int rank, int number, const part *parts, int n)
+static int read_inputs(nc *c, int rank, int number, const segment *segments, int n)
 {
     for (int q = 0; q < replicas_of(c, rank); q++, number++) {
-        struct iovec here[MOST_PARTS], there[MOST_PARTS];
+        struct iovec here[MOST_SEGMENTS], there[MOST_SEGMENTS];
         char *to = scratch_of(c, number);
         int m = 0;
-        for (int i = 0; i < n; to += parts[i++].bytes) {
-            int64_t place = place_of_input(c, rank, parts[i].array, q);
+        for (int i = 0; i < n; to += segments[i++].bytes) {
+            int64_t place = place_of_input(c, rank, segments[i].array, q);
             if (place <= MAPPED)
                 continue;
-            here[m] = (struct iovec){to, parts[i].bytes};
-            there[m++] = (struct iovec){(char *)(intptr_t)place + parts[i].offset, parts[i].bytes};
+            here[m] = (struct iovec){to, segments[i].bytes};
+            there[m++] = (struct iovec){(char *)(intptr_t)place + segments[i].offset, segments[i].bytes};
         }
         if (m && core_transfer(c->pids[rank], here, there, m, 0) < 0)
             return -1;
@@ -194,7 +193,7 @@ static int read_inputs(nc *c, int rank, int number, const part *parts, int n)
     return 0;
 }
 
-static int read_all(nc *c, const part *parts, int n)
+static int read_all(nc *c, const segment *segments, int n)
 {
     int first[NC_MOST_PUSHING], number = 0;
     for (int r = 0; r < c->ranks; r++) {
@@ -203,25 +202,26 @@ static int read_all(nc *c, const part *parts, int n)
     }
     for (int i = 1; i < c->ranks; i++) { /* not all ranks read the memory of rank 0 first */
         int r = (c->rank + i) % c->ranks;
-        if (read_inputs(c, r, first[r], parts, n) < 0)
+        if (read_inputs(c, r, first[r], segments, n) < 0)
             return -1;
     }
     return 0;
 }
 
-/* Collect the inputs of a part, in rank order; return their number. `at`: bytes of the piece before the part. */
-static int collect(nc *c, const part *p, size_t at)
+/* Collect the inputs of a segment, in rank order; return their number. `at`: bytes of the block before the segment. */
+static int collect(nc *c, const segment *s, size_t at)
 {
     int inputs = 0, number = 0;
     for (int r = 0; r < c->ranks; r++)
         for (int q = 0; q < replicas_of(c, r); q++) {
-            int64_t place = place_of_input(c, r, p->array, q);
-            if (r == c->rank)
-                c->combined[inputs++] = c->in[p->array * c->call.replicas + q] + p->offset;
-            else
-                c->combined[inputs++] =
-                    place <= MAPPED ? at_place(c, r, place) + p->offset : scratch_of(c, number) + at;
-            number += r != c->rank;
+            if (r == c->rank) {
+                c->combined[inputs++] = c->in[s->array * c->call.replicas + q] + s->offset;
+                continue;
+            }
+            int64_t place = place_of_input(c, r, s->array, q);
+            c->combined[inputs++] =
+                place <= MAPPED ? at_place(c, r, place) + s->offset : scratch_of(c, number) + at;
+            number++;
         }
     return inputs;
 }
@@ -235,62 +235,58 @@ static int is_in_place(const nc *c, int rank, int array)
     return 0;
 }
 
-/* Combine a part into the result of this rank, block by block, so that second copies are written out of the cache.
-   Stores past the cache pay unless the lines are in the cache, as those of an input are. */
-static void combine(nc *c, part *p, size_t at)
+/* Combine a segment into the result of this rank, COMBINED_AT_ONCE bytes at a time, so that copies read from the cache.
+   Large results bypass the cache, except in place, because the lines are cached already. */
+static void combine(nc *c, segment *s, size_t at)
 {
-    int inputs = collect(c, p, at), streamed = streams(c) && !is_in_place(c, c->rank, p->array);
-    char *to = c->piece[p->array].out + p->offset;
-    p->sum = streamed ? scratch_of(c, 0) + at : to;
-    for (size_t done = 0; done < p->bytes; done += COMBINED_AT_ONCE) {
-        size_t bytes = smaller(p->bytes - done, COMBINED_AT_ONCE);
-        nc_combine(p->sum + done, c->combined, inputs, bytes / c->itemsize, c->call.dtype, c->call.op,
+    int inputs = collect(c, s, at), streamed = streams(c) && !is_in_place(c, c->rank, s->array);
+    char *to = c->piece[s->array].out + s->offset;
+    s->sum = streamed ? scratch_of(c, 0) + at : to; /* may overwrite the first input, which nc_combine allows */
+    for (size_t done = 0; done < s->bytes; done += COMBINED_AT_ONCE) {
+        size_t bytes = smaller(s->bytes - done, COMBINED_AT_ONCE);
+        nc_combine(s->sum + done, c->combined, inputs, bytes / c->itemsize, c->call.dtype, c->call.op,
                    c->call.divisor);
         if (streamed)
-            core_copy(to + done, p->sum + done, bytes, 1);
+            core_copy(to + done, s->sum + done, bytes, 1);
         for (int i = 0; i < inputs; i++)
             c->combined[i] += bytes;
     }
 }
 
-/* Write a piece into the result of a rank. Nothing lies between the check and the write. Fails with ECANCELED if the rank
-   has left the call. */
-static int write_result(nc *c, int rank, const part *parts, int n)
+/* Write a block into the results of a rank; return 0 or an errno, ECANCELED if the rank has left the call. WRITING is set,
+   so a rank that leaves after the check waits for this write. */
+static int write_results(nc *c, int rank, const segment *segments, int n)
 {
-    struct iovec here[MOST_PARTS], there[MOST_PARTS];
+    struct iovec here[MOST_SEGMENTS], there[MOST_SEGMENTS];
     int m = 0;
     for (int i = 0; i < n; i++) {
-        int64_t place = place_of_result(c, rank, parts[i].array);
+        int64_t place = place_of_result(c, rank, segments[i].array);
         if (place <= MAPPED)
             continue;
-        here[m] = (struct iovec){parts[i].sum, parts[i].bytes};
-        there[m++] = (struct iovec){(char *)(intptr_t)place + parts[i].offset, parts[i].bytes};
+        here[m] = (struct iovec){segments[i].sum, segments[i].bytes};
+        there[m++] = (struct iovec){(char *)(intptr_t)place + segments[i].offset, segments[i].bytes};
     }
-    if (get(c, rank, ABANDONED)) {
-        errno = ECANCELED;
-        return -1;
-    }
+    if (get(c, rank, ABANDONED))
+        return ECANCELED;
     if (m && core_transfer(c->pids[rank], here, there, m, 1) < 0)
-        return -1;
-    for (int i = 0; i < n && m < n; i++) {
-        int64_t place = place_of_result(c, rank, parts[i].array);
+        return errno;
+    for (int i = 0; i < n; i++) {
+        int64_t place = place_of_result(c, rank, segments[i].array);
         if (place <= MAPPED)
-            core_copy((char *)(intptr_t)at_place(c, rank, place) + parts[i].offset, parts[i].sum, parts[i].bytes,
-                      streams(c) && !is_in_place(c, rank, parts[i].array));
+            core_copy((char *)(intptr_t)at_place(c, rank, place) + segments[i].offset, segments[i].sum,
+                      segments[i].bytes, streams(c) && !is_in_place(c, rank, segments[i].array));
     }
     return 0;
 }
 
-static int write_all(nc *c, const part *parts, int n)
+static int write_all(nc *c, const segment *segments, int n)
 {
-    int failed = 0;
+    int error = 0;
     set(c, WRITING, 1);
-    for (int i = 1; i < c->ranks && !failed; i++)
-        failed = write_result(c, (c->rank + i) % c->ranks, parts, n) < 0;
-    int error = errno;
+    for (int i = 1; i < c->ranks && !error; i++)
+        error = write_results(c, (c->rank + i) % c->ranks, segments, n);
     set(c, WRITING, 0);
-    errno = error;
-    return failed ? -1 : 0;
+    return error;
 }
 
 /* Fail the call on all ranks. */
@@ -302,7 +298,7 @@ static nc_state fail(nc *c, int error)
     return NC_LOST;
 }
 
-/* Wait for other ranks, or fail with the error of one that has failed. */
+/* Return NC_NOT_YET, or fail with the error of a failed rank. */
 static nc_state check_peers(nc *c)
 {
     for (int r = 0; r < c->ranks; r++) {
@@ -313,48 +309,49 @@ static nc_state check_peers(nc *c)
     return NC_NOT_YET;
 }
 
-/* Fail, unless the reason is that a rank has left early; that rank may also have unmapped its arrays. This rank then
-   waits, as in other calls: it will learn that the rank has ended, or reach its deadline. */
+/* Fail, unless a rank has left early: it may also have unmapped its arrays. Then wait for the deadline or for an error of
+   that rank, as in other calls. */
 static nc_state stop(nc *c, int error)
 {
     int has_left = error == ECANCELED;
     for (int r = 0; r < c->ranks && error == EFAULT; r++)
-        has_left = has_left || get(c, r, ABANDONED) == LEFT_EARLY;
+        has_left = has_left || get(c, r, ABANDONED) != 0;
     if (!has_left)
         return fail(c, error);
-    c->phase = STOPPED;
+    c->phase = CANCELED;
     return check_peers(c);
 }
 
 nc_state core_push(nc *c)
 {
-    part parts[MOST_PARTS];
+    segment segments[MOST_SEGMENTS];
     size_t end, at = 0;
-    if (c->pushed == c->border[c->rank + 1]) {
+    if (c->next_element == c->border[c->rank + 1]) {
         count(c, LEFT, ++c->exits);
         c->phase = PUSHED;
         return NC_MOVED;
     }
-    if (get(c, c->rank, ABANDONED)) /* the program may have changed the inputs since */
+    if (get(c, c->rank, ABANDONED)) /* this rank has left, and its inputs may have changed */
         return stop(c, ECANCELED);
     int64_t since = c->call.flags & NC_WATCH ? now() : 0;
-    int n = cut(c, parts, &end);
-    if (read_all(c, parts, n) < 0)
+    int n = cut(c, segments, &end);
+    if (read_all(c, segments, n) < 0)
         return stop(c, errno);
-    for (int i = 0; i < n; at += parts[i++].bytes)
-        combine(c, &parts[i], at);
-    if (write_all(c, parts, n) < 0)
-        return stop(c, errno);
-    c->pushed = end;
+    for (int i = 0; i < n; at += segments[i++].bytes)
+        combine(c, &segments[i], at);
+    int error = write_all(c, segments, n);
+    if (error)
+        return stop(c, error);
+    c->next_element = end;
     if (!(c->call.flags & NC_WATCH))
         return NC_MOVED;
-    c->event = (nc_event){1, c->pieces_pushed++, now() - since};
+    c->event = (nc_event){1, c->blocks_pushed++, now() - since};
     return NC_CHUNK;
 }
 
 nc_state core_end_push(nc *c)
 {
-    if (c->phase == STOPPED || !reached(c, LEFT, c->exits, c->ranks))
+    if (c->phase == CANCELED || !reached(c, LEFT, c->exits, c->ranks))
         return check_peers(c);
     c->phase = IDLE;
     return NC_DONE;
@@ -366,9 +363,8 @@ void nc_abandon(nc *c, int64_t nanoseconds, char *is_writing)
 {
     uint64_t none = 0;
     atomic_compare_exchange_strong(&c->rows[c->rank].counters[ABANDONED].value, &none, LEFT_EARLY);
-    for (int r = 0; r < c->ranks; r++) {
-        int64_t end = now() + nanoseconds;
+    int64_t end = now() + nanoseconds;
+    for (int r = 0; r < c->ranks; r++)
         while ((is_writing[r] = r != c->rank && get(c, r, WRITING)) && now() < end)
             sched_yield();
-    }
 }

@@ -334,7 +334,7 @@ static PyObject *allow_push(PyObject *self, PyObject *const *a, ssize_t n)
     return none();
 }
 
-/* abandon(nanoseconds) -> the ranks that are still inside a write into results of this rank */
+/* abandon(nanoseconds) -> the ranks that are still inside a write */
 static PyObject *abandon(PyObject *self, PyObject *const *a, ssize_t n)
 {
     char is_writing[NC_MOST_RANKS];

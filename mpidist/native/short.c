@@ -217,8 +217,8 @@ static PyObject *carry_out(face *f, const short_call *c, size_t count, ssize_t a
     if (state != NC_DONE) {
         PyObject *final = hand_on(f, c, state, result);
         if (final == NULL && f->cells[HOLDS] & HANDED_ON) {
-            /* A signal handler raised an error first, so nobody finishes the call. The result is kept for ever, because
-               a rank that is stopped may still write into it. */
+            /* A signal handler raised an error first, so nothing finishes the call. Leak the result: a stopped rank may
+               still write to it. */
             char is_writing[NC_MOST_RANKS];
             nc_abandon(f->core, ABANDON_NANOSECONDS, is_writing);
             return NULL;

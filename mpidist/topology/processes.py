@@ -1,6 +1,6 @@
 """Handles of other processes on this node (pidfd).
 
-A later process with the same number cannot take over a handle.
+A pidfd keeps referring to its process when the pid is reused.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ class Process:
     """
 
     def __init__(self, pid: int) -> None:
-        self._descriptor = os.pidfd_open(pid)
+        self._pid, self._pidfd = pid, os.pidfd_open(pid)
 
     def has_ended(self, seconds: float = 0.0) -> bool:
-        """Return whether the process ends within some seconds."""
+        """Wait up to ``seconds``. Return True if the process has ended."""
         poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
+        poll.register(self._pidfd, select.POLLIN)
         return bool(poll.poll(seconds * 1e3))
 
     def kill(self) -> None:
         """Kill the process and wait for its end.
 
         Raises:
-            RuntimeError: The process does not end.
+            RuntimeError: The process is still running 10 s after SIGKILL.
         """
         try:
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         except ProcessLookupError:
             return
         if not self.has_ended(_KILL_SECONDS):
-            raise RuntimeError(f"a process did not end within {_KILL_SECONDS:.0f} s after SIGKILL. Restart the job")
+            raise RuntimeError(
+                f"process {self._pid} is still running {_KILL_SECONDS:.0f} s after SIGKILL. Kill it and restart the job"
+            )
 
     def close(self) -> None:
         """Close the handle."""
-        os.close(self._descriptor)
+        os.close(self._pidfd)

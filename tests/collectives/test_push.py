@@ -1,4 +1,4 @@
-"""Results that ranks write into each other's memory: right at every size, and never after a rank left the call."""
+"""All-reduces that write into the results of other ranks: short transfers, refused access, deadlines, killed ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tests.support.speed import scaled
 pytestmark = [pytest.mark.one_rank, pytest.mark.jobs, needs_core]
 
 FAULTS = Path(__file__).parents[1] / "support" / "memory_faults.c"
-# Enough for several pieces for each rank.
 START = """
 import os, pathlib, signal, sys, time
 import numpy as np
@@ -25,12 +24,12 @@ from mpidist.errors import CollectiveTimeoutError, PeerError
 from tests.support.speed import scaled
 
 mpidist.Communicator().close()
-os.environ["MPIDIST_TIMEOUT"] = sys.argv[2]  # of collectives, not of the start of MPI
+os.environ["MPIDIST_TIMEOUT"] = sys.argv[2]  # set after MPI starts, so that the start keeps its own timeout
 comm = mpidist.Communicator()
 rank, size = comm.rank, comm.size
 pids = comm.all_gather_object(os.getpid())
 marks = pathlib.Path(sys.argv[1])
-count = 2_000_000
+count = 2_000_000  # several blocks for each rank
 mine = (np.arange(count) % 1000 + rank).astype("f4")
 right = (np.arange(count) % 1000 * size + sum(range(size))).astype("f4")
 
@@ -62,13 +61,21 @@ def _faults(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(
-    program: str, ranks: int, marks: Path, faults: str = "", fault: str = "", timeout: float = 60, *flags: str
+    program: str,
+    ranks: int,
+    marks: Path,
+    faults: str = "",
+    fault: str = "",
+    timeout: float = 60,
+    *flags: str,
+    errors: bool = False,
 ) -> list[str]:
+    """Run a program with a fault; return the lines that it printed, or those on stderr."""
     environment = {"MPIDIST_PUSH_FROM": "1", "MEMORY_FAULT": fault, "LD_PRELOAD": faults}
     arguments = (str(marks), str(scaled(timeout)))
     job = run_script(START + program, ranks, *arguments, env=environment, timeout=300, flags=flags)
     assert "Traceback" not in job.stderr, job.stderr
-    return sorted(job.stdout.splitlines())
+    return sorted((job.stderr if errors else job.stdout).splitlines())
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -146,15 +153,11 @@ try:
     comm.all_reduce("SUM", mine)
 except CollectiveTimeoutError:
     if rank == 0:
-        try:
-            comm.barrier()
-        except RuntimeError as error:
-            assert "may still write into the result: rank 1 of this node" in str(error), error
-        print("named", flush=True)
         os.kill(pids[1], signal.SIGKILL)
 leave(0)
 """
-    assert run(program, 2, tmp_path, faults, "1 writev 2 stop", 2.0, "--with-ft", "ulfm") == ["named"]
+    said = run(program, 2, tmp_path, faults, "1 writev 2 stop", 2.0, "--with-ft", "ulfm", errors=True)
+    assert any("rank 1 of this node did not stop writing within 1 s. Do not reuse the arrays" in line for line in said)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -184,7 +187,7 @@ leave()
 
 
 def test_a_rank_whose_deadline_has_passed_pushes_nothing_at_its_end(faults: str, tmp_path: Path) -> None:
-    """Rank 0 gives up in the middle of its stripe and changes its input: rank 1 must not get sums of that."""
+    """Rank 0 gives up in its stripe and changes its input. Rank 1 must not get a sum, so rank 0 ends the job."""
     program = """
 os.environ["MPIDIST_TIMEOUT"] = str(scaled(1.0 if rank == 0 else 60.0))
 with_deadline = mpidist.Communicator()

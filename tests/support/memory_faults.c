@@ -1,6 +1,7 @@
 /* Faults of process_vm_readv and process_vm_writev, for LD_PRELOAD.
 
-   MEMORY_FAULT="RANK FUNCTION NUMBER FAULT": in this call of a rank, counted from 1, of at least 4 KiB with another process:
+   MEMORY_FAULT="RANK FUNCTION NUMBER FAULT" applies to call NUMBER (from 1, per thread) of FUNCTION on a rank. Only calls of
+   at least 4 KiB with another process count.
    stop: the process stops itself (SIGSTOP) before the call
    kill: the process kills itself
    fail: the call returns EPERM
@@ -31,22 +32,22 @@ static ssize_t call(long number, const char *name, pid_t pid, const struct iovec
                     const struct iovec *there, unsigned long m, unsigned long flags)
 {
     static __thread int calls[2];
-    int rank, at;
+    int rank, target;
     char function[16], fault[16];
-    const char *set = getenv("MEMORY_FAULT"), *own = getenv("OMPI_COMM_WORLD_RANK");
+    const char *setting = getenv("MEMORY_FAULT"), *own_rank = getenv("OMPI_COMM_WORLD_RANK");
     struct iovec first;
-    if (pid != getpid() && bytes_of(here, n) >= SMALLEST && set != NULL && own != NULL &&
-        sscanf(set, "%d %15s %d %15s", &rank, function, &at, fault) == 4 && rank == atoi(own) && !strcmp(function, name)) {
+    if (pid != getpid() && bytes_of(here, n) >= SMALLEST && setting != NULL && own_rank != NULL &&
+        sscanf(setting, "%d %15s %d %15s", &rank, function, &target, fault) == 4 && rank == atoi(own_rank) && !strcmp(function, name)) {
         int now = ++calls[number == SYS_process_vm_writev];
-        if (now == at && !strcmp(fault, "stop"))
+        if (now == target && !strcmp(fault, "stop"))
             kill(getpid(), SIGSTOP);
-        if (now == at && !strcmp(fault, "kill"))
+        if (now == target && !strcmp(fault, "kill"))
             kill(getpid(), SIGKILL);
-        if (now == at && !strcmp(fault, "fail"))
+        if (now == target && !strcmp(fault, "fail"))
             return errno = EPERM, -1;
-        if (now >= at && !strcmp(fault, "slow"))
+        if (now >= target && !strcmp(fault, "slow"))
             usleep(300000);
-        if (now >= at && !strcmp(fault, "short")) {
+        if (now >= target && !strcmp(fault, "short")) {
             first = (struct iovec){here->iov_base, here->iov_len > 100 ? here->iov_len / 2 + 1 : here->iov_len};
             here = &first, n = 1;
         }

@@ -19,12 +19,12 @@ from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.channel.work import Work
 from mpidist.collectives.mpi.agreed import is_common
 from mpidist.collectives.mpi.waiting import Comm, Steps, drive
-from mpidist.collectives.node.core import Core
+from mpidist.collectives.node.core import WRITE_SECONDS, AccessError, Core
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline, Stopwatch
 from mpidist.core.errors import CollectiveTimeoutError, PeerError, RankLostError, leave_to_others
-from mpidist.core.wording import numbered_ranks
+from mpidist.core.wording import numbered_ranks, tell_user
 from mpidist.topology.faults import can_go_on, says_rank_is_lost
 
 T = TypeVar("T")
@@ -35,15 +35,6 @@ DEADLOCKED = "its ranks waited for one another in different communicators"
 _ABORTED = "this rank has aborted it"
 # So long may another thread have the lock for one step.
 _ABORT_SECONDS = 0.1
-# Timeout for a running write of another rank, which copies at most 256 KiB.
-_WRITE_SECONDS = 1.0
-# Errors of the native core while it accesses the memory of another rank, with advice.
-_NO_ACCESS = "Set MPIDIST_READ_NEIGHBOURS=0 if ranks cannot access each other's memory"
-_PEER_ERRORS = {
-    errno.ESRCH: "A rank of this node has ended",
-    errno.EFAULT: _NO_ACCESS,
-    errno.EPERM: _NO_ACCESS,
-}
 # Those of the open channels of this process.
 _executors: list[Executor] = []
 
@@ -148,10 +139,12 @@ class Executor:
         self.short.settle()
         if self._core is not None:
             # The caller of the collective that failed may use its arrays as soon as it has the error.
-            writing = self._core.abandon(_WRITE_SECONDS)
+            writing = self._core.abandon(WRITE_SECONDS)
             if writing:
-                ranks = f"{numbered_ranks(writing)} of this node"
-                self._unusable += f"; stopped, and may still write into the result: {ranks}"
+                tell_user(
+                    f"{numbered_ranks(writing)} of this node did not stop writing within {WRITE_SECONDS:g} s. Do not "
+                    "reuse the arrays of the last collective. Restart the job"
+                )
 
     @property
     def tally(self) -> Tally | None:
@@ -432,7 +425,7 @@ class Executor:
             result: T = stop.value
             return result
         except BaseException as error:
-            # An error of another channel's work leaves a call of the core unfinished.
+            # A common error may come from another channel's work. This channel's call is then unfinished.
             is_unfinished = self._core is not None and self._core.waits and self.unusable is None
             if is_common(error) and not is_unfinished:
                 raise
@@ -498,18 +491,21 @@ class Executor:
         self._settle_all(error)
 
     def lose_or_interrupt(self, error: BaseException, text: str) -> NoReturn:
-        """Fail the channel for an error of this rank alone, and raise it."""
-        code = error.errno if isinstance(error, OSError) else None
-        if says_rank_is_lost(error) or (code == errno.ESRCH and can_go_on()):
+        """Fail the channel after an error in its call, and raise an error."""
+        has_ended = isinstance(error, AccessError) and error.errno == errno.ESRCH
+        if says_rank_is_lost(error) or (has_ended and can_go_on()):
             self._lose(error, text)
         # A signal handler, a KeyboardInterrupt or lack of memory broke in between messages. The frames that the
         # traceback holds own buffers that MPI may still write to, so it is kept.
         self._interrupted = error
-        self.unusable = f"{text} was interrupted by {type(error).__name__}"
-        if code in _PEER_ERRORS:
-            failed = PeerError(f"{self.unusable}: {error}. {_PEER_ERRORS[code]}")
+        if isinstance(error, AccessError):
+            advice = "Restart the job" if has_ended else "Set MPIDIST_READ_NEIGHBOURS=0"
+            cause = "a rank of this node has ended" if has_ended else "cannot access the memory of another rank"
+            failed = PeerError(f"{text} failed: {cause} ({error.strerror}). {advice}")
+            self.unusable = str(failed)
             self._settle_all(failed)
             raise failed from error
+        self.unusable = f"{text} was interrupted by {type(error).__name__}"
         settled = RuntimeError(f"{self.unusable}, before this collective was done")
         settled.__cause__ = error
         self._settle_all(settled)

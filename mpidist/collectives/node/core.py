@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,6 +51,8 @@ _LONG_LOOKS = 20
 _ALIGNMENT, _PAGE = 64, 4096
 # Batches of a ping, which take 25 us between cores without a common cache, and seconds to wait for the other rank.
 _PING_BATCHES, _PING_SECONDS = 6, 0.01
+# Timeout for a running write of another rank, which copies at most 256 KiB.
+WRITE_SECONDS = 1.0
 # Of a description in the flight record.
 _MOST_TEXT = 280
 # NC_INPUTS and NC_SHARED_BYTES of mpidist.h.
@@ -58,6 +60,13 @@ MOST_INPUTS = 8192
 SHARED_BYTES = 2 << 20
 # NC_MOST_OVER_NODES: of data that go to other nodes with the meeting.
 SMALL_BETWEEN_NODES = 64 << 10
+
+
+class AccessError(OSError):
+    """The memory of another rank of this node is inaccessible.
+
+    ``errno`` is the reason.
+    """
 
 
 class Short(NamedTuple):
@@ -160,7 +169,7 @@ class Core:
         self._calls: dict[str, Any] = functions["open"](
             address_of(self._memory), self.rank, self.size, looks_before_yield(), pids, int(not is_alone), rails
         )
-        self._begin: Callable[..., int] = self._calls["begin"]
+        self._begin: Callable[..., int] = partial(_access, self._calls["begin"])
         self._step: Callable[[int], int] = self._calls["step"]
         self.state = DONE
         self._over_nodes = 0 if is_alone else _OVER_NODES
@@ -201,12 +210,12 @@ class Core:
         """Take up a short call that has begun and got as far as ``state``.
 
         Raises:
-            OSError: The memory of another rank could not be read or written.
+            AccessError: The memory of another rank could not be read or written.
             MPI.Exception: A message between nodes failed.
         """
         self._set(state)
         if state == LOST:
-            self._calls["lost"]()
+            _access(self._calls["lost"])
 
     @property
     def waits(self) -> bool:
@@ -226,7 +235,7 @@ class Core:
 
         None if there is something else to do than to wait.
         """
-        self._set(self._step(0 if looks is None or looks >= _LONG_LOOKS else _GOES_ON))
+        self._set(_access(self._step, 0 if looks is None or looks >= _LONG_LOOKS else _GOES_ON))
 
     def pause(self, looks: int, more: int = 1) -> int:
         """Let others have the core after ``more`` looks in vain; return how many in all."""
@@ -275,7 +284,7 @@ class Core:
     def abandon(self, seconds: float) -> list[int]:
         """Stop other ranks from writing into results of this rank, whose call will not finish.
 
-        Waits for writes that are running, up to ``seconds``. Returns the ranks whose write is still running.
+        Waits up to ``seconds`` for running writes. Returns the ranks that are still inside a write.
         """
         abandon = self._calls.get("abandon")
         writing: list[int] = [] if abandon is None else abandon(int(seconds * 1e9))
@@ -468,6 +477,13 @@ class Core:
         # But for the cells, which stay as long as this object does.
         self._calls = {"step": self._step}
         self._memory = self._memory[:0].copy()
+
+
+def _access(call: Callable[..., int], *arguments: object) -> int:
+    try:
+        return call(*arguments)
+    except OSError as error:
+        raise AccessError(error.errno, error.strerror) from None
 
 
 def _lending(array: Array) -> Array:

@@ -102,7 +102,7 @@ class Pool:
             self._drop_idle()
             index = len(shelf.blocks)
             block = np.empty(size, np.uint8)
-            # Another rank may be the first to write there, and the kernel would take the page from its NUMA node.
+            # Touch each page here. Otherwise a peer's first write would allocate it on the peer's NUMA node.
             block[::_PAGE] = 0
             shelf.blocks.append(block)
         array: Array = np.ndarray(shape, dtype, shelf.blocks[index])

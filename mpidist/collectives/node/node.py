@@ -12,7 +12,7 @@ from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.gathering import agreed_minimum
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node import native
-from mpidist.collectives.node.core import SMALL_BETWEEN_NODES, Core, Sizes
+from mpidist.collectives.node.core import SMALL_BETWEEN_NODES, WRITE_SECONDS, Core, Sizes
 from mpidist.collectives.node.mapping import address_of
 from mpidist.collectives.node.shared_memory import (
     NO_ROOM,
@@ -48,8 +48,6 @@ _SMALL_BYTES, _MOST_CHUNK_BYTES = 128 << 10, 2 << 20
 _PUSH_FROM_BYTES, _NEVER = 256 << 10, 1 << 62
 # NC_MOST_PUSHING of mpidist.h.
 _MOST_PUSHING = 8
-# Timeout for a running write of another rank.
-_WRITE_SECONDS = 1.0
 _REASONS = {
     NO_ROOM: "/dev/shm of a node has no room for {} bytes",
     NOT_SHARED: "ranks of a node do not share one /dev/shm, as in containers of their own",
@@ -95,21 +93,23 @@ class Node:
             processes: list[tuple[int, list[int]]] = self.comm.allgather((os.getpid(), sorted(allowed_cores())))
             pids = [pid for pid, _ in processes]
             may_read = functions is not None and _can_read(self.comm, functions, pids)
-            may_write = functions is not None and _can_write(self.comm, functions, pids, may_read)
-        self._processes = _handles(pids) if may_write and can_go_on() else []
+            may_write = functions is not None and _can_be_written(self.comm, functions, pids, may_read)
+        # Elastic jobs must be able to kill a stopped writer.
+        self._processes = _handles(pids) if can_go_on() and self.size <= _MOST_PUSHING else []
         can_end_writers = bool(self._processes) or not can_go_on()
         rights = np.array([may_read, may_write, can_end_writers])
         comm.Allreduce(import_mpi().IN_PLACE, rights, import_mpi().LAND)
-        self.reads_neighbours = bool(rights[0])
+        self.reads_neighbours, may_write, can_end_writers = map(bool, rights)
         self.core: Core | None = None
         if functions is not None and memory is not None:
             read = pids if self.reads_neighbours else None
             self.core = Core(functions, self.comm, memory, read, self.is_alone, self.rails)
             if self.rank == 0 and not self.is_alone:
                 self.core.lead(comm, [ranks[0] for ranks in self.ranks])
-            if self.is_alone and self.size <= _MOST_PUSHING and rights[2]:
+            if self.is_alone and self.size <= _MOST_PUSHING and can_end_writers:
+                # Unlike cores_are_short(), this counts ranks that are bound to one core each as having a core.
                 has_core_each = len(set().union(*[cores for _, cores in processes])) >= self.size
-                _allow_push(self.core, bool(rights[1]), has_core_each)
+                _allow_push(self.core, may_write, has_core_each)
         self.has_neighbours = functions is not None and (self.size > 1 or self.is_alone)
         self.shared = SharedMemory(self.core if self.has_neighbours else None)
         self.results = SharedResults(self.shared)
@@ -118,20 +118,27 @@ class Node:
         self._has_room: bool | None = None
 
     def end_writers(self) -> None:
-        """Kill ranks that are stopped inside a write into memory of this rank.
+        """Kill ranks that are stopped inside a write into the memory of others.
 
         Raises:
-            RuntimeError: A rank does not end.
+            RuntimeError: A rank is still running 10 s after SIGKILL.
         """
-        processes, self._processes = self._processes, []
-        if self.core is None or not processes:
+        if self.core is None or not self._processes:
             return
-        for rank in self.core.abandon(_WRITE_SECONDS):
-            if not processes[rank].has_ended():
-                _log.warning("mpidist: killing rank %d of this node, which is stopped inside a collective", rank)
-                processes[rank].kill()
-        for process in processes:
-            process.close()
+        try:
+            for rank in self.core.abandon(WRITE_SECONDS):
+                if not self._processes[rank].has_ended():
+                    _log.warning(
+                        "mpidist: killing rank %d of this node, whose write to another rank's memory did not finish "
+                        "within %g s", rank, WRITE_SECONDS,
+                    )  # fmt: skip
+                    self._processes[rank].kill()
+        finally:
+            self._close_handles()
+
+    def _close_handles(self) -> None:
+        while self._processes:
+            self._processes.pop().close()
 
     def make_room(self, comm: MPI.Intracomm) -> Steps[bool]:
         """Make the slots, unless that was tried before; return whether all nodes have room (collective).
@@ -180,6 +187,7 @@ class Node:
         """Let go of shared memory, and free the communicator of the node (collective)."""
         self.results.close()
         self.slots = None
+        self._close_handles()
         self.shared.close()
         if self.core is not None:
             self.core.close()
@@ -203,10 +211,10 @@ def _can_read(comm: MPI.Intracomm, functions: native.Functions, pids: list[int])
     return works and bool(mine[0] == _MAGIC + rank)
 
 
-def _can_write(comm: MPI.Intracomm, functions: native.Functions, pids: list[int], may_read: bool) -> bool:
+def _can_be_written(comm: MPI.Intracomm, functions: native.Functions, pids: list[int], may_read: bool) -> bool:
     """Return whether every neighbour can write a number into this rank's memory (process_vm_writev).
 
-    Only ranks that ``may_read`` write: they have found that each number in ``pids`` is the neighbour's.
+    Only ranks with ``may_read`` write, because they have verified the pids.
     """
     rank = comm.Get_rank()
     written = np.zeros(len(pids), np.int64)
@@ -222,13 +230,13 @@ def _can_write(comm: MPI.Intracomm, functions: native.Functions, pids: list[int]
 
 
 def _handles(pids: list[int]) -> list[Process]:
-    """Return handles of processes; none where the system has no handles, or too few descriptors."""
+    """Open a pidfd for each process. Return [] if the system has no pidfds or no descriptors are left."""
     handles: list[Process] = []
     try:
         for pid in pids:
             handles.append(Process(pid))
     except (AttributeError, OSError) as error:
-        _log.info("mpidist: results are not written directly: %s", error)
+        _log.info("mpidist: all-reduces do not write to other ranks' memory: pidfd_open failed: %s", error)
         for handle in handles:
             handle.close()
         return []
@@ -238,9 +246,9 @@ def _handles(pids: list[int]) -> list[Process]:
 def _allow_push(core: Core, may_write: bool, has_core_each: bool) -> None:
     size = settings.PUSH_FROM.read()
     if size is not None:
-        core.allow_push(may_write, size, size, size)
+        core.allow_push(may_write, near=size, far=size, mapped=size)
     elif has_core_each:
-        core.allow_push(may_write, _NEVER, _PUSH_FROM_BYTES, _PUSH_FROM_BYTES)
+        core.allow_push(may_write, near=_NEVER, far=_PUSH_FROM_BYTES, mapped=_PUSH_FROM_BYTES)
 
 
 def _agreed_functions(comm: MPI.Intracomm) -> native.Functions | None:
