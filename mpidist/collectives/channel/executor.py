@@ -19,7 +19,7 @@ from mpidist.collectives.channel.tally import Tally
 from mpidist.collectives.channel.work import Work
 from mpidist.collectives.mpi.agreed import is_common
 from mpidist.collectives.mpi.waiting import Comm, Steps, drive
-from mpidist.collectives.node.core import WRITE_SECONDS, AccessError, Core
+from mpidist.collectives.node.core import LOST, WRITE_SECONDS, Core
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline, Stopwatch
@@ -492,13 +492,15 @@ class Executor:
 
     def lose_or_interrupt(self, error: BaseException, text: str) -> NoReturn:
         """Fail the channel after an error in its call, and raise an error."""
-        has_ended = isinstance(error, AccessError) and error.errno == errno.ESRCH
+        # The core could not access the memory of another rank; signal handlers may raise an OSError, too.
+        no_access = isinstance(error, OSError) and self._core is not None and self._core.state == LOST
+        has_ended = isinstance(error, OSError) and no_access and error.errno == errno.ESRCH
         if says_rank_is_lost(error) or (has_ended and can_go_on()):
             self._lose(error, text)
         # A signal handler, a KeyboardInterrupt or lack of memory broke in between messages. The frames that the
         # traceback holds own buffers that MPI may still write to, so it is kept.
         self._interrupted = error
-        if isinstance(error, AccessError):
+        if isinstance(error, OSError) and no_access:
             advice = "Restart the job" if has_ended else "Set MPIDIST_READ_NEIGHBOURS=0"
             cause = "a rank of this node has ended" if has_ended else "cannot access the memory of another rank"
             failed = PeerError(f"{text} failed: {cause} ({error.strerror}). {advice}")

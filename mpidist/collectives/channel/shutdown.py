@@ -10,7 +10,6 @@ from collections.abc import Callable
 from types import TracebackType
 
 from mpidist.collectives.mpi.waiting import Steps
-from mpidist.collectives.node.core import AccessError
 from mpidist.collectives.node.native import limit_finalize
 from mpidist.core.deadline import Stopwatch
 from mpidist.core.errors import MismatchError, PeerError
@@ -67,7 +66,7 @@ def finish_given_up(steps: Steps[object], otherwise: Callable[[], None]) -> Step
             if stopwatch.seconds > EXIT_SECONDS:
                 otherwise()
             yield
-    except AccessError:
+    except OSError:
         # Another rank has failed in the same collective.
         otherwise()
     except (MismatchError, PeerError):

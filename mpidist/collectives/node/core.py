@@ -62,13 +62,6 @@ SHARED_BYTES = 2 << 20
 SMALL_BETWEEN_NODES = 64 << 10
 
 
-class AccessError(OSError):
-    """The memory of another rank of this node is inaccessible.
-
-    ``errno`` is the reason.
-    """
-
-
 class Short(NamedTuple):
     """The functions of the short way.
 
@@ -169,7 +162,7 @@ class Core:
         self._calls: dict[str, Any] = functions["open"](
             address_of(self._memory), self.rank, self.size, looks_before_yield(), pids, int(not is_alone), rails
         )
-        self._begin: Callable[..., int] = partial(_access, self._calls["begin"])
+        self._begin: Callable[..., int] = partial(self._access, self._calls["begin"])
         self._step: Callable[[int], int] = self._calls["step"]
         self.state = DONE
         self._over_nodes = 0 if is_alone else _OVER_NODES
@@ -206,16 +199,23 @@ class Core:
         if state == _MPI:
             raise import_mpi().Exception(self._calls["mpi_error"]())
 
+    def _access(self, call: Callable[..., int], *arguments: object) -> int:
+        try:
+            return call(*arguments)
+        except OSError:
+            self.state = LOST
+            raise
+
     def resume(self, state: int) -> None:
         """Take up a short call that has begun and got as far as ``state``.
 
         Raises:
-            AccessError: The memory of another rank could not be read or written.
+            OSError: The memory of another rank could not be read or written.
             MPI.Exception: A message between nodes failed.
         """
         self._set(state)
         if state == LOST:
-            _access(self._calls["lost"])
+            self._calls["lost"]()
 
     @property
     def waits(self) -> bool:
@@ -235,7 +235,7 @@ class Core:
 
         None if there is something else to do than to wait.
         """
-        self._set(_access(self._step, 0 if looks is None or looks >= _LONG_LOOKS else _GOES_ON))
+        self._set(self._access(self._step, 0 if looks is None or looks >= _LONG_LOOKS else _GOES_ON))
 
     def pause(self, looks: int, more: int = 1) -> int:
         """Let others have the core after ``more`` looks in vain; return how many in all."""
@@ -477,13 +477,6 @@ class Core:
         # But for the cells, which stay as long as this object does.
         self._calls = {"step": self._step}
         self._memory = self._memory[:0].copy()
-
-
-def _access(call: Callable[..., int], *arguments: object) -> int:
-    try:
-        return call(*arguments)
-    except OSError as error:
-        raise AccessError(error.errno, error.strerror) from None
 
 
 def _lending(array: Array) -> Array:
