@@ -180,7 +180,7 @@ _NATIVE = (
         "mpidist/native/push.c",
         "while ((is_writing[r] = r != c->rank && get(c, r, WRITING)) && now() < end)",
         "while ((is_writing[r] = 0) && now() < end)",
-        ("tests/native/test_kills.py",),
+        ("tests/collectives/test_push.py",),
     ),
     Fault(
         "a rank that gave up pushes changed data at its end",
