@@ -20,7 +20,7 @@ from benchmarks.measuring.points import Point
 from benchmarks.measuring.rows import OURS, Figure
 from benchmarks.measuring.session import Session
 from benchmarks.measuring.sizes import MIB, size_text
-from benchmarks.measuring.timing import Case, Measured, seconds_per_call
+from benchmarks.measuring.timing import UNKNOWN, Case, Measured, Sample, seconds_per_call
 from benchmarks.measuring.wire import Sent, busy_name, is_counted, sent_name
 from mpidist.core.options import CommunicationOptions
 from mpidist.topology import Topology
@@ -177,7 +177,7 @@ def measure_cases(session: Session, counter: WireCounter | None, cases: Sequence
     longest = session.bare.allreduce(max(one.times[0] for one in noted), op=MPI.MAX)
     for one in noted:
         # The first call makes plans and touches memory.
-        one.times.clear()
+        one.samples.clear()
         one.sent.clear()
         one.busy = _NO_TICKS
     repetitions = min(MOST_REPETITIONS, max(LEAST_REPETITIONS, math.ceil(session.seconds / longest)))
@@ -188,7 +188,7 @@ def measure_cases(session: Session, counter: WireCounter | None, cases: Sequence
             _once(session, counter, noted[index], checked=repetition == repetitions - 1)
     for one in noted:
         times, sent, wrong = zip(*session.bare.allgather((one.times, one.sent, one.wrong or 0)), strict=True)
-        one.times = [max(of_ranks) for of_ranks in zip(*times, strict=True)]
+        one.samples = [Sample(max(of_ranks), UNKNOWN) for of_ranks in zip(*times, strict=True)]
         one.sent = [max(of_ranks) for of_ranks in zip(*sent, strict=True)]
         one.wrong = None if one.case.check is None else sum(wrong)
     return noted
@@ -207,7 +207,7 @@ def _once(session: Session, counter: WireCounter | None, noted: Counted, checked
     ticks = Ticks.now()
     start = time.perf_counter()
     result = case.call()
-    noted.times.append(time.perf_counter() - start)
+    noted.samples.append(Sample(time.perf_counter() - start, UNKNOWN))
     noted.busy = noted.busy.and_also(Ticks.now().since(ticks))
     noted.algorithm = case.algorithm()
     if counter is not None:
