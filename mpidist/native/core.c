@@ -44,7 +44,7 @@ nc *nc_open(void *control, int rank, int ranks, int spins, const int32_t *pids, 
     nc *c = calloc(1, sizeof *c);
     if (c == NULL)
         return NULL;
-    /* Begins where no array does, see SKEW. */
+    /* Avoids the offsets of arrays within a page, see SKEW. */
     size_t offset = (PAGE - (uintptr_t)c->memory % PAGE + SKEW) % PAGE;
     c->scratch = c->memory + offset;
     c->rows = control;

@@ -21,7 +21,7 @@ _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "the core needs lock-free counters o
 /* The counters of a rank. FILLED, READ, REDUCED and TAKEN count chunks: the rank has written the chunk's input, read the
    inputs of other ranks, written the result, and copied the result. LEFT counts the calls with direct access to other
    ranks' memory that the rank has left. SETTLED is used by the leader of a node. It is 2 * m after the inter-node call of
-   meeting m, and 2 * m + 1 if that call was refused. PINGED counts the pings of the latency measurement.
+   handshake m, and 2 * m + 1 if that call was refused. PINGED counts the pings of the latency measurement.
    WRITING is 1 while the rank writes into the results of others, and 0 otherwise. ABANDONED is set when it has left a call
    early or failed, see push.c: no rank may write into its results any more. */
 enum { FILLED, READ, REDUCED, TAKEN, LEFT, SETTLED, PINGED, WRITING, ABANDONED, COUNTERS };
@@ -59,12 +59,12 @@ enum { SEGMENT_SHIFT = 44 };
 /* From here on results are written past the cache, which they would only empty. */
 enum { STREAMED_BYTES = 8 << 20 };
 
-/* Slots begin at this offset of a segment, at which no allocator begins an array within a page: glibc begins large ones at
-   16, others at 0 or 64. Where the low 12 bits of a load and of a store just before it are equal, the processor waits for
-   the store and repeats the load, for each line of a copy between an array and a slot. */
+/* Offset of the slots in a segment. No allocator places an array at this offset within a page: glibc uses 16 for large
+   arrays, others use 0 or 64. If the low 12 bits of a load equal those of a store just before it, the processor waits for
+   the store and repeats the load. Copies between an array and a slot would do so for each cache line. */
 enum { PAGE = 4096, SKEW = 2112 };
 
-/* Memory of a rank for the inputs that it reads from others; it stays in the cache. */
+/* Memory for inputs that this rank reads from other ranks. It is small enough to stay in the cache. */
 enum { SCRATCH_BYTES = 256 << 10 };
 
 typedef enum { IDLE, MEETING, SHOWN_ONCE, CHUNKS, DIRECT, PUSHING, PUSHED, CANCELED, LEAVING, LEADING, FOLLOWING } phase;
@@ -99,10 +99,10 @@ struct nc {
     size_t reader_at;
     int may_write;                     /* push: whether all ranks may write into each other's memory */
     nc_push_sizes push_from;
-    int64_t latency;                   /* to the farther of two neighbours, nanoseconds; 0 before it is measured */
+    int64_t latency;                   /* in nanoseconds, to the more distant of two neighbours; 0 if unknown */
     int any_far;                       /* whether the latency of any rank was high at the last call with PUSH_CANDIDATE */
     uint64_t push_candidates;                 /* calls in which all ranks published PUSH_CANDIDATE */
-    size_t next_element, blocks_pushed;      /* the next element of this rank's stripe; the blocks before it */
+    size_t next_element, blocks_pushed;      /* first element that is left to push; number of pushed blocks */
     char *scratch, memory[PAGE + SCRATCH_BYTES];
     nc_event event;
     nc_piece piece[NC_PIECES];
@@ -190,10 +190,11 @@ int core_transfer(int pid, struct iovec *here, struct iovec *there, int n, int w
 
 /* push.c */
 int core_is_push_candidate(const nc *c);
-/* Publish what other ranks need to push, behind the inputs; return flags of the header. */
+/* Publish this rank's latency class and the locations of its results, in the words after its inputs. Return the flags for
+   the header. */
 int core_publish_push(nc *c, int64_t *words, int inputs_are_mapped);
-/* Read the other ranks' latency, and measure that of this rank now and then. Called by all ranks after a handshake in
-   which all published PUSH_CANDIDATE. A measurement takes effect two such calls later. */
+/* Read the latency classes of all ranks. Every 32nd call also measures the latency to the neighbours. Collective: called
+   after a handshake in which every rank published PUSH_CANDIDATE. A measurement takes effect two such calls later. */
 void core_update_latency(nc *c);
 int core_start_push(nc *c, int replicas_of_all); /* 0 with too many replicas */
 nc_state core_push(nc *c);

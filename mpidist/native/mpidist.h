@@ -36,7 +36,8 @@ typedef enum {
     NC_CHUNK,    /* watched: something was done with a chunk: nc_get_event */
     NC_MISMATCH, /* another id; the call has ended, and nothing was moved */
     NC_MPI,      /* over nodes, a function of MPI failed: nc_mpi_error; the core cannot be used any more */
-    NC_LOST      /* a rank's memory could not be accessed, errno says why; the core cannot be used any more. On all ranks:
+    NC_LOST      /* The memory of a rank is inaccessible, or the call is too large. errno is the reason. The core cannot be
+                    used any more. If the call is too large, all ranks get this state:
                     slots without room for an element of each stripe and replica (ENOBUFS), more than NC_INPUTS
                     replicas on the node, or than NC_MOST_OVER_NODES bytes over nodes (E2BIG) */
 } nc_state;
@@ -111,7 +112,7 @@ void nc_combine(char *d, const char *const *in, int n, size_t count, nc_dtype dt
 /* Divide elements in place. */
 void nc_divide(char *d, size_t count, nc_dtype dtype, double divisor);
 
-/* Copy bytes from or to another process (process_vm_readv, process_vm_writev); 0, or -1 with errno. */
+/* Copy bytes from or to another process (process_vm_readv, process_vm_writev). Return 0, or -1 with errno. */
 int nc_read(int pid, void *to, const void *from, size_t bytes);
 int nc_write(int pid, void *to, const void *from, size_t bytes);
 
@@ -148,8 +149,8 @@ int nc_is_on_wire(const nc *core);            /* whether there are other nodes *
    ends the process. Returns 0, or an error number. */
 int nc_limit_finalize(int warn_seconds, const char *warning, int limit_seconds, const char *error);
 
-/* From these bytes on a rank agrees to push. near: all neighbours share a cache; far: some do not; mapped: all arrays are in
-   mapped memory. Push is used if all ranks agree. */
+/* Sizes in bytes from which a rank agrees to push. Push is used if all ranks agree. `near` applies if all neighbours share a
+   cache, `far` if some do not, and `mapped` if all arrays are in memory that all ranks map. */
 typedef struct {
     size_t near, far, mapped;
 } nc_push_sizes;
@@ -160,8 +161,8 @@ enum { NC_MOST_PUSHING = 8 };
    other's private memory. */
 void nc_allow_push(nc *core, int may_write, const nc_push_sizes *from);
 
-/* Stop other ranks from writing into results of this rank, whose call will not finish. No call may follow. Waits until
-   no rank is inside a write, for at most `nanoseconds`; is_writing[rank] says which ranks still are. */
+/* Stop other ranks from writing into the results of this rank. Used after a call has failed; no call may follow. Waits up to
+   `nanoseconds` for running writes. Sets is_writing[rank] to 1 if the rank is still inside a write, and to 0 otherwise. */
 void nc_abandon(nc *core, int64_t nanoseconds, char *is_writing);
 
 /* Give a core the slots of all ranks. */
@@ -202,8 +203,8 @@ const char **nc_inputs(nc *core);
 nc_state nc_begin(nc *core, const nc_call *call, int64_t nanoseconds);
 nc_state nc_step(nc *core, int64_t nanoseconds);
 
-/* After NC_MET: where the pieces of the result go, or `shared`, one flat memory that all ranks map. Without NC_SHARE,
-   results that were known when the call began must stay the same, because other ranks know them. */
+/* After NC_MET: set the arrays of the result, or `shared`, one flat memory that all ranks map. Without NC_SHARE, arrays that
+   were passed to nc_begin must not change, because other ranks may already write to them. */
 void nc_targets(nc *core, char *const *outs, char *shared);
 
 void nc_get_slice(const nc *core, nc_slice *slice);

@@ -154,7 +154,7 @@ int core_start_push(nc *c, int replicas_of_all)
 
 /* Blocks ---------------------------------------------------------------------------------------------------------- */
 
-/* Split the next block into segments, one for each array; return their number, and the element after the block. */
+/* Split the next block into segments, one for each array. Return their number, and set `end` to the element after it. */
 static int cut(const nc *c, segment *segments, size_t *end)
 {
     size_t e = c->next_element, stop = c->border[c->rank + 1];
@@ -208,7 +208,7 @@ static int read_all(nc *c, const segment *segments, int n)
     return 0;
 }
 
-/* Collect the inputs of a segment, in rank order; return their number. `at`: bytes of the block before the segment. */
+/* Collect the inputs of a segment in rank order. Return their number. `at`: bytes of the block before the segment. */
 static int collect(nc *c, const segment *s, size_t at)
 {
     int inputs = 0, number = 0;
@@ -253,8 +253,8 @@ static void combine(nc *c, segment *s, size_t at)
     }
 }
 
-/* Write a block into the results of a rank; return 0 or an errno, ECANCELED if the rank has left the call. WRITING is set,
-   so a rank that leaves after the check waits for this write. */
+/* Write a block into the results of a rank. Return 0 or an errno. ECANCELED means that the rank has left the call. WRITING
+   is set, so a rank that leaves after the check waits for this write. */
 static int write_results(nc *c, int rank, const segment *segments, int n)
 {
     struct iovec here[MOST_SEGMENTS], there[MOST_SEGMENTS];

@@ -8,11 +8,6 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-static PyObject *state_or_error(nc_state state)
-{
-    return state == NC_LOST ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLongLong(state);
-}
-
 /* Memory of arrays ------------------------------------------------------------------------------------------------ */
 
 /* Put the memory of a list of arrays into the pieces of a call; inputs come replica by replica of each piece. */
@@ -109,8 +104,9 @@ static PyObject *begin(PyObject *self, PyObject *const *a, ssize_t n)
     call.parts = a[12] == NONE ? NULL : f->parts;
     void *thread = PyEval_SaveThread();
     nc_state state = nc_begin(f->core, &call, nanoseconds);
+    f->lost = errno;
     PyEval_RestoreThread(thread);
-    return state_or_error(state);
+    return PyLong_FromLongLong(state);
 }
 
 /* meet(id, flags) -> state, without waiting longer than ranks need that come together */
@@ -125,7 +121,7 @@ static PyObject *step(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     int64_t nanoseconds = whole(a[0]);
-    return PyErr_Occurred() ? NULL : state_or_error(go_on(face_of(self), NC_NOT_YET, nanoseconds));
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(go_on(face_of(self), NC_NOT_YET, nanoseconds));
 }
 
 /* targets(outs or None, address of a shared result or 0) */

@@ -101,7 +101,7 @@ typedef struct {
 
 typedef struct {
     nc *core;
-    int rank, ranks, op_count, lost; /* errno of a call that ended as NC_LOST */
+    int rank, ranks, op_count, lost; /* errno after the last step, for NC_LOST */
     int64_t cells[CELLS];
     PyObject *array_type, *empty, *take, *go_on; /* the last three are called */
     ssize_t shapes[WORDS];                       /* of the list that was read last */
@@ -123,6 +123,7 @@ static inline nc_state go_on(face *f, nc_state state, int64_t nanoseconds)
 {
     void *thread = PyEval_SaveThread();
     state = nc_step(f->core, nanoseconds);
+    f->lost = errno;
     PyEval_RestoreThread(thread);
     return state;
 }

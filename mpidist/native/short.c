@@ -18,7 +18,7 @@ enum { KERNEL = 15 };
 
 static PyObject *name_shape, *name_dtype;
 
-/* lost() raises the error of a short call that ended as NC_LOST */
+/* lost() raises the error of a call that ended as NC_LOST */
 static PyObject *lost(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)a, (void)n;
@@ -211,9 +211,9 @@ static PyObject *carry_out(face *f, const short_call *c, size_t count, ssize_t a
     f->cells[HOLDS] |= BUSY;
     f->cells[THREAD] = (int64_t)PyThread_get_thread_ident();
     nc_state state = nc_begin(f->core, &c->call, KEEPS_LOCK);
+    f->lost = errno;
     if (state == NC_NOT_YET || state == NC_MOVED)
         state = go_on(f, state, WAITS);
-    f->lost = errno;
     if (state != NC_DONE) {
         PyObject *final = hand_on(f, c, state, result);
         if (final == NULL && f->cells[HOLDS] & HANDED_ON) {

@@ -492,7 +492,7 @@ class Executor:
 
     def lose_or_interrupt(self, error: BaseException, text: str) -> NoReturn:
         """Fail the channel after an error in its call, and raise an error."""
-        # The core could not access the memory of another rank; signal handlers may raise an OSError, too.
+        # Signal handlers may raise an OSError too, so its type alone does not mean that the core failed.
         no_access = isinstance(error, OSError) and self._core is not None and self._core.state == LOST
         has_ended = isinstance(error, OSError) and no_access and error.errno == errno.ESRCH
         if says_rank_is_lost(error) or (has_ended and can_go_on()):

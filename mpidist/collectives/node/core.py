@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -162,7 +162,7 @@ class Core:
         self._calls: dict[str, Any] = functions["open"](
             address_of(self._memory), self.rank, self.size, looks_before_yield(), pids, int(not is_alone), rails
         )
-        self._begin: Callable[..., int] = partial(self._access, self._calls["begin"])
+        self._begin: Callable[..., int] = self._calls["begin"]
         self._step: Callable[[int], int] = self._calls["step"]
         self.state = DONE
         self._over_nodes = 0 if is_alone else _OVER_NODES
@@ -198,13 +198,8 @@ class Core:
         self.state = state
         if state == _MPI:
             raise import_mpi().Exception(self._calls["mpi_error"]())
-
-    def _access(self, call: Callable[..., int], *arguments: object) -> int:
-        try:
-            return call(*arguments)
-        except OSError:
-            self.state = LOST
-            raise
+        if state == LOST:
+            self._calls["lost"]()
 
     def resume(self, state: int) -> None:
         """Take up a short call that has begun and got as far as ``state``.
@@ -214,8 +209,6 @@ class Core:
             MPI.Exception: A message between nodes failed.
         """
         self._set(state)
-        if state == LOST:
-            self._calls["lost"]()
 
     @property
     def waits(self) -> bool:
@@ -235,7 +228,7 @@ class Core:
 
         None if there is something else to do than to wait.
         """
-        self._set(self._access(self._step, 0 if looks is None or looks >= _LONG_LOOKS else _GOES_ON))
+        self._set(self._step(0 if looks is None or looks >= _LONG_LOOKS else _GOES_ON))
 
     def pause(self, looks: int, more: int = 1) -> int:
         """Let others have the core after ``more`` looks in vain; return how many in all."""
@@ -282,7 +275,7 @@ class Core:
         self._calls["allow_push"](may_write, near, far, mapped)
 
     def abandon(self, seconds: float) -> list[int]:
-        """Stop other ranks from writing into results of this rank, whose call will not finish.
+        """Stop other ranks from writing into the results of this rank after a failed call.
 
         Waits up to ``seconds`` for running writes. Returns the ranks that are still inside a write.
         """
@@ -343,26 +336,28 @@ class Core:
     ) -> None:
         """Begin a reduction of which each rank keeps the elements between two borders."""
         given, kept = (_lending(array), _lending(out))
-        self.state = self._begin(
+        self._set(self._begin(
             identity, _REDUCE_SCATTER, _OPS[op], _code_of(array.dtype), divisor or 0, 0, 1, 1, 0, 0, [given], [kept],
             borders, _BEGINS,
-        )  # fmt: skip
+        ))  # fmt: skip
 
     def gather(self, identity: int, given: Array, note: int) -> None:
         """Begin to gather the bytes that each rank gives.
 
         The state becomes MET when all ``notes`` are there.
         """
-        self.state = self._begin(identity, _ALL_GATHER, 0, _BYTE, 0, _STOP, 1, 1, 0, note, [given], None, None, _BEGINS)
+        self._set(
+            self._begin(identity, _ALL_GATHER, 0, _BYTE, 0, _STOP, 1, 1, 0, note, [given], None, None, _BEGINS)
+        )
 
     def deal(self, identity: int, given: Array, borders: list[int], note: int) -> None:
         """Begin to give each rank the bytes between two borders.
 
         The state becomes MET when all ``lengths`` and ``notes`` are there.
         """
-        self.state = self._begin(
+        self._set(self._begin(
             identity, _ALL_TO_ALL, 0, _BYTE, 0, _STOP, 1, 1, 0, note, [given], None, borders, _BEGINS
-        )
+        ))
 
     def lengths(self) -> list[int]:
         """Return how many bytes each rank gives to this one."""
