@@ -169,8 +169,8 @@ PUSH_FROM: Setting[int | None] = _setting(
     None,
     _positive_int,
     "a number of bytes of at least 1",
-    "from this size on, all-reduces write results directly into the memory of the other ranks of a node. The default is "
-    "262144, for private arrays only if neighbouring ranks have no common cache, and never if ranks share a core",
+    "from this size on, all-reduces write results directly into the memory of the other ranks of a node. The default "
+    "is 262144, for private arrays only if neighbouring ranks have no common cache, and never if ranks share a core",
 )
 READ_NEIGHBOURS = _switch(
     "MPIDIST_READ_NEIGHBOURS",
