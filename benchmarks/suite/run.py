@@ -52,9 +52,7 @@ def add_arguments(run: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--seconds", type=float, default=0.5, help="how long to measure one point, about (0.5)")
     run.add_argument("--repeat", type=int, default=1, help="how often to measure everything (1)")
-    run.add_argument(
-        "--offset", type=int, help="begin arrays at this offset within a page; NumPy's choice by default"
-    )
+    run.add_argument("--offset", type=int, help="begin arrays at this offset within a page; NumPy's choice by default")
     run.add_argument("--steps", type=int, default=10_000, help="steps of the memory operation (10000)")
     run.add_argument("--algorithm", help="force one algorithm of mpidist by name")
     run.add_argument("--osu", action="store_true", help="print sizes and average times in two columns, as OSU does")

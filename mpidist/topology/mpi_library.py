@@ -143,8 +143,7 @@ def no_library(said: str) -> str:
         [
             "mpi4py cannot load an MPI library. It tried:",
             *tried,
-            "On a cluster, load the site's MPI, for example: module load openmpi. "
-            f"Elsewhere, type: {mpi_install()}",
+            f"On a cluster, load the site's MPI, for example: module load openmpi. Elsewhere, type: {mpi_install()}",
         ]
     )
 

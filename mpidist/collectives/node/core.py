@@ -346,18 +346,16 @@ class Core:
 
         The state becomes MET when all ``notes`` are there.
         """
-        self._set(
-            self._begin(identity, _ALL_GATHER, 0, _BYTE, 0, _STOP, 1, 1, 0, note, [given], None, None, _BEGINS)
-        )
+        self._set(self._begin(identity, _ALL_GATHER, 0, _BYTE, 0, _STOP, 1, 1, 0, note, [given], None, None, _BEGINS))
 
     def deal(self, identity: int, given: Array, borders: list[int], note: int) -> None:
         """Begin to give each rank the bytes between two borders.
 
         The state becomes MET when all ``lengths`` and ``notes`` are there.
         """
-        self._set(self._begin(
-            identity, _ALL_TO_ALL, 0, _BYTE, 0, _STOP, 1, 1, 0, note, [given], None, borders, _BEGINS
-        ))
+        self._set(
+            self._begin(identity, _ALL_TO_ALL, 0, _BYTE, 0, _STOP, 1, 1, 0, note, [given], None, borders, _BEGINS)
+        )
 
     def lengths(self) -> list[int]:
         """Return how many bytes each rank gives to this one."""
