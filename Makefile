@@ -7,7 +7,7 @@
 #                the documentation, a release
 #   make test-share  of the long ones, and of those with PyTorch, Keras or JAX, those that CI runs for this commit
 #   make mutants put faults into the library, one by one, and see that the tests see them; seven minutes
-#   make lint    ruff, mypy and the import rule
+#   make lint    ruff, codespell, mypy and the import rule
 #   make bench   set up .venv and measure on 2 and on 4 ranks, about 2 minutes; results in benchmarks/results/
 #   make test-chaos      train while ranks are killed, disks are full, ...: most of an hour; out/chaos/chaos.json
 #   make test-cluster    tests on four virtual hosts with Slurm, on this machine (root; installs Slurm with apt-get)
@@ -111,6 +111,8 @@ mutants: $(VENV)/.test $(NATIVE)
 
 lint: $(VENV)/.test
 	$(LIMIT) $(BIN)/ruff check --output-format=concise .
+	$(LIMIT) $(BIN)/ruff format --check --quiet .
+	$(LIMIT) $(BIN)/codespell
 	$(LIMIT) $(BIN)/mypy
 	$(LIMIT) $(BIN)/lint-imports --no-cache
 
@@ -244,7 +246,6 @@ $(DIST_VENV)/.done: pyproject.toml setup.cfg
 # In an environment of its own: Sphinx is for nothing else. The tests look at what was built.
 docs: export MPIRUN = $(DOCS_VENV)/bin/mpirun
 docs: $(DOCS_VENV)/.done $(NATIVE)
-	$(LIMIT) $(DOCS_VENV)/bin/codespell
 	$(LIMIT) $(DOCS_VENV)/bin/sphinx-build -W --keep-going -n -q -c docs . $(DOCS_OUT)/html
 	DOCS_SITE=$(DOCS_OUT)/html $(LIMIT) $(DOCS_VENV)/bin/python -m pytest -q -p no:cacheprovider tests/docs $(TEST_ARGS) < /dev/null
 

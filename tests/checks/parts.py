@@ -43,6 +43,8 @@ def lint() -> list[Part]:
     scripts = Path(sys.executable).parent
     return [
         Part("ruff", [str(scripts / "ruff"), "check", "--output-format=concise", "."], is_pytest=False),
+        Part("format", [str(scripts / "ruff"), "format", "--check", "--quiet", "."], is_pytest=False),
+        Part("codespell", [str(scripts / "codespell")], is_pytest=False),
         Part("mypy", [str(scripts / "mypy")], is_pytest=False),
         Part("imports", [str(scripts / "lint-imports"), "--no-cache"], is_pytest=False),
     ]
