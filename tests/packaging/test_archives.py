@@ -25,7 +25,7 @@ LIBRARY = "mpidist/native/libmpidist.so"
 INFO = f"mpidist-{__version__}.dist-info"
 _MACHINES = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}
 # Of git and of CI, with which nobody who has the sdist can do anything.
-_NOT_IN_SDIST = re.compile(r"\.ci/|\.gitignore$|\.pre-commit-config\.yaml$")
+_NOT_IN_SDIST = re.compile(r"\.ci/|\.git|\.pre-commit-config\.yaml$")
 
 
 def tracked(folder: str = ".") -> set[str]:
