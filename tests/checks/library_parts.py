@@ -54,6 +54,7 @@ _ROOMS = (
     "tests/strategies/test_results_are_apart.py",
     "tests/strategies/test_shared_inputs.py",
     "tests/acceptance/test_arrays_of_others.py",
+    "tests/acceptance/test_public_paths.py",
     "tests/arrays/test_convert_devices.py",
     "tests/input/test_dataset_libraries.py",
     "tests/input/test_loaders.py",
