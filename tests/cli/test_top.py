@@ -27,12 +27,12 @@ from mpidist.collectives.watch.status_files import (
     WAITING,
     Activity,
     RankReport,
+    RankTotals,
     Rates,
     StatusFolder,
-    Totals,
-    path_of,
     read_report,
     read_status_folder,
+    status_path,
     write_report,
 )
 from tests.support.ranks.cores import needs_core
@@ -61,7 +61,7 @@ def report(rank: int, ranks: int = 4, **changes: Any) -> RankReport:
             state=RUNNING,
             error="",
             activity=Activity(WAITING, SUM, 17, "communicator 1", 11.0, "/home/me/net/train.py:41 (step)"),
-            totals=Totals(16, 17, 640),
+            totals=RankTotals(16, 17, 640),
             rates=Rates(1.5, 2.0, 2048.0),
         ),
         **changes,
@@ -148,21 +148,21 @@ def test_a_job_that_is_over(changes: dict[str, Any], age: float, is_there: bool,
 
 def test_what_stands_in_a_file_does_nothing_to_the_terminal(tmp_path: Path) -> None:
     write_report(tmp_path, report(0, 1, program="\x1b[2Jtrain.py\n"))
-    assert read_report(path_of(tmp_path, 0)).program == "?[2Jtrain.py?"
+    assert read_report(status_path(tmp_path, 0)).program == "?[2Jtrain.py?"
 
 
 def test_files_are_whole_private_and_no_links(tmp_path: Path) -> None:
     folder = tmp_path / "status"
     folder.mkdir()
     write_report(folder, report(0, 1))
-    assert read_report(path_of(folder, 0)) == report(0, 1)
-    assert stat.S_IMODE(path_of(folder, 0).stat().st_mode) == 0o600
+    assert read_report(status_path(folder, 0)) == report(0, 1)
+    assert stat.S_IMODE(status_path(folder, 0).stat().st_mode) == 0o600
     assert [path.name for path in folder.iterdir()] == ["status-rank-0000.json"]
-    path_of(folder, 1).symlink_to(tmp_path / "elsewhere")
+    status_path(folder, 1).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic link"):
         write_report(folder, report(1, 2))
     with pytest.raises(OSError, match="symbolic link"):
-        read_report(path_of(folder, 1))
+        read_report(status_path(folder, 1))
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -178,7 +178,7 @@ def test_files_are_whole_private_and_no_links(tmp_path: Path) -> None:
     ],
 )
 def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
-    path_of(tmp_path, 0).write_text(content)
+    status_path(tmp_path, 0).write_text(content)
     with pytest.raises(ValueError, match="no status file of this version"):
         read_status_folder(tmp_path)
 
@@ -189,7 +189,7 @@ def test_a_file_is_whole_where_the_system_writes_less_than_asked(
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:100]))
     write_report(tmp_path, report(0, 1))
-    assert read_report(path_of(tmp_path, 0)) == report(0, 1)
+    assert read_report(status_path(tmp_path, 0)) == report(0, 1)
 
 
 def test_files_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
@@ -286,12 +286,12 @@ def test_the_rank_that_sleeps_is_named_with_its_line_and_a_killed_one_too(tmp_pa
         totals = [each["report"]["totals"] for each in json.loads(top(folder, "--json"))["ranks"]]
         assert [each["steps"] for each in totals] == [21, 21, 20, 21]
         assert [each["nbytes"] >= 20 * 8000 for each in totals] == [True] * 4
-        os.kill(read_report(path_of(folder, 1)).process, signal.SIGKILL)
+        os.kill(read_report(status_path(folder, 1)).process, signal.SIGKILL)
         running.wait(60)
         until(lambda: set(kinds(folder).values()) == {GONE})
     assert "\nthe job was killed, after " in top(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert {path.name for path in folder.iterdir()} >= {path_of(folder, rank).name for rank in range(4)}
+    assert {path.name for path in folder.iterdir()} >= {status_path(folder, rank).name for rank in range(4)}
 
 
 @pytest.mark.long
@@ -300,7 +300,7 @@ def test_a_rank_that_is_stopped_falls_silent(tmp_path: Path) -> None:
     folder = tmp_path / "status"
     with job(folder, 2, SLEEPS.replace("== 2", "== 1")):
         until(lambda: kinds(folder) == {0: WAITING, 1: COMPUTING})
-        stopped = read_report(path_of(folder, 1)).process
+        stopped = read_report(status_path(folder, 1)).process
         os.kill(stopped, signal.SIGSTOP)
         until(lambda: kinds(folder) == {0: WAITING, 1: SILENT})
         os.kill(stopped, signal.SIGCONT)
@@ -404,7 +404,7 @@ def test_neither_an_act_that_fails_nor_an_error_without_a_text_keeps_the_job_fro
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr
     assert "rank 1 of 2 on host " in done.stderr
-    assert read_report(path_of(tmp_path / "status", 1)).error == "Mute: its message raised LookupError"
+    assert read_report(status_path(tmp_path / "status", 1)).error == "Mute: its message raised LookupError"
 
 
 @pytest.mark.jobs

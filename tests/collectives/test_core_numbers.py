@@ -78,4 +78,4 @@ def test_the_flight_record() -> None:
     )
     assert (c["FLIGHT_TEXT"], c["FLIGHT_LINE"]) == (core._MOST_TEXT, flight_record._TEXTS[2])
     assert flight_record._TEXTS[1] == core._MOST_TEXT
-    assert (c["FLIGHT_RUNNING"], c["FLIGHT_DONE"]) == (flight_record.RUNNING, flight_record.DONE)
+    assert (c["FLIGHT_RUNNING"], c["FLIGHT_DONE"]) == (flight_record.CALL_RUNNING, flight_record.CALL_DONE)

@@ -10,13 +10,13 @@ import pytest
 
 from mpidist.cli import flight
 from mpidist.collectives.watch.flight_record import (
-    DONE,
+    CALL_DONE,
+    CALL_FAILED,
+    CALL_RUNNING,
     ENTRIES,
-    FAILED,
-    RUNNING,
     FlightEntry,
     FlightFile,
-    path_of,
+    flight_path,
     read_flight,
     read_folder,
 )
@@ -33,10 +33,10 @@ def test_the_last_entries_are_kept(tmp_path: Path) -> None:
         serial = file.begin("communicator 1 of ranks 0-3", number, f"all_reduce {number}", "train.py:3 (step)")
         if number < ENTRIES + 9:
             file.end(serial, failed=number == ENTRIES + 8)
-    flight = read_flight(path_of(tmp_path / "new", 3))
+    flight = read_flight(flight_path(tmp_path / "new", 3))
     assert (flight.rank, flight.ranks) == (3, 4)
     assert [entry.number for entry in flight.entries] == list(range(11, ENTRIES + 11))
-    assert [entry.state for entry in flight.entries[-4:]] == [DONE, FAILED, RUNNING, RUNNING]
+    assert [entry.state for entry in flight.entries[-4:]] == [CALL_DONE, CALL_FAILED, CALL_RUNNING, CALL_RUNNING]
     last = flight.entries[-3]
     assert (last.text, last.call_site) == (f"all_reduce {ENTRIES + 8}", "train.py:3 (step)")
     assert last.begin <= last.end
@@ -45,13 +45,13 @@ def test_the_last_entries_are_kept(tmp_path: Path) -> None:
 def test_long_texts_are_cut_and_others_are_refused(tmp_path: Path) -> None:
     file = FlightFile(tmp_path, 0, 1)
     file.begin("c" * 500, 1, "ä" * 500, "/a" * 500 + "/train.py:3 (step)")
-    (entry,) = read_flight(path_of(tmp_path, 0)).entries
+    (entry,) = read_flight(flight_path(tmp_path, 0)).entries
     assert entry.communicator == "c" * 80
     assert entry.text.startswith("ä" * 100)
     assert entry.call_site.endswith("/train.py:3 (step)")
-    path_of(tmp_path, 0).write_bytes(b"{}")
+    flight_path(tmp_path, 0).write_bytes(b"{}")
     with pytest.raises(ValueError, match="no flight record of this version"):
-        read_flight(path_of(tmp_path, 0))
+        read_flight(flight_path(tmp_path, 0))
     with pytest.raises(FileNotFoundError, match="run the job with MPIDIST_FLIGHT_RECORD="):
         next(read_folder(str(tmp_path / "nothing"), []))
 
@@ -79,7 +79,7 @@ def test_a_rank_that_is_killed_leaves_its_record(tmp_path: Path) -> None:
     killed = flights[1].entries
     assert [entry.text for entry in killed[-4:-1]] == ["all_reduce SUM of float64(5,)"] * 3
     assert killed[-1].text == "all_reduce SUM of float64(1048576,)"
-    assert killed[-1].state == RUNNING
+    assert killed[-1].state == CALL_RUNNING
     text = merged_text(flights, 3)
     number = killed[-1].number
     assert f"  the ranks went apart at number {number}:\n" in text
@@ -117,14 +117,14 @@ def test_the_core_writes_the_calls_that_take_the_short_way(tmp_path: Path) -> No
         sums, last = entries[:10], entries[10:]
         assert [entry.text for entry in sums] == ["all_reduce SUM of float64(5,)", "barrier"] * 5
         assert [entry.number for entry in entries] == list(range(entries[0].number, entries[0].number + 13))
-        assert [entry.state for entry in entries] == [DONE] * 12 + [FAILED]
+        assert [entry.state for entry in entries] == [CALL_DONE] * 12 + [CALL_FAILED]
         assert all(entry.begin <= entry.end <= later.begin for entry, later in pairwise(entries))
         assert len({entry.call_site for entry in sums[::2]}) == 1
         assert sums[0].call_site.endswith(":7 (<module>)")
         assert last[-1].text == f"broadcast from rank {record.rank} of float64(2,)"
 
 
-def entry(number: int, text: str, state: int = DONE) -> FlightEntry:
+def entry(number: int, text: str, state: int = CALL_DONE) -> FlightEntry:
     end = 2.0 if state else 0.0
     return FlightEntry(number, number, 1.0, end, state, "communicator 1 of ranks 0-1", text, "a.py:1 (f)")
 
@@ -171,10 +171,10 @@ comm.close()
 def test_a_truncated_file_is_named_and_the_others_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(2):
         FlightFile(tmp_path, rank, 2).begin("world", 1, "all_reduce", "train.py:3")
-    path_of(tmp_path, 1).write_bytes(path_of(tmp_path, 1).read_bytes()[:1000])
+    flight_path(tmp_path, 1).write_bytes(flight_path(tmp_path, 1).read_bytes()[:1000])
     assert flight.run(argparse.Namespace(folder=str(tmp_path), last=10, json=False)) == 0
     shown = capsys.readouterr()
     assert "all_reduce, at train.py:3" in shown.out
-    assert "left out: " + str(path_of(tmp_path, 1)) in shown.err
-    path_of(tmp_path, 0).write_bytes(b"")
+    assert "left out: " + str(flight_path(tmp_path, 1)) in shown.err
+    flight_path(tmp_path, 0).write_bytes(b"")
     assert flight.run(argparse.Namespace(folder=str(tmp_path), last=10, json=False)) == 2

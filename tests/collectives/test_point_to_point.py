@@ -17,7 +17,7 @@ from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.watch.flight_record import read_folder
 from mpidist.collectives.watch.flight_text import merged_text
-from mpidist.collectives.watch.trace_files import path_of
+from mpidist.collectives.watch.trace_files import trace_path
 from tests.support.ranks.jobs import run_script
 from tests.support.speed import deadlines
 
@@ -310,12 +310,14 @@ def test_messages_are_seen_by_trace_report_and_flight_record(tmp_path: Path) -> 
     assert re.search(r"^  send +3\.5 +", report, re.MULTILINE), report
     assert re.search(r"^  recv +3\.5 +", report, re.MULTILINE), report
     for rank in range(2):
-        events = json.loads(path_of(trace, rank).read_text())["traceEvents"]
+        events = json.loads(trace_path(trace, rank).read_text())["traceEvents"]
         names = Counter(event["name"] for event in events if event["ph"] == "b")
         assert names[f"send to rank {1 - rank} with tag 2"] == names[f"recv from rank {1 - rank} with tag 2"] == 3
         assert names[f"unfinished recv from rank {1 - rank} with tag 9"] == 1
     (error,) = [
-        event for event in json.loads(path_of(trace, 0).read_text())["traceEvents"] if "error" in event.get("args", ())
+        event
+        for event in json.loads(trace_path(trace, 0).read_text())["traceEvents"]
+        if "error" in event.get("args", ())
     ]
     assert (error["name"], error["args"]["error"]) == ("recv from rank 1 with tag 5", "MismatchError")
     text = merged_text(read_folder(str(flight), []), 2)
@@ -344,13 +346,13 @@ comm.close()
 def test_a_trace_that_is_saved_while_a_message_is_under_way(tmp_path: Path) -> None:
     job = run_script(SAVED_EARLY, 1, env={"MPIDIST_TRACE": str(tmp_path)})
     assert job.stdout.split() == ["0", "1.0"], job.stderr
-    names = [event["name"] for event in json.loads(path_of(tmp_path, 0).read_text())["traceEvents"]]
+    names = [event["name"] for event in json.loads(trace_path(tmp_path, 0).read_text())["traceEvents"]]
     assert names.count("unfinished recv from rank 0 with tag 0") == names.count("recv from rank 0 with tag 0") == 2
 
 
 MANY = """
 import os, numpy, mpidist
-from mpidist.collectives.watch.flight_record import path_of, read_flight
+from mpidist.collectives.watch.flight_record import flight_path, read_flight
 comm = mpidist.Communicator()
 comm.barrier()
 if comm.rank == 1:
@@ -361,7 +363,7 @@ for _ in range(700):
     comm.recv(numpy.zeros(2), 0)
     work.wait()
 if comm.rank == 0:
-    theirs = path_of(os.environ["MPIDIST_FLIGHT_RECORD"], 1)
+    theirs = flight_path(os.environ["MPIDIST_FLIGHT_RECORD"], 1)
     while not any(entry.number == 3 for entry in read_flight(theirs).entries):
         pass
 os._exit(1)

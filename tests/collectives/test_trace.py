@@ -15,7 +15,7 @@ import pytest
 from mpidist import Communicator
 from mpidist.__main__ import main
 from mpidist.collectives.watch.recorder import OperationTotals, report_text
-from mpidist.collectives.watch.trace_files import MERGED, Span, TraceFile, merge, path_of
+from mpidist.collectives.watch.trace_files import MERGED, Span, TraceFile, merge, trace_path
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.programs import run_program
 from tests.support.speed import deadlines
@@ -105,7 +105,7 @@ def test_every_rank_writes_a_file_and_rank_0_merges_them(traced: tuple[Path, int
     folder, _ = traced
     assert sorted(path.name for path in folder.iterdir()) == [MERGED, "trace-rank-0000.json", "trace-rank-0001.json"]
     merged = events_of(folder / MERGED)
-    assert Counter(map(str, merged)) == Counter(str(e) for rank in (0, 1) for e in events_of(path_of(folder, rank)))
+    assert Counter(map(str, merged)) == Counter(str(e) for rank in (0, 1) for e in events_of(trace_path(folder, rank)))
     assert [name["args"]["name"].split(" on ")[0] for name in of(merged, name="process_name")] == ["rank 0", "rank 1"]
     named = {(event["pid"], event["tid"]) for event in of(merged, name="thread_name")}
     assert {(event["pid"], event["tid"]) for event in of(merged, ph="X")} == named
@@ -114,7 +114,7 @@ def test_every_rank_writes_a_file_and_rank_0_merges_them(traced: tuple[Path, int
 def test_there_is_a_span_for_each_collective(traced: tuple[Path, int | None]) -> None:
     folder, ranks_per_node = traced
     for rank in (0, 1):
-        calls = calls_of(events_of(path_of(folder, rank)))
+        calls = calls_of(events_of(trace_path(folder, rank)))
         assert [call["name"] for call in calls] == CALLS
         first, second, gathering = (call["args"] for call in calls[:3])
         assert (first["bytes"], first["algorithm"]) == (8, "leaders" if ranks_per_node else "hierarchical")
@@ -127,7 +127,7 @@ def test_there_is_a_span_for_each_collective(traced: tuple[Path, int | None]) ->
 
 def test_what_is_inside(traced: tuple[Path, int | None]) -> None:
     folder, ranks_per_node = traced
-    events = events_of(path_of(folder, 1))
+    events = events_of(trace_path(folder, 1))
     check_nesting(events)
     calls = calls_of(events)
     inside = [[phase["name"] for phase in of(events, cat="phase") if is_inside(phase, call)] for call in calls]
@@ -151,7 +151,7 @@ def test_what_is_inside(traced: tuple[Path, int | None]) -> None:
 
 def test_works_are_seen_from_their_submission(traced: tuple[Path, int | None]) -> None:
     folder, _ = traced
-    events = events_of(path_of(folder, 0))
+    events = events_of(trace_path(folder, 0))
     works = [call for call in calls_of(events) if call["name"] in ("all_reduce MAX", "all_reduce MIN")]
     assert len(works) == 6
     (track,) = {work["tid"] for work in works}
@@ -199,8 +199,8 @@ def on_another_host(source: Path, target: Path, seconds_ahead: float, parts_per_
 
 
 def test_clocks_of_hosts_are_aligned(traced: tuple[Path, int | None], tmp_path: Path) -> None:
-    path_of(tmp_path, 0).write_text(path_of(traced[0], 0).read_text())
-    on_another_host(path_of(traced[0], 1), path_of(tmp_path, 1), 1000.0, 20.0)
+    trace_path(tmp_path, 0).write_text(trace_path(traced[0], 0).read_text())
+    on_another_host(trace_path(traced[0], 1), trace_path(tmp_path, 1), 1000.0, 20.0)
     merged = merge(tmp_path)
     check_nesting(events_of(merged))
     clocks = json.loads(merged.read_text())["otherData"]["clocks"]
@@ -212,9 +212,9 @@ def test_clocks_of_hosts_are_aligned(traced: tuple[Path, int | None], tmp_path: 
 
 
 def test_hosts_that_never_met_cannot_be_aligned(traced: tuple[Path, int | None], tmp_path: Path) -> None:
-    path_of(tmp_path, 0).write_text(path_of(traced[0], 0).read_text())
-    on_another_host(path_of(traced[0], 1), path_of(tmp_path, 1), 0.0, 0.0)
-    path_of(tmp_path, 1).write_text(path_of(tmp_path, 1).read_text().replace("communicator", "group"))
+    trace_path(tmp_path, 0).write_text(trace_path(traced[0], 0).read_text())
+    on_another_host(trace_path(traced[0], 1), trace_path(tmp_path, 1), 0.0, 0.0)
+    trace_path(tmp_path, 1).write_text(trace_path(tmp_path, 1).read_text().replace("communicator", "group"))
     with pytest.raises(ValueError, match=r"rank 1, on another host than rank 0, has no collective in common"):
         merge(tmp_path)
 
@@ -222,14 +222,14 @@ def test_hosts_that_never_met_cannot_be_aligned(traced: tuple[Path, int | None],
 def test_merging_by_hand(traced: tuple[Path, int | None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(tmp_path)]) == 2
     assert "trace-rank-0000.json is not there; expected the folder that MPIDIST_TRACE named" in capsys.readouterr().err
-    path_of(tmp_path, 0).write_text(path_of(traced[0], 0).read_text())
+    trace_path(tmp_path, 0).write_text(trace_path(traced[0], 0).read_text())
     assert main(["trace", str(tmp_path)]) == 2
     assert "trace-rank-0001.json is not in" in capsys.readouterr().err
-    whole = path_of(traced[0], 1).read_text()
-    path_of(tmp_path, 1).write_text(whole[: len(whole) // 2])
+    whole = trace_path(traced[0], 1).read_text()
+    trace_path(tmp_path, 1).write_text(whole[: len(whole) // 2])
     assert main(["trace", str(tmp_path)]) == 2
     assert "expected a trace file that mpidist wrote, in full" in capsys.readouterr().err
-    path_of(tmp_path, 1).write_text(whole)
+    trace_path(tmp_path, 1).write_text(whole)
     assert main(["trace", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / MERGED}\n"
     assert (tmp_path / MERGED).read_text() == (traced[0] / MERGED).read_text()
@@ -250,8 +250,8 @@ def test_a_rank_that_fails_leaves_whole_files(tmp_path: Path) -> None:
     job = run_script(program, 2, env={"MPIDIST_TRACE": str(tmp_path)})
     assert job.returncode != 0
     assert "one and one is three" in job.stderr
-    assert [call["name"] for call in calls_of(events_of(path_of(tmp_path, 1)))] == ["barrier"]
-    assert of(events_of(path_of(tmp_path, 0)), name="process_name")
+    assert [call["name"] for call in calls_of(events_of(trace_path(tmp_path, 1)))] == ["barrier"]
+    assert of(events_of(trace_path(tmp_path, 0)), name="process_name")
     assert not (tmp_path / MERGED).exists()
 
 
@@ -266,8 +266,8 @@ def test_a_rank_that_ends_early_leaves_whole_files(tmp_path: Path) -> None:
     """
     job = run_script(program, 2, env={"MPIDIST_TRACE": str(tmp_path)})
     assert job.returncode != 0
-    assert [call["name"] for call in calls_of(events_of(path_of(tmp_path, 1)))] == ["barrier"]
-    first, second = calls_of(events_of(path_of(tmp_path, 0)))
+    assert [call["name"] for call in calls_of(events_of(trace_path(tmp_path, 1)))] == ["barrier"]
+    first, second = calls_of(events_of(trace_path(tmp_path, 0)))
     assert first["name"] == "barrier"
     assert (second["name"], second["args"]["error"]) == ("all_reduce SUM", "PeerError")
     assert not (tmp_path / MERGED).exists()
@@ -283,7 +283,7 @@ def test_a_collective_that_does_not_end_is_there(tmp_path: Path) -> None:
     """
     job = run_script(program, 2, env={"MPIDIST_TRACE": str(tmp_path), **deadlines(2)})
     assert "CollectiveTimeoutError" in job.stderr
-    (begin,) = of(events_of(path_of(tmp_path, 0)), cat="unfinished", ph="b")
+    (begin,) = of(events_of(trace_path(tmp_path, 0)), cat="unfinished", ph="b")
     assert (begin["name"], begin["args"]["phase"]) == ("unfinished all_reduce SUM", "wait for others")
 
 
@@ -319,8 +319,8 @@ def test_a_rank_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
     assert "collectives of 1 of 2 ranks (without 1)" in job.stderr
     assert "the traces are not merged: rank 1 did not tell that their files are complete; once all" in job.stderr
     assert f"python -m mpidist trace {tmp_path}" in job.stderr
-    assert [call["name"] for call in calls_of(events_of(path_of(tmp_path, 0)))] == ["barrier", "close"]
-    assert of(events_of(path_of(tmp_path, 1)), name="process_name")
+    assert [call["name"] for call in calls_of(events_of(trace_path(tmp_path, 0)))] == ["barrier", "close"]
+    assert of(events_of(trace_path(tmp_path, 1)), name="process_name")
 
 
 def test_a_forked_child_leaves_the_file_alone(tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_a_forked_child_leaves_the_file_alone(tmp_path: Path) -> None:
 
 def test_a_file_is_whole_between_pieces_and_says_what_it_dropped(tmp_path: Path) -> None:
     file = TraceFile(str(tmp_path), 3, 4, most_events=5)
-    path = path_of(tmp_path, 3)
+    path = trace_path(tmp_path, 3)
     assert [event["args"] for event in events_of(path)] == [
         {"name": events_of(path)[0]["args"]["name"]},
         {"sort_index": 3},

@@ -14,8 +14,7 @@ from mpidist.collectives.node import shared_memory
 from mpidist.collectives.reduce import tuning_file
 from mpidist.collectives.reduce.table import SHIPPED
 from mpidist.collectives.watch import trace_files
-from mpidist.collectives.watch.flight_record import FlightFile
-from mpidist.collectives.watch.flight_record import path_of as flight_path
+from mpidist.collectives.watch.flight_record import FlightFile, flight_path
 from mpidist.core.files import open_regular, replacing
 from mpidist.estimator import evaluations
 
@@ -26,7 +25,7 @@ FLIGHT = "MPIDIST_FLIGHT_RECORD"
 
 def write_trace(folder: Path) -> Path:
     trace_files.TraceFile(str(folder), 0, 1).close()
-    return trace_files.path_of(folder, 0)
+    return trace_files.trace_path(folder, 0)
 
 
 def write_merged_trace(folder: Path) -> Path:

@@ -39,7 +39,7 @@ _DIRECTORY = "/dev/shm"
 # Left to others: the MPI library itself needs some.
 _RESERVE_BYTES = 8 << 20
 _ALIGNMENT = 64
-_PAGE = mmap.ALLOCATIONGRANULARITY
+_MAP_ALIGNMENT = mmap.ALLOCATIONGRANULARITY
 # Memory for arrays grows by half of what there is, within these bounds: making a piece takes three meetings.
 _SMALLEST_GROWTH, _LARGEST_GROWTH = 1 << 20, 64 << 20
 _numbers = itertools.count(1)
@@ -97,7 +97,7 @@ class SharedMemory:
 
         None, on all ranks, where there is no room.
         """
-        stride = -(-nbytes // _PAGE) * _PAGE
+        stride = -(-nbytes // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
         whole = yield from self._make(stride * self._size, self._rank * stride, self._rank * stride + nbytes)
         if whole is None:
             return None

@@ -30,7 +30,7 @@ from mpidist.core.wording import names_text
 ENTRIES = 1000
 # Of messages, behind those of collectives.
 MESSAGES = 200
-RUNNING, DONE, FAILED = range(3)
+CALL_RUNNING, CALL_DONE, CALL_FAILED = range(3)
 # In place of a number on the communicator: messages come beside the collectives.
 MESSAGE = 0
 _HEAD_BYTES = 512
@@ -39,7 +39,7 @@ _ENTRY = struct.Struct("<QQddBHHH")
 _TEXTS = (80, 280, 100)
 _ENTRY_BYTES = _ENTRY.size + sum(_TEXTS)
 _FILE_BYTES = _HEAD_BYTES + (ENTRIES + MESSAGES) * _ENTRY_BYTES
-_FORMAT = "mpidist flight record 2"
+_FLIGHT_FORMAT = "mpidist flight record 2"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class FlightEntry:
             a message.
         begin: Seconds of the wall clock of the host.
         end: The same; 0 if it had not ended.
-        state: ``RUNNING``, ``DONE`` or ``FAILED``.
+        state: ``CALL_RUNNING``, ``CALL_DONE`` or ``CALL_FAILED``.
         communicator: Its name.
         text: Description of the collective.
         call_site: Line of the program that issued it.
@@ -102,8 +102,14 @@ class FlightFile:
     """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, ranks: int) -> None:
-        path = path_of(folder, rank)
-        head = {"format": _FORMAT, "rank": rank, "ranks": ranks, "host": socket.gethostname(), "process": os.getpid()}
+        path = flight_path(folder, rank)
+        head = {
+            "format": _FLIGHT_FORMAT,
+            "rank": rank,
+            "ranks": ranks,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+        }
         with folder_to_write(folder, FLIGHT_RECORD.name), replacing(path) as descriptor:
             if hasattr(os, "posix_fallocate"):
                 # Room that is not there now would end the process by SIGBUS later.
@@ -149,7 +155,7 @@ class FlightFile:
     def _write(self, slot: int, serial: int, number: int, texts: tuple[str, str, str]) -> None:
         communicator, text, call_site = texts
         cut = [_cut(communicator, _TEXTS[0]), _cut(text, _TEXTS[1]), _cut(call_site, _TEXTS[2], keep_end=True)]
-        packed = _ENTRY.pack(serial, number, time.time(), 0.0, RUNNING, *map(len, cut)) + b"".join(cut)
+        packed = _ENTRY.pack(serial, number, time.time(), 0.0, CALL_RUNNING, *map(len, cut)) + b"".join(cut)
         self.memory[_place(slot) : _place(slot) + len(packed)] = packed
 
     def _end(self, slot: int, serial: int, failed: bool) -> bool:
@@ -157,7 +163,7 @@ class FlightFile:
         found: tuple[float, ...] = _ENTRY.unpack_from(self.memory, _place(slot))
         if found[0] != serial:
             return False
-        state = FAILED if failed else DONE
+        state = CALL_FAILED if failed else CALL_DONE
         _ENTRY.pack_into(self.memory, _place(slot), *found[:3], time.time(), state, *found[5:])
         return True
 
@@ -219,10 +225,10 @@ class FlightObserver(Observer):
         self._file.end_message(*self._slots.pop(operation), failed=operation.error is not None)
 
 
-def path_of(folder: str | os.PathLike[str], rank: int) -> Path:
+def flight_path(folder: str | os.PathLike[str], rank: int) -> Path:
     """Return the path of a rank's file.
 
-    >>> path_of("out", 3).name
+    >>> flight_path("out", 3).name
     'flight-rank-0003.bin'
     """
     return Path(folder, f"flight-rank-{rank:04d}.bin")
@@ -238,7 +244,7 @@ def read_flight(path: Path) -> Flight:
     content = path.read_bytes()
     try:
         head = json.loads(content[:_HEAD_BYTES])
-        known = head["format"] == _FORMAT and len(content) == _FILE_BYTES
+        known = head["format"] == _FLIGHT_FORMAT and len(content) == _FILE_BYTES
     except (ValueError, KeyError, TypeError):
         known = False
     if not known:

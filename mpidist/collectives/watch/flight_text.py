@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from sys import intern
 
-from mpidist.collectives.watch.flight_record import DONE, FAILED, MESSAGE, RUNNING, Flight, FlightEntry
+from mpidist.collectives.watch.flight_record import CALL_DONE, CALL_FAILED, CALL_RUNNING, MESSAGE, Flight, FlightEntry
 from mpidist.core.wording import group_lines, groups_of, numbered_ranks
 
-_STATES = {RUNNING: "had not ended", FAILED: "failed"}
+_STATES = {CALL_RUNNING: "had not ended", CALL_FAILED: "failed"}
 # A communicator more is shown where there are fewer lines so far; messages, and calls of one number, at the most.
 _ENOUGH_LINES, _MOST_MESSAGES, _MOST_CALLS = 40, 40, 4
 _ELSEWHERE = "; all: --json"
@@ -138,9 +138,9 @@ class Section:
             self._first = max(self._first, calls[0].number)
             self._progress.append((rank, intern(_progress(calls[-1]))))
         messages = [entry for entry in entries if entry.number == MESSAGE]
-        self._messages += [(entry, [rank]) for entry in messages[:-last] if entry.state == RUNNING]
+        self._messages += [(entry, [rank]) for entry in messages[:-last] if entry.state == CALL_RUNNING]
         self._messages += [(entry, [rank]) for entry in messages[-last:]]
-        self._all_done &= all(each[-1].state == DONE for each in (calls, messages) if each)
+        self._all_done &= all(each[-1].state == CALL_DONE for each in (calls, messages) if each)
 
     def is_well(self) -> bool:
         """Return whether all ranks made the same collectives, and these have ended."""
@@ -206,12 +206,12 @@ def _calls_of(number: int, calls: Mapping[tuple[str, str], _Call]) -> list[str]:
 def _message_lines(shown: list[tuple[FlightEntry, list[int]]]) -> list[str]:
     """Return messages, those that have not ended first where there are many."""
     if len(shown) > _MOST_MESSAGES:
-        shown = sorted(shown, key=lambda message: message[0].state == DONE)
+        shown = sorted(shown, key=lambda message: message[0].state == CALL_DONE)
 
     def line(entry: FlightEntry, ranks: list[int]) -> tuple[str, str, str]:
         made = _Call()
         made.add(ranks[0], entry)
-        failed = " failed" if entry.state == FAILED else ""
+        failed = " failed" if entry.state == CALL_FAILED else ""
         text = f"{entry.text}, at {entry.call_site}"
         return f"          {made.when}  {numbered_ranks(ranks)}{failed}: ", text, ""
 

@@ -20,7 +20,7 @@ RUNNING, ENDED, FAILED = "running", "ended", "failed"
 """The states of a program."""
 WAITING, UNDER_WAY, COMPUTING = "waiting", "under way", "computing"
 """The kinds of activity: in an operation; beside one that was started; neither."""
-_FORMAT = "mpidist status 1"
+_STATUS_FORMAT = "mpidist status 1"
 _MOST_BYTES = 1 << 16
 
 
@@ -61,7 +61,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Totals:
+class RankTotals:
     """Work since the program began to communicate; see ``Rates``."""
 
     steps: int
@@ -99,14 +99,14 @@ class RankReport:
     state: str
     error: str
     activity: Activity
-    totals: Totals
+    totals: RankTotals
     rates: Rates
 
 
-def path_of(folder: str | os.PathLike[str], rank: int) -> Path:
+def status_path(folder: str | os.PathLike[str], rank: int) -> Path:
     """Return the path of a rank's file.
 
-    >>> path_of("status", 3).name
+    >>> status_path("status", 3).name
     'status-rank-0003.json'
     """
     return Path(folder, f"status-rank-{rank:04d}.json")
@@ -118,9 +118,9 @@ def write_report(folder: str | os.PathLike[str], report: RankReport) -> None:
     Raises:
         OSError: It cannot be written, or is a symbolic link.
     """
-    document = {"format": _FORMAT, **dataclasses.asdict(report)}
+    document = {"format": _STATUS_FORMAT, **dataclasses.asdict(report)}
     with (
-        replacing(path_of(folder, report.rank), mode=0o600) as descriptor,
+        replacing(status_path(folder, report.rank), mode=0o600) as descriptor,
         open(descriptor, "wb", closefd=False) as file,
     ):
         file.write(json.dumps(document).encode())
@@ -138,13 +138,13 @@ def read_report(path: Path) -> RankReport:
         content = file.read(_MOST_BYTES)
     try:
         document = json.loads(content)
-        if document["format"] != _FORMAT:
+        if document["format"] != _STATUS_FORMAT:
             raise ValueError
         return RankReport(
             **{
                 **_fields_of(RankReport, document),
                 "activity": Activity(**_fields_of(Activity, document["activity"])),
-                "totals": Totals(**_fields_of(Totals, document["totals"])),
+                "totals": RankTotals(**_fields_of(RankTotals, document["totals"])),
                 "rates": Rates(**_fields_of(Rates, document["rates"])),
             }
         )
@@ -154,7 +154,7 @@ def read_report(path: Path) -> RankReport:
         ) from None
 
 
-_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+_FIELD_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 
 
 def _fields_of(kind: type, document: Mapping[str, object]) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def _fields_of(kind: type, document: Mapping[str, object]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         value = document[field.name]
-        if field.type in _KINDS and not isinstance(value, _KINDS[field.type]):
+        if field.type in _FIELD_TYPES and not isinstance(value, _FIELD_TYPES[field.type]):
             raise ValueError
         found[field.name] = _printable(value) if isinstance(value, str) else value
     return found

@@ -29,9 +29,9 @@ from mpidist.collectives.watch.status_files import (
     WAITING,
     Activity,
     RankReport,
+    RankTotals,
     Rates,
-    Totals,
-    path_of,
+    status_path,
     write_report,
 )
 from mpidist.core import settings, step_count
@@ -50,7 +50,7 @@ _RATE_SECONDS = 10.0
 # How long a program that ends waits for its last file.
 _END_SECONDS = 2.0
 _LONGEST_TEXT = 300
-_KINDS = (WAITING, UNDER_WAY, COMPUTING)
+_ACTIVITY_KINDS = (WAITING, UNDER_WAY, COMPUTING)
 
 
 class StatusObserver(Observer):
@@ -83,10 +83,10 @@ class StatusObserver(Observer):
         """See ``Observer``."""
         self._writer.forget(self)
 
-    def totals(self) -> Totals:
+    def totals(self) -> RankTotals:
         """Return the work on the channel."""
         executor = self._channel.executor
-        return Totals(0, executor.issued, executor.nbytes + self._message_bytes)
+        return RankTotals(0, executor.issued, executor.nbytes + self._message_bytes)
 
     def activity(self, call_site: str, is_inside: bool) -> Activity:
         """Return the activity of this rank, as far as this channel knows.
@@ -124,8 +124,8 @@ class StatusWriter:
         self._job = ""
         self._observers: list[StatusObserver] = []
         # The work on channels that have been closed.
-        self._past = Totals(0, 0, 0)
-        self._samples: deque[tuple[float, Totals]] = deque()
+        self._past = RankTotals(0, 0, 0)
+        self._samples: deque[tuple[float, RankTotals]] = deque()
         self._started = time.time()
         self._born = process_born(os.getpid())
         self._is_clean = self._is_told = False
@@ -154,7 +154,7 @@ class StatusWriter:
         try:
             with folder_to_write(self._folder, settings.STATUS.name, is_private=True):
                 if not self._is_clean:
-                    remove_unfinished(path_of(self._folder, self._rank))
+                    remove_unfinished(status_path(self._folder, self._rank))
                     self._is_clean = True
                 write_report(self._folder, self._report(*(end or (RUNNING, "", self._activity()))))
         except OSError as problem:
@@ -202,10 +202,10 @@ class StatusWriter:
         found = [(observer.activity(call_site, is_inside), observer.last_seen) for observer in self._observers]
         # Of channels that were used since the last look, the youngest: the first is often that of all ranks.
         found.reverse()
-        found.sort(key=lambda each: (_KINDS.index(each[0].kind), not each[0].operation, -each[1]))
+        found.sort(key=lambda each: (_ACTIVITY_KINDS.index(each[0].kind), not each[0].operation, -each[1]))
         return found[0][0] if found else Activity(COMPUTING, "", 0, "", 0.0, call_site)
 
-    def _rates(self, totals: Totals) -> Rates:
+    def _rates(self, totals: RankTotals) -> Rates:
         now = time.monotonic()
         self._samples.append((now, totals))
         while len(self._samples) > 2 and self._samples[1][0] < now - _RATE_SECONDS:
@@ -219,8 +219,8 @@ class StatusWriter:
         )
 
 
-def _sum(parts: list[Totals]) -> Totals:
-    return Totals(step_count.made, sum(part.collectives for part in parts), sum(part.nbytes for part in parts))
+def _sum(parts: list[RankTotals]) -> RankTotals:
+    return RankTotals(step_count.made, sum(part.collectives for part in parts), sum(part.nbytes for part in parts))
 
 
 def process_born(process: int) -> int:

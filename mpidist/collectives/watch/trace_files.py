@@ -65,10 +65,10 @@ class _About(TypedDict):
     dropped: int
 
 
-def path_of(folder: str | os.PathLike[str], rank: int) -> Path:
+def trace_path(folder: str | os.PathLike[str], rank: int) -> Path:
     """Return the path of a rank's file.
 
-    >>> path_of("traces", 3).name
+    >>> trace_path("traces", 3).name
     'trace-rank-0003.json'
     """
     return Path(folder, f"trace-rank-{rank:04}.json")
@@ -95,7 +95,7 @@ class TraceFile:
         self.folder = folder
         self._rank = rank
         with folder_to_write(folder, TRACE.name):
-            self._descriptor = open_regular(path_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            self._descriptor = open_regular(trace_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._room = most_events
         self._about: _About = {
             "rank": rank,
@@ -203,10 +203,10 @@ def merge(folder: str | os.PathLike[str]) -> Path:
 
 
 def _paths(folder: Path) -> list[Path]:
-    first = path_of(folder, 0)
+    first = trace_path(folder, 0)
     if not first.exists():
         raise FileNotFoundError(f"{first} is not there; expected the folder that MPIDIST_TRACE named")
-    paths = [path_of(folder, rank) for rank in range(_about(first)["ranks"])]
+    paths = [trace_path(folder, rank) for rank in range(_about(first)["ranks"])]
     missing = [path.name for path in paths if not path.exists()]
     if missing:
         raise FileNotFoundError(

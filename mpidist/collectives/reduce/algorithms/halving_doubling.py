@@ -63,7 +63,7 @@ def halved(nodes: int) -> list[tuple[int, int]]:
     return steps
 
 
-def cost(nodes: int, count: int) -> list[Round]:
+def halving_doubling_rounds(nodes: int, count: int) -> list[Round]:
     """Return its rounds: each half as large as the one before."""
     length, more = divmod(count, nodes)
     sent = [(kept, (had - kept) * length + min(had - kept, more)) for kept, had in halved(nodes)]
@@ -71,4 +71,6 @@ def cost(nodes: int, count: int) -> list[Round]:
     return there + [each._replace(reduced=0) for each in reversed(there)]
 
 
-wire_algorithms.register(AlgorithmEntry("halving_doubling", HalvingDoubling, ("between_nodes",), cost=cost))
+wire_algorithms.register(
+    AlgorithmEntry("halving_doubling", HalvingDoubling, ("between_nodes",), cost=halving_doubling_rounds)
+)

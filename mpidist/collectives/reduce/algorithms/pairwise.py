@@ -62,7 +62,7 @@ class Pairwise(Rail):
         return self._wire_dtype if rounds and self._wire_dtype is not None else dtype
 
 
-def cost(nodes: int, count: int) -> list[Round]:
+def pairwise_rounds(nodes: int, count: int) -> list[Round]:
     """Return its rounds: two, but with a message to each other node."""
     others = (nodes - 1) * -(-count // nodes)
     return [
@@ -72,5 +72,5 @@ def cost(nodes: int, count: int) -> list[Round]:
 
 
 wire_algorithms.register(
-    AlgorithmEntry("pairwise", Pairwise, ("between_nodes",), is_ordered=True, rounds=True, cost=cost)
+    AlgorithmEntry("pairwise", Pairwise, ("between_nodes",), is_ordered=True, rounds=True, cost=pairwise_rounds)
 )

@@ -37,7 +37,7 @@ class Ring(Rail):
             yield from self._exchange({before: segments[theirs]}, {after: segments[mine]}, chunk)
 
 
-def cost(nodes: int, count: int) -> list[Round]:
+def ring_rounds(nodes: int, count: int) -> list[Round]:
     """Return its rounds: as many as there are nodes, so that it is for few."""
     segment = -(-count // nodes)
     return [
@@ -46,4 +46,4 @@ def cost(nodes: int, count: int) -> list[Round]:
     ]
 
 
-wire_algorithms.register(AlgorithmEntry("ring", Ring, ("between_nodes",), cost=cost))
+wire_algorithms.register(AlgorithmEntry("ring", Ring, ("between_nodes",), cost=ring_rounds))
