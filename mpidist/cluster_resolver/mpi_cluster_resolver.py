@@ -11,7 +11,7 @@ from mpidist.cluster_resolver.tf_config_cluster_resolver import TFConfigClusterR
 from mpidist.core.errors import LaunchError
 from mpidist.topology.gpu_sharing import share_of_each, visible_devices
 from mpidist.topology.launcher import check_world, import_mpi
-from mpidist.topology.limited_calls import duplicate, limited
+from mpidist.topology.limited_calls import create_group, duplicate
 from mpidist.topology.topology import Topology, has_world, world_topology
 
 if TYPE_CHECKING:
@@ -139,20 +139,11 @@ class MPIClusterResolver(RankedResolver):
     def comm_of(self, jobs: Sequence[str]) -> MPI.Intracomm:
         """Return a new communicator of the ranks of ``jobs``; the caller frees it.
 
-        Collective over those ranks alone (MPI_Comm_create_group). A chief comes first, then the workers in order.
-
-        MPI has this call in a blocking form only. Where a rank does not come, the others say so after
-        ``MPIDIST_WARN_AFTER``, and end the job after ``MPIDIST_TIMEOUT``.
+        Collective over those ranks alone. A chief comes first, then the workers in order.
         """
         members = [(job != "chief", job, index, rank) for rank, (job, index) in enumerate(self._tasks) if job in jobs]
         base = import_mpi().COMM_WORLD if self._comm is None else self._comm
-        everyone = base.Get_group()
-        group = everyone.Incl([rank for *_, rank in sorted(members)])
-        with limited(f"waiting for all {group.Get_size()} ranks of {' and '.join(jobs)} to make a communicator"):
-            comm: MPI.Intracomm = base.Create_group(group)
-        group.Free()
-        everyone.Free()
-        return comm
+        return create_group(base, [rank for *_, rank in sorted(members)], " and ".join(jobs))
 
     def _ask(self) -> Topology:
         """Return the hosts and nodes of all ranks."""

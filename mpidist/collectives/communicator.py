@@ -37,9 +37,10 @@ from mpidist.collectives.node.chunks import borders
 from mpidist.collectives.reading import delivering, read, read_out, restore
 from mpidist.collectives.watch.step_agreement import StepAgreement
 from mpidist.core.enums import ReduceOp
-from mpidist.core.message_tags import GROUPS, TAGS_OF_PROGRAMS
+from mpidist.core.message_tags import TAGS_OF_PROGRAMS
 from mpidist.core.options import CommunicationOptions
 from mpidist.topology import import_mpi
+from mpidist.topology.limited_calls import create_group
 
 T = TypeVar("T")
 
@@ -740,11 +741,7 @@ class Communicator(ArrayCollectives):
             raise ValueError(
                 f"ranks are {members!r}; expected different ranks from 0 to {self.size - 1}, {self.rank} among them"
             )
-        whole = self._channel.comm.Get_group()
-        some = whole.Incl(members)
-        part: Any = self._channel.comm.Create_group(some, GROUPS)
-        some.Free()
-        whole.Free()
+        part = create_group(self._channel.comm, members, f"the group {members}")
         group = Communicator(part, options=self._options, advice=self._channel.handshake.advice)
         part.Free()
         return group

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from mpidist.core import settings
+from mpidist.core import message_tags, settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.daemon_thread import start_daemon
 from mpidist.core.deadline import Deadline
@@ -82,6 +82,25 @@ def finish(
     while not request.Test():
         if deadline.check() > _BUSY_SECONDS:
             time.sleep(_NAP_SECONDS)
+
+
+def create_group(comm: MPI.Intracomm, ranks: Sequence[int], name: str) -> MPI.Intracomm:
+    """Return a communicator of some ranks of ``comm``, in this order (collective over them; MPI_Comm_create_group).
+
+    MPI has only a blocking form. If a rank never arrives, the others report it and end the job.
+
+    Args:
+        comm: The communicator.
+        ranks: Ranks of ``comm``, the caller among them.
+        name: Name of the group in the report.
+    """
+    everyone = comm.Get_group()
+    group = everyone.Incl(ranks)
+    with limited(f"waiting for all {len(ranks)} ranks of {name} to make a communicator"):
+        part: MPI.Intracomm = comm.Create_group(group, message_tags.GROUPS)
+    group.Free()
+    everyone.Free()
+    return part
 
 
 @contextmanager

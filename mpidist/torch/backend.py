@@ -14,7 +14,6 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from mpidist.collectives import Communicator
 from mpidist.core.options import CommunicationOptions
 from mpidist.torch.foreign import Foreign
-from mpidist.torch.groups import replace_default
 from mpidist.torch.operations import Operations
 
 _Backend: Foreign = torch._C._distributed_c10d.Backend
@@ -111,9 +110,7 @@ class MpidistBackend(Operations, _Backend):
         del shrink_flags
         left = [rank for rank in range(self.comm.size) if rank not in ranks_to_exclude]
         self.abort()
-        comm = self.comm.group(left)
-        replace_default(self.comm, comm)
-        return MpidistBackend(comm, self.backend_name, self._options_of_another(opts_override))
+        return MpidistBackend(self.comm.group(left), self.backend_name, self._options_of_another(opts_override))
 
     def _options_of_another(self, given: Foreign) -> CommunicationOptions | None:
         # torch hands on the default where the program has not said another.

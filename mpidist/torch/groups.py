@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from weakref import ref
+import json
+
+import torch.distributed
 
 from mpidist.collectives import Advice, Communicator
 from mpidist.core.errors import LaunchError
 from mpidist.core.options import CommunicationOptions
-from mpidist.topology import trains_alone, world_topology
+from mpidist.topology import import_mpi, trains_alone, world_topology
+from mpidist.topology.launcher import check_world
+from mpidist.topology.limited_calls import create_group
+from mpidist.torch.foreign import Foreign
 
 _ADVICE = Advice(
     "Make this call on every rank. Put only the printing under `if dist.get_rank() == 0:`. If ranks have different "
@@ -16,36 +20,69 @@ _ADVICE = Advice(
     "torch.distributed.algorithms.join.",
     "timeout=datetime.timedelta(...) in init_process_group or new_group, or MPIDIST_TIMEOUT=SECONDS",
 )
-# That of the default group, which others are made from.
-_default: list[ref[Communicator]] = []
+_NAMES = {"mpidist", "mpi"}
+# The options of the newest default group, which are the defaults of other groups.
+_default_options = [CommunicationOptions()]
 
 
-def communicator_for(ranks: Sequence[int], rank: int, size: int, options: CommunicationOptions) -> Communicator:
-    """Return the communicator of a new group (collective over its ranks alone).
-
-    That of some ranks alone has the options of the default group.
+def new_communicator(given: Foreign, options: CommunicationOptions) -> Communicator:
+    """Return the communicator of a new group (collective over the group).
 
     Args:
-        ranks: Its ranks among all; none for all of them.
-        rank: Of this process in the group, as torch has it.
-        size: Of the group, as torch has it.
-        options: Of its collectives.
+        given: torch's _DistributedBackendOptions of the group.
+        options: Options of the group's collectives.
 
     Raises:
-        LaunchError: torch and MPI do not agree on the ranks.
+        LaunchError: torch and MPI disagree about the ranks, or the members' installations or settings differ.
+        DistStoreError: A member did not arrive within the group's timeout.
     """
-    world = world_topology()
-    if not ranks:
-        check_place(rank, size)
-    if not ranks or len(ranks) == world.size:
+    if not given.global_ranks_in_group:
+        check_place(given.group_rank, given.group_size)
         comm = Communicator(options=options, advice=_ADVICE)
-        if not ranks:
-            _default[:] = [ref(comm)]
+        _default_options[:] = [options]
         return comm
-    base = _default_comm()
-    if base is None:
-        raise LaunchError("a group of some ranks is made of a default group that is mpidist's; this one is not")
-    return base.group(list(ranks))
+    members = _mpi_ranks(given)
+    part = create_group(import_mpi().COMM_WORLD, members, f"the group of torch's ranks {given.global_ranks_in_group}")
+    comm = Communicator(part, options=_default_options[0] if _default_is_mpidist() else None, advice=_ADVICE)
+    part.Free()
+    return comm
+
+
+def _mpi_ranks(given: Foreign) -> list[int]:
+    """Return the rank in MPI.COMM_WORLD of each member of a group (collective over the group).
+
+    The default group may be another backend's, and its ranks in any order. Each member writes its own rank to the
+    group's store. Only the first member reads them all, because with n members n * n reads would take too long.
+    """
+    store, timeout, size = given.store, given.timeout, given.group_size
+    world = import_mpi().COMM_WORLD
+    check_world(world.Get_size())
+    store.set(_key(given.group_rank), json.dumps([world.Get_rank(), world.Get_size()]))
+    if given.group_rank == 0:
+        keys = [_key(rank) for rank in range(size)]
+        store.wait(keys, timeout)
+        store.set("MPI ranks", json.dumps([json.loads(store.get(key)) for key in keys]))
+    store.wait(["MPI ranks"], timeout)
+    ranks, sizes = zip(*json.loads(store.get("MPI ranks")), strict=True)
+    if len(set(ranks)) == size and len(set(sizes)) == 1:
+        return list(ranks)
+    place = f"rank {torch.distributed.get_rank()} of {torch.distributed.get_world_size()} of torch.distributed"
+    if set(sizes) == {1}:
+        raise trains_alone(place, torch.distributed.get_world_size())
+    raise LaunchError(
+        f"{place} is rank {world.Get_rank()} of {world.Get_size()} of MPI, but the ranks of this group belong to "
+        f"several MPI jobs: they are the ranks {list(ranks)} of worlds of {list(sizes)}. Start all ranks with one "
+        "mpirun or srun."
+    )
+
+
+def _key(rank: int) -> str:
+    return f"MPI rank of group rank {rank}"
+
+
+def _default_is_mpidist() -> bool:
+    backends = torch.distributed.get_backend_config().replace(",", ":").split(":")
+    return not _NAMES.isdisjoint(backends)
 
 
 def check_place(rank: int, size: int) -> None:
@@ -60,13 +97,3 @@ def check_place(rank: int, size: int) -> None:
         f"init_process_group() was called with {place}, but MPI has rank {world.rank} of {world.size}. Leave out rank, "
         "world_size and init_method, because the launcher sets them."
     )
-
-
-def replace_default(old: Communicator, new: Communicator) -> None:
-    """Have further groups made from ``new`` where they were made from ``old``."""
-    if _default_comm() is old:
-        _default[:] = [ref(new)]
-
-
-def _default_comm() -> Communicator | None:
-    return _default[0]() if _default else None

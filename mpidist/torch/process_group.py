@@ -13,7 +13,7 @@ from mpidist.core.callsite import skip_frames_of
 from mpidist.core.options import CommunicationOptions
 from mpidist.torch.backend import MpidistBackend, are_of_other_backends, can_be_used
 from mpidist.torch.foreign import Foreign
-from mpidist.torch.groups import communicator_for
+from mpidist.torch.groups import new_communicator
 from mpidist.torch.operations import Operations
 
 _ProcessGroup: Foreign = dist.ProcessGroup
@@ -99,10 +99,10 @@ def create(name: str, given: Foreign, options: Foreign) -> Foreign:
         given: torch's _DistributedBackendOptions.
         options: The ``pg_options`` of the program: CommunicationOptions, or None.
     """
-    ranks, chosen = given.global_ranks_in_group, _options(given, options)
-    comm = communicator_for(ranks, given.group_rank, given.group_size, chosen)
+    chosen = _options(given, options)
+    comm = new_communicator(given, chosen)
     # Calls without options are the fastest, and those of the default group are in its communicator.
-    own = chosen if ranks and chosen != CommunicationOptions() else None
+    own = chosen if given.global_ranks_in_group and chosen != CommunicationOptions() else None
     if can_be_used:
         return MpidistBackend(comm, name, own)
     return MpidistProcessGroup(comm, name, given.store, own)

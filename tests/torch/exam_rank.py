@@ -87,15 +87,15 @@ def _stand_in_for_mpi() -> None:
     """Have ``init_process_group("mpi")`` make groups of mpidist, which torch allows by itself from 2.14 on."""
     import torch.distributed.distributed_c10d as c10d
 
-    from mpidist.core.options import CommunicationOptions
-    from mpidist.torch.groups import communicator_for
+    from mpidist.collectives import Communicator
     from mpidist.torch.process_group import MpidistProcessGroup
+
+    world = Communicator()
 
     class ProcessGroupMPI:
         @staticmethod
         def create(ranks):
-            comm = communicator_for(ranks, -1, -1, CommunicationOptions())
-            return MpidistProcessGroup(comm, "mpi", None)
+            return MpidistProcessGroup(world.group(ranks or range(world.size)), "mpi", None)
 
     c10d._MPI_AVAILABLE = True
     c10d.ProcessGroupMPI = ProcessGroupMPI
