@@ -2,8 +2,7 @@
 
 from mpidist.collectives.channel.mismatch import Advice
 from mpidist.collectives.channel.observers import Chunk, Observer
-from mpidist.collectives.channel.operation import Operation
-from mpidist.collectives.channel.work import FinishedWork, PartOfWork, Work
+from mpidist.collectives.channel.operation import FinishedWork, Operation, PartOfWork, Work
 from mpidist.collectives.communicator import Communicator
 
 __all__ = ["Advice", "Chunk", "Communicator", "FinishedWork", "Observer", "Operation", "PartOfWork", "Work"]

@@ -1,4 +1,4 @@
-"""Collectives on lists of arrays, which strategies call and Communicator has a public face for."""
+"""Collectives on lists of arrays: the base of Communicator, which strategies call."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import numpy as np
 from mpidist.arrays.convert import graph_error
 from mpidist.arrays.device_ops import is_device_array, ops_of
 from mpidist.arrays.dtypes import Array
+from mpidist.collectives.channel.changes import LocalChanges
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.mismatch import FOR_COMMUNICATORS, Advice
 from mpidist.collectives.channel.operation import (
     Description,
+    FastCall,
     Operation,
     Signature,
     describe,
@@ -25,8 +27,6 @@ from mpidist.collectives.channel.operation import (
     signature_text,
     which_on_device,
 )
-from mpidist.collectives.channel.tally import Tally
-from mpidist.collectives.channel.work import Work
 from mpidist.collectives.engine import Engine
 from mpidist.collectives.gpu.device_call import ReductionCall
 from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall
@@ -34,7 +34,7 @@ from mpidist.collectives.gpu.device_streams import DeviceCall
 from mpidist.collectives.gpu.staging import on_host
 from mpidist.collectives.move.movement_plan import BroadcastPlan, DealPlan, GatherPlan
 from mpidist.collectives.mpi.waiting import Comm, Steps
-from mpidist.collectives.node.core import GoOn
+from mpidist.collectives.node.core import Resume
 from mpidist.collectives.reading import check_writable, delivering
 from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.collectives.reduce.registry import check_options, gpu_names
@@ -49,27 +49,27 @@ from mpidist.core.options import CommunicationOptions, check_communication_optio
 from mpidist.topology import import_mpi, world_topology
 
 T = TypeVar("T")
-P = TypeVar("P", ReductionPlan, GatherPlan, BroadcastPlan)
+P = TypeVar("P", ReductionPlan, GatherPlan, BroadcastPlan, DealPlan)
 
 _DEFAULT_OPTIONS = CommunicationOptions()
-# A program whose shapes change all the time must not grow; plans are cheap to make again.
+# Plans are cheap to make again, and a program whose shapes change all the time must not grow.
 _MOST_PLANS = 1024
 
 
 class ArrayCollectives:
-    """All-reduce, all-gather and broadcast of NumPy arrays on a channel of its own (collective).
+    """All-reduce, all-gather and broadcast of lists of arrays on a channel of its own (collective).
 
     Args:
         comm: An mpi4py intracommunicator; all ranks of the job by default.
         options: Defaults for every call.
-        table: Which algorithm is taken at which size; that of rank 0 counts. By default the one that
-            ``MPIDIST_TUNING_FILE`` has for these ranks, else the shipped one.
-        owner: What it is made for, for messages; the same on every rank.
-        advice: Advice for errors, that fits the programs of the owner.
+        table: Algorithms by size; that of rank 0 counts. By default the one in ``MPIDIST_TUNING_FILE`` for these
+            ranks, else the shipped one.
+        owner: Name of the owner, for messages; equal on every rank.
+        advice: Advice for errors.
 
     Raises:
         ValueError: The tuning file cannot be read or is wrong; on all ranks.
-        MismatchError: Other ranks are about to make something else, or do something else.
+        MismatchError: Other ranks make something else.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class ArrayCollectives:
         self.size: int = self._channel.size
         self._plans: dict[Any, Any] = {}
         self._engine = Engine(self._channel, self._agreed_table(table))
-        self.short = self._engine.open_short(_weakly(self._go_on))
-        """The collectives of one array whose like there has been before."""
+        self.fast = self._engine.open_fast_calls(_weakly(self._resume))
+        """The collectives of the fast path. They return None for calls of the general path."""
 
     @property
     def last_algorithm(self) -> str:
-        """The name of the algorithm that the last all-reduce took."""
-        was_short = self._channel.executor.short.last() is not None
-        return self._engine.short_name if was_short else self._engine.last_algorithm
+        """Name of the algorithm of the last all-reduce."""
+        took_fast_path = self._channel.executor.fast.last() is not None
+        return self._engine.core_algorithm if took_fast_path else self._engine.last_algorithm
 
     def _agreed_table(self, given: Table | None) -> Table:
         channel = self._channel
@@ -113,6 +113,49 @@ class ArrayCollectives:
         except ValueError:
             self._close(lambda: None)
             raise
+
+    # Running ----------------------------------------------------------------------------------------------------
+
+    def _operation(
+        self,
+        steps: Steps[T],
+        description: Description,
+        options: CommunicationOptions | None,
+        call: DeviceCall | None = None,
+    ) -> Operation[T]:
+        operation = Operation(steps, description, self._timeout_of(options))
+        if call is not None:
+            operation.add(call.join)
+            operation.release, operation.before_return = call.leave, call.wait_here
+        return operation
+
+    def _run(self, operation: Operation[T]) -> T:
+        """Run an operation and return its result."""
+        try:
+            return self._channel.run(operation)
+        finally:
+            if operation.release is not None:
+                operation.release()
+
+    def _start(self, operation: Operation[T]) -> Operation[T]:
+        """Start an operation and return it as the handle."""
+        try:
+            return self._channel.start(operation)
+        except BaseException:
+            if operation.release is not None:
+                operation.release()
+            raise
+
+    def _resume(self, number: int, state: int, value: Array, result: Array, out: Array | None) -> Array:
+        """Finish a fast-path call whose peers are late or made another call."""
+        description = self._channel.executor.fast.description(number)
+        rest = Operation(self._engine.resume(description, state, value, result), description)
+        rest.is_resumed = True
+        # If ranks give unequal parts, the result is not the array that the fast path has prepared.
+        (final,) = self._channel.run(rest.then(lambda found: [found]).then(delivering(None if out is None else [out])))
+        return final
+
+    # Reductions -------------------------------------------------------------------------------------------------
 
     def reduce_arrays(
         self,
@@ -125,19 +168,19 @@ class ArrayCollectives:
         note: str = "",
         more: Sequence[Sequence[Array]] = (),
     ) -> list[Array]:
-        """All-reduce NumPy arrays; a mean is the sum divided by ``divisor`` (collective).
+        """All-reduce arrays; a mean is the sum divided by ``divisor`` (collective).
 
-        ``more`` are those of this rank's further replicas, in host memory. On one node sums are formed in the order of
-        ranks, and of replicas in each.
+        ``more`` are the arrays of further replicas of this rank, in host memory. On one node, sums are formed in the
+        order of ranks, and of replicas in each rank.
         """
         kind = flat_kind(note) if options is None and not more and divisor == self.size else None
         if kind is not None:
             is_one = len(arrays) == 1 and not kind and (out is None or len(out) == 1)
             given, outs = ([*arrays], out and [*out]) if not is_one else (arrays[0], out and out[0])
-            result = self.short.all_reduce(op, given, outs, kind)
+            result = self.fast.all_reduce(op, given, outs, kind)
             if result is not None:
                 return [result] if is_one else list(result)
-        return self._now(self._reduction(op, arrays, divisor, options, out, note, more))
+        return self._run(self._reduction(op, arrays, divisor, options, out, note, more))
 
     def reduce_arrays_async(
         self,
@@ -149,9 +192,9 @@ class ArrayCollectives:
         out: Sequence[Array] | None = None,
         note: str = "",
         more: Sequence[Sequence[Array]] = (),
-    ) -> Work:
+    ) -> Operation[list[Array]]:
         """Start :meth:`reduce_arrays` and return its handle (collective)."""
-        return self._later(self._reduction(op, arrays, divisor, options, out, note, more))
+        return self._start(self._reduction(op, arrays, divisor, options, out, note, more))
 
     def _reduction(
         self,
@@ -177,46 +220,12 @@ class ArrayCollectives:
         if options is None and plan.may_be_short and divisor == self.size and not more:
             kind = flat_kind(note) or 0
             given = list(arrays) if kind or len(arrays) > 1 else arrays[0]
-            operation.then(self._learns("all_reduce", given, operation, op, plan.divisor, kind))
+            operation.fast_call = FastCall("all_reduce", given, signature_of(arrays), op, plan.divisor, kind)
         return operation
-
-    def _learns(
-        self,
-        name: str,
-        array: Array | list[Array],
-        operation: Operation[Any],
-        op: ReduceOp | None = None,
-        divisor: int | None = None,
-        root: int = 0,
-    ) -> Callable[[T], T]:
-        """Return a function of a result that opens the short way to calls like it."""
-        before = signature_of(array if isinstance(array, list) else [array])
-
-        def learn(result: T) -> T:
-            core, description = self._engine.core_of_short(name), operation.description
-            if signature_of(array if isinstance(array, list) else [array]) != before:
-                return result  # the program has changed the shape meanwhile
-            took = [self._engine.short_name] if name == "all_reduce" else []
-            if core is not None and operation.algorithms == took:
-                number = core.learn(name, array, description.id, op, divisor, root, description.text)
-                if number is not None:
-                    self._channel.executor.short.learn(number, description)
-            return result
-
-        return learn
-
-    def _go_on(self, number: int, state: int, value: Array, result: Array, out: Array | None) -> Array:
-        """Carry on with a short call whose ranks have not come soon, or differ."""
-        description = self._channel.executor.short.description(number)
-        rest = Operation(self._engine.rest_of_short(description, state, value, result), description)
-        rest.is_rest = True
-        # Where ranks give unequal parts the result is another array than the one at hand.
-        (final,) = self._channel.run(rest.then(lambda found: [found]).then(delivering(None if out is None else [out])))
-        return final
 
     def _check_out(self, plan: ReductionPlan, out: Sequence[Array]) -> None:
         given, on_device = signature_of(out), which_on_device(out)
-        try:
+        with self.shared_errors("checking out"):
             if given != plan.result_signature:
                 raise ValueError(
                     f"out has {signature_text(given)}; expected {signature_text(plan.result_signature)}, as the result "
@@ -228,46 +237,14 @@ class ArrayCollectives:
                     f"{signature_text(plan.result_signature, plan.on_device)}, where the values lie"
                 )
             check_writable(out)
-        except ValueError as error:
-            self.announce(error, "checking out")
-            raise
 
-    def prepare_device(self, kind: str, device: int) -> None:
-        """Make the algorithms for arrays on a device, while there is memory (collective)."""
-        if not _keeps_nccl_out(self._options):
-            self._prepare_device(kind, device, describe("preparing to reduce arrays on GPUs"))
-
-    def _prepare_device(self, kind: str, device: int, description: Description) -> None:
-        with self.shared_errors(description.text):
-            choice = self._engine.choice_on(kind, device)
-        self._channel.run(Operation(self._engine.prepare_device(choice, description), description))
-
-    def _moved_on_device(
-        self, name: str, arrays: Sequence[Array], options: CommunicationOptions | None
-    ) -> DeviceMovement | None:
-        """Return what moves these arrays between GPUs; None where they go through host memory."""
-        if not which_on_device(arrays):
-            return None
-        engine = self._engine
-        self._check_options(options)
-        with self.shared_errors(name):
-            for array in arrays:
-                if is_device_array(array) and ops_of(array).current_stream(ops_of(array).device_of(array)).is_capturing:
-                    raise graph_error(name)
-            if _keeps_nccl_out(self._options.merge(options)) or not engine.may_move_on_device(arrays):
-                return None
-        if not engine.is_device_prepared:
-            # Whether NCCL works, and has a network, all ranks have to know before any of them decides.
-            ops = ops_of(arrays[0])
-            why = describe(name, "arrays on GPUs, which NCCL moves where all ranks have them there (cupy.asarray)")
-            self._prepare_device(ops.kind, ops.device_of(arrays[0]), why)
-        return engine.on_device
+    # Movement ---------------------------------------------------------------------------------------------------
 
     def gather_arrays(
         self, arrays: Sequence[Array], axis: int, *, options: CommunicationOptions | None = None, note: str = ""
     ) -> list[Array]:
-        """Concatenate NumPy arrays of all ranks along ``axis`` (collective)."""
-        return self._now(self._gathering(arrays, axis, options, note))
+        """Concatenate arrays of all ranks along ``axis`` (collective)."""
+        return self._run(self._gathering(arrays, axis, options, note))
 
     def _gathering(
         self,
@@ -280,15 +257,15 @@ class ArrayCollectives:
         signature, engine = signature_of(arrays), self._engine
         on_device = self._moved_on_device("all_gather", arrays, options)
         plan = self._kept(GatherPlan, "all_gather", axis, signature, note, on_device is not None)
-        if on_device is None:
-            copies, bring_back = on_host(arrays)
-            steps = engine.on_host.all_gather(plan, copies, _in_host_memory(outs))
-            operation = self._operation(steps, plan.description, options)
-            if options is None and axis == 0 and len(arrays) == 1 and not note:
-                operation.then(self._learns("all_gather", arrays[0], operation))
-            return operation.then(bring_back)
-        call = self._movement_call("all_gather", arrays, plan.moved(arrays), (), options)
-        return self._operation(on_device.all_gather(plan, call), plan.description, options, call)
+        if on_device is not None:
+            call = self._movement_call("all_gather", arrays, plan.moved(arrays), (), options)
+            return self._operation(on_device.all_gather(plan, call), plan.description, options, call)
+        copies, bring_back = on_host(arrays)
+        steps = engine.on_host.all_gather(plan, copies, _in_host_memory(outs))
+        operation = self._operation(steps, plan.description, options)
+        if options is None and axis == 0 and len(arrays) == 1 and not note:
+            operation.fast_call = FastCall("all_gather", arrays[0], signature)
+        return operation.then(bring_back)
 
     def gather_objects(self, value: T, note: str = "") -> list[T]:
         """Return the picklable objects of all ranks, in rank order (collective)."""
@@ -296,13 +273,13 @@ class ArrayCollectives:
         with self.shared_errors(description.text):
             pickled = pickle.dumps(value)
         steps: Steps[list[bytes]] = self._engine.on_host.all_gather_bytes(description, pickled)
-        return self._now(Operation(steps, description).then(lambda parts: [*map(pickle.loads, parts)]))
+        return self._run(Operation(steps, description).then(lambda parts: [*map(pickle.loads, parts)]))
 
     def broadcast_arrays(
         self, arrays: Sequence[Array], root: int, *, options: CommunicationOptions | None = None, note: str = ""
     ) -> list[Array]:
-        """Return the NumPy arrays of rank ``root``, as new arrays (collective)."""
-        return self._now(self._broadcasting(arrays, root, options, note))
+        """Return the arrays of rank ``root``, as new arrays (collective)."""
+        return self._run(self._broadcasting(arrays, root, options, note))
 
     def _broadcasting(
         self,
@@ -315,15 +292,15 @@ class ArrayCollectives:
         root, signature, engine = self._check_root(root), signature_of(arrays), self._engine
         on_device = self._moved_on_device("broadcast", arrays, options)
         plan = self._kept(BroadcastPlan, "broadcast", root, signature, note, on_device is not None)
-        if on_device is None:
-            copies, bring_back = on_host(arrays)
-            steps = engine.on_host.broadcast(plan, copies, _in_host_memory(outs))
-            operation = self._operation(steps, plan.description, options)
-            if options is None and len(arrays) == 1 and not note:
-                operation.then(self._learns("broadcast", arrays[0], operation, root=root))
-            return operation.then(bring_back)
-        call = self._movement_call("broadcast", arrays, arrays, signature, options)
-        return self._operation(on_device.broadcast(plan, call), plan.description, options, call)
+        if on_device is not None:
+            call = self._movement_call("broadcast", arrays, arrays, signature, options)
+            return self._operation(on_device.broadcast(plan, call), plan.description, options, call)
+        copies, bring_back = on_host(arrays)
+        steps = engine.on_host.broadcast(plan, copies, _in_host_memory(outs))
+        operation = self._operation(steps, plan.description, options)
+        if options is None and len(arrays) == 1 and not note:
+            operation.fast_call = FastCall("broadcast", arrays[0], signature, root=root)
+        return operation.then(bring_back)
 
     def _dealing(
         self,
@@ -336,30 +313,64 @@ class ArrayCollectives:
         root: int | None = None,
         expected: list[int] | None = None,
     ) -> Operation[list[Array]]:
-        """Return the operation that gives each rank the rows between two borders.
+        """Return the operation that sends each rank the rows between two borders.
 
         Args:
-            name: Of the collective.
-            arrays: Of this rank.
-            cut: Returns the borders in so many rows; None for a rank that gives none.
-            options: Of the call.
-            note: The structure that the arrays came from.
-            outs: For the results, if they are given.
-            root: The rank that gives, or takes, if only one does.
-            expected: How many rows this rank expects from each.
+            name: Method of Communicator.
+            arrays: Arrays of this rank.
+            cut: Returns the borders, given the number of rows; None for a rank that sends nothing.
+            options: Options of the call.
+            note: Structure of the value.
+            outs: Arrays for the results.
+            root: The only rank that sends, or receives, if there is one.
+            expected: Number of rows that this rank expects from each rank.
         """
         signature = signature_of(arrays)
-        compares = expected is not None
-        key = (name, root, tuple([(shape[1:], dtype) for shape, dtype in signature]), note, compares)
+        row_types = tuple([(shape[1:], dtype) for shape, dtype in signature])
+
+        def make(*_: object) -> DealPlan:
+            return DealPlan(name, root, signature, note, expected is not None)
+
+        self._check_options(options)
+        plan = self._kept(make, name, root, row_types, note, expected is not None)
         with self.shared_errors(name):
-            self._check_options(options)
-            plan: DealPlan | None = self._plans.get(key)
-            if plan is None:
-                plan = self._plans[key] = DealPlan(name, root, signature, note, compares)
             borders = [[0] * (self.size + 1) if cut is None else cut(len(array)) for array in arrays]
         copies, bring_back = on_host(arrays if cut is not None else [array[:0] for array in arrays])
         steps = self._engine.on_host.deal(plan, copies, borders, _in_host_memory(outs), expected)
         return self._operation(steps, plan.description, options).then(bring_back)
+
+    # GPUs -------------------------------------------------------------------------------------------------------
+
+    def prepare_device(self, kind: str, device: int) -> None:
+        """Make the algorithms for arrays on a device, while memory is free (collective)."""
+        if not _excludes_nccl(self._options):
+            self._prepare_device(kind, device, describe("preparing to reduce arrays on GPUs"))
+
+    def _prepare_device(self, kind: str, device: int, description: Description) -> None:
+        with self.shared_errors(description.text):
+            choice = self._engine.choice_on(kind, device)
+        self._channel.run(Operation(self._engine.prepare_device(choice, description), description))
+
+    def _moved_on_device(
+        self, name: str, arrays: Sequence[Array], options: CommunicationOptions | None
+    ) -> DeviceMovement | None:
+        """Return what moves these arrays between GPUs; None if they travel through host memory."""
+        if not which_on_device(arrays):
+            return None
+        engine = self._engine
+        self._check_options(options)
+        with self.shared_errors(name):
+            for array in arrays:
+                if is_device_array(array) and ops_of(array).current_stream(ops_of(array).device_of(array)).is_capturing:
+                    raise graph_error(name)
+            if _excludes_nccl(self._options.merge(options)) or not engine.may_move_on_device(arrays):
+                return None
+        if not engine.is_device_prepared:
+            # All ranks must know whether NCCL works, and has a network, before any of them decides.
+            ops = ops_of(arrays[0])
+            why = describe(name, "arrays on GPUs, which NCCL moves where all ranks have them there (cupy.asarray)")
+            self._prepare_device(ops.kind, ops.device_of(arrays[0]), why)
+        return engine.on_device
 
     def _movement_call(
         self,
@@ -369,77 +380,57 @@ class ArrayCollectives:
         results: Signature,
         options: CommunicationOptions | None,
     ) -> MovementCall:
-        """Return a call with memory for the results that are known before the ranks meet."""
+        """Return a call on a device, with memory for results of known shape."""
         with self.shared_errors(kind):
             streams = self._engine.choice_for(kind, arrays).streams
             return MovementCall(travelling, results, streams, self._timeout_of(options) or self._channel.timeout)
 
-    def _operation(
-        self,
-        steps: Steps[Any],
-        description: Description,
-        options: CommunicationOptions | None,
-        call: DeviceCall | None = None,
-    ) -> Operation[Any]:
-        """Return an operation with the deadline of its options, and its part on a device."""
-        timeout = None if options is None else self._timeout_of(options)
-        operation: Operation[Any] = Operation(steps, description, timeout)
-        if call is not None:
-            operation.then(call.join)
-            operation.let_go, operation.before_return = call.leave, call.wait_here
-        return operation
-
-    def _now(self, operation: Operation[T]) -> T:
-        """Carry an operation out and return its result."""
-        try:
-            return self._channel.run(operation)
-        finally:
-            if operation.let_go is not None:
-                operation.let_go()
-
-    def _later(self, operation: Operation[Any]) -> Work:
-        """Start an operation and return its handle."""
-        try:
-            return self._channel.submit(operation)
-        except BaseException:
-            if operation.let_go is not None:
-                operation.let_go()
-            raise
+    # Agreement --------------------------------------------------------------------------------------------------
 
     def meet(self, text: str, options: CommunicationOptions | None = None) -> None:
-        """Return once every rank has come, to do what ``text`` says (collective)."""
-        self._now(self._meeting(describe(text), options))
+        """Wait until every rank has called it with the same ``text`` (collective)."""
+        self._run(self._meeting(describe(text), options))
 
-    def _meeting(self, description: Description, options: CommunicationOptions | None) -> Operation[Any]:
+    def _meeting(self, description: Description, options: CommunicationOptions | None) -> Operation[None]:
         return self._operation(self._channel.open(description), description, options)
 
     @contextmanager
     def changing(self, label: str, what: str, checksum: Callable[[], int]) -> Iterator[None]:
-        """Have the ranks compare, at the next collective, their changes in this block.
+        """Compare the change of this block with the other ranks' at the next collective.
 
-        That collective is a MismatchError where they have not changed it alike.
+        That collective raises MismatchError if the ranks have not made the same change.
 
         Args:
-            label: What is changed, the same on all ranks.
-            what: How, as in "assign of variable 'w'".
-            checksum: Of what is changed, as it is.
+            label: The changed variable; equal on all ranks.
+            what: The change, as in "assign of variable 'w'".
+            checksum: Returns the present checksum of the variable.
         """
-        known = None if self._channel.executor.tally is None else self._channel.executor.tally.now(label)
+        known = None if self._channel.executor.changes is None else self._channel.executor.changes.now(label)
         before = checksum() if known is None else known
         try:
             yield
         finally:
-            # Asked for anew: a collective in the block has taken the one before along.
-            self._tally().change(label, before, checksum(), f"{what} at {user_call_site()}")
+            # A collective in the block may have compared the earlier changes, so this makes new ones.
+            self._changes().change(label, before, checksum(), f"{what} at {user_call_site()}")
 
     def done(self, label: str, what: str, checksum: int) -> None:
-        """Have the ranks compare an act, as :meth:`changing` has them compare a state."""
-        self._tally().add(label, checksum, f"{what} at {user_call_site()}")
+        """Compare an act with the other ranks at the next collective, as :meth:`changing` does."""
+        self._changes().add(label, checksum, f"{what} at {user_call_site()}")
 
-    def _tally(self) -> Tally:
-        if self._channel.executor.tally is None:
-            self._channel.executor.tally = Tally()
-        return self._channel.executor.tally
+    def _changes(self) -> LocalChanges:
+        if self._channel.executor.changes is None:
+            self._channel.executor.changes = LocalChanges()
+        return self._channel.executor.changes
+
+    def shared_errors(self, doing: str) -> AbstractContextManager[None]:
+        """Return a block for work of this rank alone. Its errors reach every rank (see ``Channel``)."""
+        return self._channel.shared_errors(doing)
+
+    def announce(self, error: Exception, doing: str) -> None:
+        """Tell the other ranks of an error, as :meth:`shared_errors` does."""
+        self._channel.announce(error, doing)
+
+    # Memory and the end -----------------------------------------------------------------------------------------
 
     @property
     def shares_memory(self) -> bool:
@@ -447,13 +438,9 @@ class ArrayCollectives:
         return self._channel.node.is_alone
 
     def common_memory(self, nbytes: int, text: str) -> Array | None:
-        """Return one new block of bytes for all ranks, or None (collective).
+        """Return a block of bytes for all ranks, None without room for it (collective).
 
-        It is None on all ranks where there is no room. It stays while any rank holds an array over it.
-
-        Args:
-            nbytes: Its size.
-            text: What it is for, which says its size, too.
+        The block lives while any rank holds an array over it. ``text`` must contain the size.
         """
         description = describe(text)
 
@@ -462,29 +449,17 @@ class ArrayCollectives:
             whole = yield from self._channel.node.shared.unlisted(max(nbytes, 1))
             return None if whole is None else whole[:nbytes]
 
-        return self._now(Operation(steps(), description))
-
-    def shared_errors(self, doing: str) -> AbstractContextManager[None]:
-        """Return a block for work of this rank alone, whose errors reach every rank.
-
-        The rank that fails raises its own error; the others raise PeerError at their next call.
-
-        Args:
-            doing: What the block does, for the report.
-        """
-        return self._channel.shared_errors(doing)
-
-    def announce(self, error: Exception, doing: str) -> None:
-        """Tell the other ranks of an error, as :meth:`shared_errors` does."""
-        self._channel.announce(error, doing)
+        return self._run(Operation(steps(), description))
 
     def close(self) -> None:
-        """Finish what is on its way and free the communicator (collective). Closing again does nothing."""
+        """Finish all works and free the communicator (collective). Closing again does nothing."""
         self._close(self._engine.close, self._engine.before_close())
 
     def _close(self, free_first: Callable[[], None], before: Steps[None] | None = None) -> None:
         if self._channel.close(free_first, before) and self._uses_world_channel:
             world_channel.release()
+
+    # Plans and checks -------------------------------------------------------------------------------------------
 
     def _plan(
         self,
@@ -498,7 +473,7 @@ class ArrayCollectives:
         root: int | None = None,
         are_copies: bool = False,
     ) -> ReductionPlan:
-        """Return the plan of a reduction; copies of arrays on a GPU take any algorithm."""
+        """Return the plan of a reduction. Copies of arrays on a GPU may use any algorithm."""
         if options is not None:
             self._check_options(options)
         signature, on_device = signature_of(arrays), which_on_device(arrays)
@@ -514,7 +489,7 @@ class ArrayCollectives:
         return self._kept(make, operation, op, divisor, signature, on_device, options, note, root, are_copies)
 
     def _kept(self, make: Callable[..., P], kind: str, *arguments: Any) -> P:
-        """Return the plan that ``make`` makes of the arguments after ``kind``, the operation."""
+        """Return the cached plan for these arguments, or the new one of ``make``."""
         key = kind, *arguments
         try:
             plan: P | None = self._plans.get(key)
@@ -546,30 +521,23 @@ class ArrayCollectives:
         return options.timeout_seconds
 
 
-def _weakly(method: GoOn) -> GoOn:
-    """Return a function that calls a method, and does not keep its object.
-
-    The garbage collector cannot see into C.
-    """
+def _weakly(method: Resume) -> Resume:
+    """Return a function that calls a method without keeping its object alive."""
     reference: WeakMethod[Any] = WeakMethod(method)
 
     def call(number: int, state: int, value: Array, result: Array, out: Array | None) -> Array:
         found = reference()
-        assert found is not None, "a call of a communicator that is gone"
-        carried_on: Array = found(number, state, value, result, out)
-        return carried_on
+        assert found is not None, "a fast-path call of a communicator that is freed"
+        final: Array = found(number, state, value, result, out)
+        return final
 
     return call
 
 
-def _keeps_nccl_out(options: CommunicationOptions) -> bool:
-    """Whether options keep NCCL out, by name or for the order of sums."""
+def _excludes_nccl(options: CommunicationOptions) -> bool:
     return options.algorithm not in (None, "nccl", "hierarchical") or options.deterministic
 
 
 def _in_host_memory(outs: Sequence[Array] | None) -> Sequence[Array] | None:
-    """Return the arrays for results if they lie in host memory.
-
-    Those on a GPU get a copy later.
-    """
+    """Return the arrays for results, or None if they are on a GPU."""
     return outs if outs and not which_on_device(outs) else None

@@ -6,9 +6,10 @@ import logging
 import math
 import pickle
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
+from inspect import signature
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -20,18 +21,19 @@ from mpidist.collectives.array_collectives import ArrayCollectives
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import (
     Description,
+    FastCall,
     Operation,
+    Work,
     describe,
     signature_of,
     signature_text,
     which_on_device,
 )
-from mpidist.collectives.channel.work import Work
 from mpidist.collectives.gpu.staging import on_host
 from mpidist.collectives.move.movement_plan import check_has_axis
 from mpidist.collectives.move.point_to_point import PointToPoint
 from mpidist.collectives.mpi import objects
-from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.node import packing
 from mpidist.collectives.node.chunks import borders
 from mpidist.collectives.reading import delivering, read, read_out, restore
@@ -43,24 +45,62 @@ from mpidist.topology import import_mpi
 from mpidist.topology.limited_calls import create_group
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _log = logging.getLogger("mpidist")
 _LARGEST_C_INT = 2**31 - 1
 _BARRIER = describe("barrier", operation="barrier")
-# Of the names of its base.
+# Public names of its base class.
 _OF_PROGRAMS = {"close", "last_algorithm", "shares_memory"}
+
+
+def _runs(make: Callable[Concatenate[Communicator, P], Operation[T]]) -> Callable[Concatenate[Communicator, P], T]:
+    """Return the method that runs the operation of ``make``. Its arguments and docstring are those of ``make``."""
+
+    @wraps(make)
+    def run(self: Communicator, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = self._run(make(self, *args, **kwargs))
+        return result
+
+    _describe(run, make, make.__name__.lstrip("_"), "Operation[", "]")
+    return run
+
+
+def _starts(
+    make: Callable[Concatenate[Communicator, P], Operation[T]],
+) -> Callable[Concatenate[Communicator, P], Work[T]]:
+    """Return the method that starts the operation of ``make`` and returns its handle."""
+
+    @wraps(make)
+    def start(self: Communicator, /, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
+        work: Work[T] = self._start(make(self, *args, **kwargs))
+        return work
+
+    name = make.__name__.lstrip("_")
+    start.__doc__ = f"Start :meth:`{name}` and return its handle (collective)."
+    _describe(start, make, f"{name}_async", "Operation", "")
+    return start
+
+
+def _describe(method: Callable[..., object], make: Callable[..., object], name: str, before: str, after: str) -> None:
+    """Give a method its name and the signature of ``make``, with another result."""
+    found = signature(make)
+    returns = str(found.return_annotation).removeprefix(before).removesuffix(after)
+    returns = returns if after else f"Work{returns}"
+    method.__name__, method.__qualname__ = name, f"Communicator.{name}"
+    method.__dict__["__signature__"] = found.replace(return_annotation=returns)
 
 
 class Communicator(ArrayCollectives):
     """Collectives between the ranks of an MPI communicator, which is duplicated (collective).
 
-    Every method is collective: call it on every rank, in the same order. Ranks that make different calls at the
-    same point all get a MismatchError that shows the call of each and its line. Nothing waits for ever: after the
-    deadline of the call (30 minutes, ``MPIDIST_TIMEOUT``) CollectiveTimeoutError is raised.
+    Every method is collective: call it on every rank, in the same order. If ranks make different calls at the same
+    point, all of them raise a MismatchError that shows the call of each rank and its line. No call waits forever: after
+    its deadline (30 minutes, ``MPIDIST_TIMEOUT``) it raises CollectiveTimeoutError.
 
-    ``value`` is an array, a number, or a nest of them that travels together: lists, tuples, named tuples and dicts,
-    in one another, of the same structure on all ranks. Results have that structure; mappings that are no dicts come out
-    as dicts, generators and the values of a dict as lists. Entries of dicts are told apart by their keys.
+    ``value`` is an array, a number, or a nest of them that travels together: nested lists, tuples, named tuples and
+    dicts with the same structure on all ranks. Results have that structure. Other mappings become dicts. Generators and
+    dict views become lists. Entries of dicts are matched by their keys.
 
     Arrays of PyTorch, JAX and CuPy give results of the same kind. Other objects with the buffer protocol, such as
     ``array.array``, give NumPy arrays. Arrays on a GPU stay there. A rank uses one device. The result is ordered after
@@ -71,7 +111,7 @@ class Communicator(ArrayCollectives):
         options: Defaults for every call.
 
     Raises:
-        LaunchError: There is no MPI library, or the ranks do not form one world.
+        LaunchError: The MPI library is missing, or the ranks do not form one world.
 
     >>> comm = Communicator()
     >>> comm.all_reduce("SUM", np.ones(3)) / comm.size
@@ -86,7 +126,9 @@ class Communicator(ArrayCollectives):
         return PointToPoint(self._channel)
 
     def step_agreement(self) -> StepAgreement:
-        """Return an agreement of the ranks on a step, without a message in each (collective).
+        """Return an object that lets the ranks agree on a step (collective).
+
+        No message is sent in each step.
 
         >>> comm = Communicator()
         >>> agreement = comm.step_agreement()
@@ -100,12 +142,12 @@ class Communicator(ArrayCollectives):
         return StepAgreement(self._channel.comm)
 
     def add_observer(self, observer: Observer) -> None:
-        """Have an observer see the collectives of this communicator from now on (local).
+        """Let an observer see the collectives of this communicator from now on (local).
 
-        While one looks at beginnings, ends or chunks a call takes a few microseconds longer.
+        A call takes a few microseconds longer while an observer sees beginnings, ends or chunks.
 
         Args:
-            observer: A subclass of ``mpidist.collectives.Observer``, which names the events.
+            observer: A subclass of ``mpidist.collectives.Observer``, which lists the events.
 
         Raises:
             TypeError: It is no Observer.
@@ -126,7 +168,7 @@ class Communicator(ArrayCollectives):
         self._channel.observers.add(observer)
 
     def remove_observer(self, observer: Observer) -> None:
-        """Have an observer see nothing more (local)."""
+        """Remove an observer (local)."""
         self._channel.observers.remove(observer)
 
     # Reductions -------------------------------------------------------------------------------------------
@@ -137,23 +179,23 @@ class Communicator(ArrayCollectives):
         """Reduce element by element over all ranks; every rank gets the same bits (collective; MPI_Allreduce).
 
         Args:
-            op: SUM, MEAN, MIN, MAX or PROD, of whole numbers and bool BAND, BOR or BXOR; a ReduceOp or its name.
-            value: Array, number, or nest of them; equal structure, shapes and dtypes on all ranks.
-            out: Where to put the result, of the same structure, shapes and dtypes; a new array by default.
-            options: Laid over those of the communicator.
+            op: SUM, MEAN, MIN, MAX or PROD; BAND, BOR or BXOR for integers and bool. A ReduceOp or its name.
+            value: Array, number, or nest of them, with equal structure, shapes and dtypes on all ranks.
+            out: Arrays for the result, with the same structure, shapes and dtypes; new arrays by default.
+            options: Options of this call, merged into those of the communicator.
 
         Returns:
             The kind of ``value``; the mean of integers is float64. New arrays, or ``out``. Large results of one call,
-            on a GPU also small ones, may share one block of memory: to keep one of many for long, keep a copy.
+            and on a GPU also small ones, may share one block of memory: copy a result if you keep only that one.
 
         Raises:
             TypeError: A dtype that cannot be reduced: bool, object, big-endian.
             MismatchError: Ranks differ in operation, structure, shapes, dtypes or options.
             ValueError: ``out`` does not fit the value.
-            CollectiveTimeoutError: The other ranks did not come in time.
+            CollectiveTimeoutError: The other ranks did not arrive in time.
 
-        Integer sums and products that are too large for their dtype wrap around as in NumPy, without a warning: 100 +
-        100 is -56 in int8. Means of integers are formed in float64.
+        Integer sums and products that exceed their dtype wrap around as in NumPy, without a warning: 100 + 100 is -56
+        in int8. Means of integers are computed in float64.
 
         >>> comm = Communicator()
         >>> comm.all_reduce("MEAN", [2.0, np.array([1, 2])])
@@ -163,47 +205,23 @@ class Communicator(ArrayCollectives):
         >>> comm.close()
         """
         if options is None:
-            result: T | None = self.short.all_reduce(op, value, out, 0)
+            result: T | None = self.fast.all_reduce(op, value, out, 0)
             if result is not None:
                 return result
-        return self._now(self._all_reducing(op, value, options, out))
+        return self._run(self._all_reduce(op, value, options, out=out))
 
-    def all_reduce_async(
+    def _all_reduce(
         self, op: ReduceOp | str, value: T, options: CommunicationOptions | None = None, *, out: T | None = None
-    ) -> Work[T]:
-        """Start an :meth:`all_reduce` and return its handle (collective).
-
-        ``value`` and ``out`` must not be changed before the handle is done, and ``out`` says nothing before.
-
-        >>> comm = Communicator()
-        >>> work = comm.all_reduce_async("MAX", 3.0)
-        >>> work.wait()
-        np.float64(3.0)
-        >>> comm.close()
-        """
-        return self._later(self._all_reducing(op, value, options, out))
-
-    def _all_reducing(
-        self, op: ReduceOp | str, value: T, options: CommunicationOptions | None, out: T | None
     ) -> Operation[T]:
         op, arrays, outs, structure, rebuild = self._read(op, value, out)
         return self._reduction(op, arrays, self.size, options, outs, structure).then(rebuild)
 
-    def reduce(
-        self, op: ReduceOp | str, value: T, root: int = 0, options: CommunicationOptions | None = None
-    ) -> T | None:
-        """Reduce over all ranks to rank ``root``; the others get None (collective; MPI_Reduce)."""
-        return self._now(self._reducing_to(op, value, root, options))
+    all_reduce_async = _starts(_all_reduce)
 
-    def reduce_async(
+    def _reduce(
         self, op: ReduceOp | str, value: T, root: int = 0, options: CommunicationOptions | None = None
-    ) -> Work[T | None]:
-        """Start a :meth:`reduce` and return its handle (collective)."""
-        return self._later(self._reducing_to(op, value, root, options))
-
-    def _reducing_to(
-        self, op: ReduceOp | str, value: T, root: int, options: CommunicationOptions | None
     ) -> Operation[T | None]:
+        """Reduce over all ranks to rank ``root``; the others return None (collective; MPI_Reduce)."""
         op, arrays, _, structure, rebuild = self._read(op, value)
         root = self._check_root(root)
         copies, bring_back = on_host(arrays)
@@ -213,6 +231,9 @@ class Communicator(ArrayCollectives):
         if self.rank != root:
             return operation.then(_nothing)
         return operation.then(bring_back).then(rebuild)
+
+    reduce = _runs(_reduce)
+    reduce_async = _starts(_reduce)
 
     def reduce_scatter(
         self,
@@ -225,18 +246,18 @@ class Communicator(ArrayCollectives):
     ) -> T:
         """Reduce an array over all ranks and keep this rank's rows of it (collective; MPI_Reduce_scatter).
 
-        The rows (axis 0) are dealt in rank order.
+        The rows (axis 0) are distributed in rank order.
 
         Args:
             op: See :meth:`all_reduce`.
             value: Array of at least one dimension, equal in shape and dtype on all ranks.
-            options: Laid over those of the communicator.
-            counts: How many rows each rank keeps, the same on all ranks; by default equally many, and where they do
-                not divide one more for the first ranks.
-            out: Where to put this rank's rows; a new array by default.
+            options: Options of this call, merged into those of the communicator.
+            counts: Number of rows of each rank, the same on all ranks. By default equal, with one row more for the
+                first ranks if the rows do not divide.
+            out: Array for this rank's rows; a new array by default.
 
         Raises:
-            ValueError: A 0-d value, counts that do not make up its rows, or ``out`` does not fit.
+            ValueError: A 0-d value, counts whose sum is not the number of rows, or ``out`` does not fit.
 
         >>> comm = Communicator()
         >>> comm.reduce_scatter("SUM", np.ones((4 * comm.size, 2))).shape
@@ -244,12 +265,12 @@ class Communicator(ArrayCollectives):
         >>> comm.close()
         """
         if options is None and counts is None:
-            rows: T | None = self.short.reduce_scatter(op, value, out)
+            rows: T | None = self.fast.reduce_scatter(op, value, out)
             if rows is not None:
                 return rows
-        return self._now(self._reduce_scattering(op, value, options, counts, out))
+        return self._run(self._reduce_scatter(op, value, options, counts=counts, out=out))
 
-    def reduce_scatter_async(
+    def _reduce_scatter(
         self,
         op: ReduceOp | str,
         value: T,
@@ -257,17 +278,6 @@ class Communicator(ArrayCollectives):
         *,
         counts: Sequence[int] | None = None,
         out: T | None = None,
-    ) -> Work[T]:
-        """Start a :meth:`reduce_scatter` and return its handle (collective)."""
-        return self._later(self._reduce_scattering(op, value, options, counts, out))
-
-    def _reduce_scattering(
-        self,
-        op: ReduceOp | str,
-        value: T,
-        options: CommunicationOptions | None,
-        counts: Sequence[int] | None,
-        out: T | None,
     ) -> Operation[T]:
         with self.shared_errors("reduce_scatter"):
             op = ReduceOp.of(op)
@@ -293,8 +303,10 @@ class Communicator(ArrayCollectives):
         steps = engine.reduce_scatter(plan, copies[0], rows, on_host_out)
         operation = self._operation(steps, plan.description, options)
         if options is None and counts is None and plan.may_be_short:
-            operation.then(self._learns("reduce_scatter", given, operation, op, plan.divisor))
+            operation.fast_call = FastCall("reduce_scatter", given, signature_of([given]), op, plan.divisor)
         return operation.then(bring_back).then(delivering(outs)).then(lambda parts: restore(value, parts[0]))
+
+    reduce_scatter_async = _starts(_reduce_scatter)
 
     # Movement ---------------------------------------------------------------------------------------------
 
@@ -305,11 +317,11 @@ class Communicator(ArrayCollectives):
 
         Args:
             value: Array, or nest of arrays, of at least one dimension. Sizes along ``axis`` may differ
-                between ranks and may be 0; dtypes and other dimensions must be equal.
-            axis: Where to concatenate; may be negative.
-            options: Laid over those of the communicator.
-            out: Where to put the result; a new array by default. A value that is this rank's part of it, where all
-                give as much, is not copied.
+                between ranks and may be 0. Dtypes and other dimensions must be equal.
+            axis: Axis to concatenate along; may be negative.
+            options: Options of this call, merged into those of the communicator.
+            out: Array for the result; a new array by default. If all parts have equal sizes, a value that is this
+                rank's part of ``out`` is not copied.
 
         Raises:
             ValueError: A 0-d array, an axis out of range, or ``out`` does not fit the result.
@@ -321,31 +333,29 @@ class Communicator(ArrayCollectives):
         >>> comm.close()
         """
         if options is None and axis == 0:
-            gathered: T | None = self.short.all_gather(value, out)
+            gathered: T | None = self.fast.all_gather(value, out)
             if gathered is not None:
                 return gathered
-        return self._now(self._all_gathering(value, axis, options, out))
+        return self._run(self._all_gather(value, axis, options, out=out))
 
-    def all_gather_async(
+    def _all_gather(
         self, value: T, axis: int = 0, options: CommunicationOptions | None = None, *, out: T | None = None
-    ) -> Work[T]:
-        """Start an :meth:`all_gather` and return its handle (collective)."""
-        return self._later(self._all_gathering(value, axis, options, out))
-
-    def _all_gathering(self, value: T, axis: int, options: CommunicationOptions | None, out: T | None) -> Operation[T]:
+    ) -> Operation[T]:
         _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
         return self._gathering(arrays, axis, options, structure, outs).then(delivering(outs)).then(rebuild)
 
-    def gather(
+    all_gather_async = _starts(_all_gather)
+
+    def _gather(
         self, value: T, root: int = 0, options: CommunicationOptions | None = None, *, out: T | None = None
-    ) -> T | None:
+    ) -> Operation[T | None]:
         """Concatenate the arrays of all ranks along axis 0 on one rank (collective; MPI_Gatherv).
 
         Args:
             value: As for :meth:`all_gather`.
-            root: The rank that gets the result; the others get None.
-            options: Laid over those of the communicator.
-            out: Where to put the result on ``root``; a new array by default. Left out on the others.
+            root: The rank that gets the result; the others return None.
+            options: Options of this call, merged into those of the communicator.
+            out: Array for the result on ``root``; a new array by default. Pass None on other ranks.
 
         >>> comm = Communicator()
         >>> rows = comm.gather(np.full((2, 3), comm.rank))
@@ -353,17 +363,6 @@ class Communicator(ArrayCollectives):
         True
         >>> comm.close()
         """
-        return self._now(self._gathering_to(value, root, options, out))
-
-    def gather_async(
-        self, value: T, root: int = 0, options: CommunicationOptions | None = None, *, out: T | None = None
-    ) -> Work[T | None]:
-        """Start a :meth:`gather` and return its handle (collective)."""
-        return self._later(self._gathering_to(value, root, options, out))
-
-    def _gathering_to(
-        self, value: T, root: int, options: CommunicationOptions | None, out: T | None
-    ) -> Operation[T | None]:
         root = self._check_root(root)
         _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
 
@@ -375,7 +374,10 @@ class Communicator(ArrayCollectives):
             return gathering.then(_nothing)
         return gathering.then(delivering(outs)).then(rebuild)
 
-    def scatter(
+    gather = _runs(_gather)
+    gather_async = _starts(_gather)
+
+    def _scatter(
         self,
         value: T,
         root: int = 0,
@@ -383,45 +385,31 @@ class Communicator(ArrayCollectives):
         *,
         counts: Sequence[int] | None = None,
         out: T | None = None,
-    ) -> T:
-        """Deal the rows of an array of one rank, in rank order (collective; MPI_Scatterv).
+    ) -> Operation[T]:
+        """Distribute the rows of one rank's array, in rank order (collective; MPI_Scatterv).
 
         Args:
-            value: Array, or nest of arrays, of at least one dimension. On ranks other than ``root`` it tells structure,
-                dtype and the shape of a row, and may have no rows.
-            root: Whose rows are dealt.
-            options: Laid over those of the communicator.
-            counts: How many rows each rank gets; that of ``root`` counts. By default equally many, and where they do
-                not divide one more for the first ranks.
-            out: Where to put this rank's rows; a new array by default.
+            value: Array, or nest of arrays, of at least one dimension. On ranks other than ``root`` it gives
+                structure, dtype and the shape of a row, and may have no rows.
+            root: The rank whose rows are distributed.
+            options: Options of this call, merged into those of the communicator.
+            counts: Number of rows for each rank; that of ``root`` counts. By default equal, with one row more for the
+                first ranks if the rows do not divide.
+            out: Array for this rank's rows; a new array by default.
 
         >>> comm = Communicator()
         >>> comm.scatter(np.arange(3.0 * comm.size)) - 3 * comm.rank
         array([0., 1., 2.])
         >>> comm.close()
         """
-        return self._now(self._scattering(value, root, options, counts, out))
-
-    def scatter_async(
-        self,
-        value: T,
-        root: int = 0,
-        options: CommunicationOptions | None = None,
-        *,
-        counts: Sequence[int] | None = None,
-        out: T | None = None,
-    ) -> Work[T]:
-        """Start a :meth:`scatter` and return its handle (collective)."""
-        return self._later(self._scattering(value, root, options, counts, out))
-
-    def _scattering(
-        self, value: T, root: int, options: CommunicationOptions | None, counts: Sequence[int] | None, out: T | None
-    ) -> Operation[T]:
         root = self._check_root(root)
         _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
         cut = partial(self._cut, counts=counts) if self.rank == root else None
         dealing = self._dealing("scatter", arrays, cut, options, structure, outs, root)
         return dealing.then(delivering(outs)).then(rebuild)
+
+    scatter = _runs(_scatter)
+    scatter_async = _starts(_scatter)
 
     def all_to_all(
         self,
@@ -432,21 +420,21 @@ class Communicator(ArrayCollectives):
         expected: Sequence[int] | None = None,
         out: T | None = None,
     ) -> T:
-        """Deal the rows of every rank's array, in rank order (collective; MPI_Alltoallv).
+        """Distribute the rows of every rank's array, in rank order (collective; MPI_Alltoallv).
 
         Args:
-            value: Array, or nest of arrays, of at least one dimension; ranks may have other numbers of rows, but the
-                same dtypes and other dimensions.
-            options: Laid over those of the communicator.
-            counts: How many of this rank's rows each rank gets; by default equally many, and where they do not divide
-                one more for the first ranks.
-            expected: How many rows this rank expects from each rank, which the ranks compare: all of them say it, or
-                none.
-            out: Where to put the rows from all ranks, those of rank 0 first; a new array by default.
+            value: Array, or nest of arrays, of at least one dimension. Ranks may have different numbers of rows, but
+                need the same dtypes and other dimensions.
+            options: Options of this call, merged into those of the communicator.
+            counts: Number of this rank's rows for each rank. By default equal, with one row more for the first ranks
+                if the rows do not divide.
+            expected: Number of rows that this rank expects from each rank. The ranks compare them, so all ranks must
+                pass it, or none.
+            out: Array for the rows from all ranks, those of rank 0 first; a new array by default.
 
         Raises:
-            ValueError: A 0-d array, counts that do not make up its rows, or ``out`` does not fit the result.
-            MismatchError: A rank gives another one more or fewer rows than that one expects.
+            ValueError: A 0-d array, counts whose sum is not the number of rows, or ``out`` does not fit the result.
+            MismatchError: A rank sends another rank more or fewer rows than that rank expects.
 
         >>> comm = Communicator()
         >>> comm.all_to_all(np.arange(2 * comm.size)).size == 2 * comm.size
@@ -454,12 +442,12 @@ class Communicator(ArrayCollectives):
         >>> comm.close()
         """
         if options is None and counts is None and expected is None:
-            dealt: T | None = self.short.all_to_all(value, out)
-            if dealt is not None:
-                return dealt
-        return self._now(self._exchanging(value, options, counts, expected, out))
+            rows: T | None = self.fast.all_to_all(value, out)
+            if rows is not None:
+                return rows
+        return self._run(self._all_to_all(value, options, counts=counts, expected=expected, out=out))
 
-    def all_to_all_async(
+    def _all_to_all(
         self,
         value: T,
         options: CommunicationOptions | None = None,
@@ -467,17 +455,6 @@ class Communicator(ArrayCollectives):
         counts: Sequence[int] | None = None,
         expected: Sequence[int] | None = None,
         out: T | None = None,
-    ) -> Work[T]:
-        """Start an :meth:`all_to_all` and return its handle (collective)."""
-        return self._later(self._exchanging(value, options, counts, expected, out))
-
-    def _exchanging(
-        self,
-        value: T,
-        options: CommunicationOptions | None,
-        counts: Sequence[int] | None,
-        expected: Sequence[int] | None,
-        out: T | None,
     ) -> Operation[T]:
         _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
         if expected is not None:
@@ -487,8 +464,10 @@ class Communicator(ArrayCollectives):
         cut = partial(self._cut, counts=counts)
         exchange = self._dealing("all_to_all", arrays, cut, options, structure, outs, expected=expected)
         if options is None and counts is None and expected is None and len(arrays) == 1 and not structure:
-            exchange.then(self._learns("all_to_all", arrays[0], exchange))
+            exchange.fast_call = FastCall("all_to_all", arrays[0], signature_of(arrays))
         return exchange.then(delivering(outs)).then(rebuild)
+
+    all_to_all_async = _starts(_all_to_all)
 
     def broadcast(
         self, value: T, root: int = 0, options: CommunicationOptions | None = None, *, out: T | None = None
@@ -496,36 +475,31 @@ class Communicator(ArrayCollectives):
         """Return the value of rank ``root`` on every rank (collective; MPI_Bcast).
 
         Args:
-            value: Array, number, or nest of them; on ranks other than ``root`` it tells structure, shape and dtype.
-            root: Whose value it is.
-            options: Laid over those of the communicator.
-            out: Where to put it, ``value`` itself for instance; new arrays by default.
+            value: Array, number, or nest of them. On ranks other than ``root`` it gives structure, shape and dtype.
+            root: The rank whose value is sent.
+            options: Options of this call, merged into those of the communicator.
+            out: Arrays for the result, for example ``value`` itself; new arrays by default.
         """
         if options is None:
-            copy: T | None = self.short.broadcast(value, root, out)
+            copy: T | None = self.fast.broadcast(value, root, out)
             if copy is not None:
                 return copy
-        return self._now(self._broadcasting_value(value, root, options, out))
+        return self._run(self._broadcast(value, root, options, out=out))
 
-    def broadcast_async(
+    def _broadcast(
         self, value: T, root: int = 0, options: CommunicationOptions | None = None, *, out: T | None = None
-    ) -> Work[T]:
-        """Start a :meth:`broadcast` and return its handle (collective)."""
-        return self._later(self._broadcasting_value(value, root, options, out))
-
-    def _broadcasting_value(
-        self, value: T, root: int, options: CommunicationOptions | None, out: T | None
     ) -> Operation[T]:
         _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
         return self._broadcasting(arrays, root, options, structure, outs).then(delivering(outs)).then(rebuild)
 
-    def barrier(self, options: CommunicationOptions | None = None) -> None:
-        """Return once every rank has called it (collective; MPI_Barrier)."""
-        self._now(self._meeting(_BARRIER, options))
+    broadcast_async = _starts(_broadcast)
 
-    def barrier_async(self, options: CommunicationOptions | None = None) -> Work[None]:
-        """Start a :meth:`barrier` and return its handle, done once every rank has come (collective)."""
-        return self._later(self._meeting(_BARRIER, options))
+    def _barrier(self, options: CommunicationOptions | None = None) -> Operation[None]:
+        """Wait until every rank has called it (collective; MPI_Barrier)."""
+        return self._meeting(_BARRIER, options)
+
+    barrier = _runs(_barrier)
+    barrier_async = _starts(_barrier)
 
     def all_gather_object(self, value: T) -> list[T]:
         """Return the picklable objects of all ranks, in rank order (collective); for metadata, not data."""
@@ -541,24 +515,24 @@ class Communicator(ArrayCollectives):
             yield from self._channel.open(description)
             return (yield from objects.broadcast_pickle(self._channel.comm, pickled, root))
 
-        return self._now(Operation(steps(), description))
+        return self._run(Operation(steps(), description))
 
     # Messages ---------------------------------------------------------------------------------------------
 
     def send(self, value: object, dest: int, tag: int = 0, options: CommunicationOptions | None = None) -> None:
         """Send an array to one rank, which calls :meth:`recv` (MPI_Send).
 
-        Not collective, and independent of the collectives. Messages between two ranks with the same tag come in the
+        Not collective, and independent of the collectives. Messages between two ranks with the same tag arrive in the
         order in which they were sent. May return before the other rank has the array.
 
         Args:
             value: Array or number.
-            dest: The rank.
-            tag: From 0 to 8189; tells messages apart.
-            options: ``timeout_seconds`` of them counts.
+            dest: Rank that receives it.
+            tag: Number from 0 to 8189 that tells messages apart.
+            options: Only ``timeout_seconds`` counts.
 
         Raises:
-            MessageTimeoutError: It was not taken in time.
+            MessageTimeoutError: It was not received in time.
 
         >>> comm = Communicator()
         >>> work, got = comm.send_async(np.arange(3), comm.rank), np.empty(3, int)
@@ -572,10 +546,7 @@ class Communicator(ArrayCollectives):
     def send_async(
         self, value: object, dest: int, tag: int = 0, options: CommunicationOptions | None = None
     ) -> Work[None]:
-        """Start a :meth:`send` and return its handle.
-
-        ``value`` must not be changed before it is done.
-        """
+        """Start a :meth:`send` and return its handle. Do not change ``value`` before it is done."""
         return self._messages.later(self._sending(value, dest, tag, options))
 
     def _sending(self, value: object, dest: int, tag: int, options: CommunicationOptions | None) -> Work[None]:
@@ -591,21 +562,21 @@ class Communicator(ArrayCollectives):
         """Receive an array that another rank sends; return that rank (MPI_Recv).
 
         Args:
-            out: An array of the shape and dtype that is sent, into which it goes.
-            source: Who sends it; None takes it from whoever sends first.
-            tag: That of the message.
-            options: ``timeout_seconds`` of them counts.
+            out: Array for the message, of its shape and dtype.
+            source: Rank that sends it; None receives from any rank.
+            tag: Tag of the message.
+            options: Only ``timeout_seconds`` counts.
 
         Raises:
             MismatchError: The message has another shape or dtype; with the lines of both calls.
-            MessageTimeoutError: None came in time.
+            MessageTimeoutError: No message arrived in time.
         """
         return self._receiving(out, source, tag, options).wait()
 
     def recv_async(
         self, out: object, source: int | None = None, tag: int = 0, options: CommunicationOptions | None = None
     ) -> Work[int]:
-        """Start a :meth:`recv` and return its handle; ``out`` says nothing before it is done."""
+        """Start a :meth:`recv` and return its handle. ``out`` is undefined before it is done."""
         return self._messages.later(self._receiving(out, source, tag, options))
 
     def _receiving(self, out: object, source: int | None, tag: int, options: CommunicationOptions | None) -> Work[int]:
@@ -629,14 +600,16 @@ class Communicator(ArrayCollectives):
         if not _is_c_int(tag, 0) or tag >= TAGS_OF_PROGRAMS:
             raise ValueError(f"tag is {tag!r}; expected a whole number from 0 to {TAGS_OF_PROGRAMS - 1}")
 
+    # The end ----------------------------------------------------------------------------------------------
+
     def close(self) -> None:
-        """Finish what is on its way and free the communicator (collective). Closing again does nothing.
+        """Finish all works and free the communicator (collective). Closing again does nothing.
 
         Raises:
-            RuntimeError: Messages of this rank are under way, which others may not have taken.
+            RuntimeError: Messages of this rank are in flight.
         """
         with self.shared_errors("closing a Communicator"):
-            self._messages.check_none_under_way()
+            self._messages.check_none_in_flight()
         try:
             super().close()
         finally:
@@ -645,9 +618,9 @@ class Communicator(ArrayCollectives):
     def abort(self) -> None:
         """Leave without the other ranks, for good (local; any thread may call it).
 
-        Started collectives and messages end with a PeerError, and so does a call in which another thread waits; MPI
-        may still write to their results. Ranks that wait for this one in a collective do so until their deadline, or
-        until its program ends.
+        Started collectives and messages end with a PeerError, and so does a call in which another thread waits. MPI may
+        still write to their results. Ranks that wait for this one in a collective do so until their deadline, or until
+        its program ends.
 
         >>> comm = Communicator()
         >>> comm.abort()
@@ -663,15 +636,15 @@ class Communicator(ArrayCollectives):
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = "float32") -> Array:
         """Return a new uninitialized array in memory that collectives handle best (collective).
 
-        Where several ranks share a node it lies in shared memory, and the all-reduce of such arrays copies nothing:
-        each rank reduces its share straight out of its neighbours' memory. From 2 MiB on the result is a read-only
-        array that the ranks of the node share; ``out=`` gives one of the caller's own. The memory belongs to the
-        communicator: it is not used for other arrays before ``close()``. Small arrays, and all where there is no room
-        (which is said), are ordinary memory.
+        If several ranks share a node, the array is in shared memory, and its all-reduce copies nothing: each rank
+        reduces its share straight from its neighbours' memory. From 2 MiB on, the result is a read-only array that the
+        ranks of the node share; pass ``out=`` to get an array of your own. The memory belongs to the communicator and
+        is not reused before ``close()``. Small arrays use ordinary memory. So do all arrays if there is no room, which
+        is logged.
 
         Args:
-            shape: The same on every rank.
-            dtype: The same on every rank.
+            shape: Shape, the same on every rank.
+            dtype: Dtype, the same on every rank.
 
         >>> comm = Communicator()
         >>> gradient = comm.empty((3, 2), "float64")
@@ -682,10 +655,10 @@ class Communicator(ArrayCollectives):
         """
         like = np.empty(shape, as_dtype(dtype))
         description = describe("empty", signature_text(signature_of([like])))
-        memory = self._now(Operation(self._allocate_steps(like.nbytes, description), description))
+        memory = self._run(Operation(self._allocate(like.nbytes, description), description))
         return like if memory is None else memory.view(like.dtype).reshape(like.shape)
 
-    def _allocate_steps(self, nbytes: int, description: Description) -> Steps[Array | None]:
+    def _allocate(self, nbytes: int, description: Description) -> Steps[Array | None]:
         yield from self._channel.open(description)
         node = self._channel.node
         if node.size == 1 or nbytes < packing.SMALL_ARRAY_BYTES:
@@ -694,8 +667,8 @@ class Communicator(ArrayCollectives):
         if memory is None and node.rank == 0 and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "mpidist: empty() gives ordinary memory from now on: /dev/shm has no room for %d bytes more of each "
-                "rank, or the files that a process may have open (ulimit -n) are used up",
+                "mpidist: empty() returns ordinary memory from now on: /dev/shm has no room for %d bytes more of each "
+                "rank, or the process has no file descriptors left (ulimit -n)",
                 nbytes,
             )
         return memory
@@ -704,8 +677,8 @@ class Communicator(ArrayCollectives):
         """Return a communicator of the ranks that passed the same ``color`` (collective; MPI_Comm_split).
 
         Args:
-            color: Which group; None joins no group and returns None.
-            key: Order of the ranks in the group; ties keep their order.
+            color: Number of the group; None joins no group and returns None.
+            key: Order of the ranks in the group; equal keys keep their order.
         """
         with self.shared_errors("split"):
             if color is not None and not _is_c_int(color, 0):
@@ -714,20 +687,16 @@ class Communicator(ArrayCollectives):
                 raise ValueError(f"key is {key!r}; expected a whole number that fits into a C int")
         self.meet("split")
         part: Any = self._channel.comm.Split(import_mpi().UNDEFINED if color is None else color, key)
-        if color is None:
-            return None
-        group = Communicator(part, options=self._options, advice=self._channel.handshake.advice)
-        part.Free()
-        return group
+        return None if color is None else self._like(part)
 
     def group(self, ranks: Sequence[int]) -> Communicator:
-        """Return a communicator of some ranks, made by them alone (collective over them; MPI_Comm_create_group).
+        """Return a communicator of some ranks (collective over these ranks; MPI_Comm_create_group).
 
         Args:
-            ranks: Of this communicator, this rank among them; the same on all of them. In this order.
+            ranks: Ranks of this communicator in their new order, equal on all of them, with this rank among them.
 
         Raises:
-            ValueError: Ranks that there are not, or one twice, or without this one.
+            ValueError: Unknown ranks, or one twice, or without this one.
 
         >>> comm = Communicator()
         >>> alone = comm.group([comm.rank])
@@ -741,10 +710,15 @@ class Communicator(ArrayCollectives):
             raise ValueError(
                 f"ranks are {members!r}; expected different ranks from 0 to {self.size - 1}, {self.rank} among them"
             )
-        part = create_group(self._channel.comm, members, f"the group {members}")
+        return self._like(create_group(self._channel.comm, members, f"the group {members}"))
+
+    def _like(self, part: Comm) -> Communicator:
+        """Return a communicator over ``part`` with the options of this one, and free ``part``."""
         group = Communicator(part, options=self._options, advice=self._channel.handshake.advice)
         part.Free()
         return group
+
+    # Reading arguments ------------------------------------------------------------------------------------
 
     def _cut(self, rows: int, counts: Sequence[int] | None) -> Sequence[int]:
         """Return the borders of the rows for each rank."""
@@ -775,7 +749,7 @@ class Communicator(ArrayCollectives):
             op = ReduceOp.of(op)
             arrays, structure, rebuild = read(value)
             return op, arrays, None if out is None else read_out(out, structure), structure, rebuild
-        except Exception as error:  # a generator may raise whatever it likes
+        except Exception as error:  # a generator may raise anything
             self.announce(error, "reading its arguments")
             raise
 
@@ -786,24 +760,23 @@ class Communicator(ArrayCollectives):
         if error is None:
             self.close()
         elif isinstance(error, Exception):
-            # Closing takes all ranks, and this one is on its way out alone.
+            # Closing is collective, and only this rank has left the block.
             self.announce(error, "the block of a Communicator")
 
     def __repr__(self) -> str:
-        unusable = self._channel.executor.unusable
-        state = f" ({unusable})" if unusable else ""
-        return f"<Communicator rank {self.rank} of {self.size}{state}>"
+        reason = self._channel.executor.reason
+        return f"<Communicator rank {self.rank} of {self.size}{f' ({reason})' if reason else ''}>"
 
     def __dir__(self) -> list[str]:
         """Return the names for programs, without those for strategies alone."""
-        for_strategies = {"short", *(name for name in vars(ArrayCollectives) if name[0] != "_")} - _OF_PROGRAMS
+        for_strategies = {"fast", *(name for name in vars(ArrayCollectives) if name[0] != "_")} - _OF_PROGRAMS
         return sorted(set(super().__dir__()) - for_strategies)
 
     def __copy__(self) -> Communicator:
         return self.__deepcopy__({})
 
     def __deepcopy__(self, memo: object) -> Communicator:
-        raise ValueError("a Communicator cannot be copied: it owns an MPI communicator; make a new one")
+        raise ValueError("a Communicator cannot be copied, because it owns an MPI communicator. Make a new one")
 
 
 def _is_c_int(value: object, smallest: int) -> bool:

@@ -1,4 +1,4 @@
-"""Engine: the steps of the collectives on one channel, which yield while they wait."""
+"""Engine: the steps of the collectives on one channel. They yield while they wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpidist.collectives.move.host_movement import HostMovement
 from mpidist.collectives.mpi import gathering
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
-from mpidist.collectives.node.core import MET, MOST_INPUTS, NO_SHORT, SMALL_BETWEEN_NODES, Core, GoOn, Short
+from mpidist.collectives.node.core import MET, MOST_INPUTS, SMALL_BETWEEN_NODES, Core, FastCalls, Resume
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import Pack, are_in_place, copies_of_overlapping
 from mpidist.collectives.reduce.choice import Choice, place_of
@@ -28,20 +28,19 @@ from mpidist.collectives.reduce.table import Table
 from mpidist.core.enums import ReduceOp
 
 BY_CORE, BY_LEADERS, ALONE = "hierarchical", "leaders", "alone"
-"""The algorithms that the cores of nodes carry out."""
+"""Names of the algorithms that the native core runs."""
 
 
 class Engine:
-    """Gives the steps of collectives; each opens with the channel's handshake.
+    """Makes the steps of collectives; each begins with the channel's handshake.
 
     Args:
-        channel: On which they are carried out.
-        table: Which algorithm is taken at which size.
+        channel: The channel that runs them.
+        table: Algorithms by size.
 
     Attributes:
-        table: See above.
         on_host: The collectives that move arrays in host memory.
-        is_device_prepared: Whether ``prepare_device`` has been carried out; the same on all ranks between their calls.
+        is_device_prepared: Whether ``prepare_device`` has run; equal on all ranks between their calls.
     """
 
     def __init__(self, channel: Channel, table: Table) -> None:
@@ -56,16 +55,10 @@ class Engine:
         self.on_host = HostMovement(channel, self._pool)
         self.last_algorithm = "none"
 
-    def open_short(self, go_on: GoOn) -> Short:
-        """Return the functions of the short way.
-
-        Without a native core they know nothing.
-
-        Args:
-            go_on: Carries on with a call whose ranks have not come soon, or differ.
-        """
-        core = self.channel.node.core
-        return NO_SHORT if core is None else core.open_short(self._pool.take, go_on)
+    def open_fast_calls(self, resume: Resume) -> FastCalls:
+        """Return the functions of the fast path. ``resume`` finishes calls whose peers are late or differ."""
+        self.channel.executor.fast.algorithm = self.core_algorithm
+        return self.channel.executor.fast.open(self._pool.take, resume)
 
     @property
     def core(self) -> Core | None:
@@ -73,30 +66,22 @@ class Engine:
         node = self.channel.node
         return node.core if node.is_alone else None
 
-    def core_of_short(self, operation: str) -> Core | None:
-        """Return the core that carries out calls the short way, if one can."""
-        node = self.channel.node
-        if operation == "all_reduce":
-            return node.core
-        return node.core if node.is_alone and node.slots is not None else None
-
     @property
-    def short_name(self) -> str:
-        """The algorithm of all-reduces that take the short way."""
+    def core_algorithm(self) -> str:
+        """The algorithm of all-reduces on the fast path."""
         if not self.channel.node.is_alone:
             return BY_LEADERS
         return BY_CORE if self.channel.size > 1 else ALONE
 
-    def rest_of_short(self, description: Description, state: int, value: Array, result: Array) -> Steps[Array]:
-        """Return the result of a short call, which began and got as far as ``state``."""
+    def resume(self, description: Description, state: int, value: Array, result: Array) -> Steps[Array]:
+        """Finish a fast-path call that has reached ``state``."""
         core = self.channel.node.core
         assert core is not None
-        self.channel.executor.short.carried_on()
+        self.channel.executor.fast.resumed()
         core.resume(state)
-        self.channel.handshake.has_begun()
-        yield from self.channel.finish(description)
+        yield from self.channel.resume(description)
         if description.operation == "all_reduce":
-            self._took(self.short_name)
+            self._took(self.core_algorithm)
         return (yield from self.on_host.gathered(core, value)) if core.state == MET else result
 
     def may_move_on_device(self, arrays: Sequence[Array]) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from mpidist.checkpoint.writer import give_up_all
-from mpidist.collectives.channel.channel import abandon_all
+from mpidist.collectives.channel.channel import lose_all
 from mpidist.core.errors import RankLostError
 from mpidist.elastic.state import State
 from mpidist.topology import import_mpi, world_topology
@@ -76,7 +76,7 @@ def run(train: Callable[[State], T], state: State, *, min_ranks: int = 1) -> T:
             lost = error
         if lost is not None:
             # Those that wait for this rank in a collective are to come here, too.
-            abandon_all()
+            lose_all()
         # All have trained and none is lost: the same on all ranks.
         if _agree(world_topology().world, lost is None, "agreeing that the training is over"):
             return result[0]
@@ -147,7 +147,7 @@ def _check_number(before: int, world: MPI.Intracomm, min_ranks: int, lost: BaseE
 def _go_on(state: State, lost: BaseException | None, min_ranks: int) -> None:
     """Let the remaining ranks be the world, the first with the newest commit (collective)."""
     start = time.monotonic()
-    abandon_all()
+    lose_all()
     # Those that wait for a rank that is lost would stand in the way of the next ones.
     give_up_all()
     old = world_topology().world

@@ -10,7 +10,7 @@ from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpidist.cluster_resolver.cluster_resolver import task_text
 from mpidist.cluster_resolver.mpi_cluster_resolver import checked_resolver
 from mpidist.collectives import Communicator
-from mpidist.collectives.channel.shutdown import abort_job, before_the_end
+from mpidist.collectives.channel.shutdown import abort_job, before_shutdown
 from mpidist.core import settings
 from mpidist.core.errors import CollectiveTimeoutError, RankLostError
 from mpidist.core.wording import names_text
@@ -90,7 +90,7 @@ class Link:
         self._opened = 0
         self.is_open = True
         self._acts: list[Callable[[], None]] = []
-        before_the_end(self.leave)
+        before_shutdown(self.leave)
 
     @property
     def connections(self) -> list[Connection]:

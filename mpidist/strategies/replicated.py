@@ -173,7 +173,7 @@ class LoneReplicaContext(ReplicaContext):
     ) -> Value:
         """See ``ReplicaContext``."""
         if options is None and self._options is None and current_frame() is self.frame:
-            result: Value | None = self._comm.short.all_reduce(reduce_op, value, out, None)
+            result: Value | None = self._comm.fast.all_reduce(reduce_op, value, out, None)
             if result is not None:
                 return result if out is None else cast(Value, out)
         return super().all_reduce(reduce_op, value, options, out=out)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed
 
 from mpidist.collectives.channel.progress import mpi_takes_threads
-from mpidist.collectives.channel.shutdown import after_the_end
+from mpidist.collectives.channel.shutdown import after_shutdown
 from mpidist.collectives.mpi.mailbox import Mailbox
 from mpidist.core import message_tags
 from mpidist.core.daemon_thread import DaemonThread
@@ -94,7 +94,7 @@ class StoreLine:
         self._lock, self._asked = threading.Lock(), 0
         if self.shelf is not None and self._size > 1:
             store_thread.watch(self)
-            after_the_end(store_thread.stop)
+            after_shutdown(store_thread.stop)
 
     def ask(self, *request: Any) -> Any:
         """Return the answer to a request."""

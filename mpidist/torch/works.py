@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from mpidist.collectives.channel.operation import Work
 from mpidist.collectives.channel.progress import progress
-from mpidist.collectives.channel.work import Work
 from mpidist.core.daemon_thread import is_own_thread
 from mpidist.core.deadline import Stopwatch
 from mpidist.torch.foreign import Foreign

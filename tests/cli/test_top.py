@@ -312,7 +312,7 @@ import numpy, mpidist
 with mpidist.Communicator() as comm:
     for _ in range(50):
         comm.all_reduce("SUM", numpy.ones(5))
-    print(comm._channel.executor.short.count, flush=True)
+    print(comm._channel.executor.fast.count, flush=True)
 """
 
 
@@ -384,13 +384,13 @@ def test_a_program_ends_though_the_file_system_hangs(last: str, code: int, tmp_p
 
 FAILS_TWICE = """
 import mpidist
-from mpidist.collectives.channel.shutdown import before_an_uncaught_error
+from mpidist.collectives.channel.shutdown import on_uncaught_error
 
 class Mute(Exception):
     def __str__(self):
         raise LookupError
 
-before_an_uncaught_error(lambda _: 1 / 0)
+on_uncaught_error(lambda _: 1 / 0)
 comm = mpidist.Communicator()
 if comm.rank == 1:
     raise Mute

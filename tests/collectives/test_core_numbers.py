@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from mpidist.collectives.channel import short_calls
+from mpidist.collectives.channel import fast_path
 from mpidist.collectives.node import core, packing
 from mpidist.collectives.watch import flight_record
 from mpidist.core.enums import ReduceOp
@@ -59,12 +59,12 @@ def test_the_header() -> None:
     assert (c["NC_SHARED_BYTES"], c["NC_SMALL_ARRAY"]) == (core.SHARED_BYTES, packing.SMALL_ARRAY_BYTES)
 
 
-def test_the_cells_of_short_calls() -> None:
+def test_cells_of_the_fast_path() -> None:
     c = numbers_of("python.h") | numbers_of("short.h") | numbers_of("short.c")
-    cells = ("_CLOSED", "_CALLS", "_LAST", "_THREAD", "_BYTES")
+    cells = ("_DISABLED", "_CALLS", "_LAST", "_THREAD", "_BYTES")
     keys = ("HOLDS", "CALLS", "LAST", "THREAD", "BYTES")
-    assert [getattr(short_calls, cell) for cell in cells] == [c[key] for key in keys]
-    assert (c["BUSY"], c["HANDED_ON"]) == (short_calls._BY_CORE, short_calls._HANDED_ON)
+    assert [getattr(fast_path, cell) for cell in cells] == [c[key] for key in keys]
+    assert (c["BUSY"], c["HANDED_ON"]) == (fast_path._IN_CALL, fast_path._HANDED_OVER)
     assert core._KINDS["broadcast"] == c["BROADCAST"]
     assert core._IS_MEAN & c["KERNEL"] == 0
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 import re
 import signal
+import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mpidist import Communicator, PeerError
-from mpidist.collectives.channel.short_calls import ChannelLock, ShortCalls
+from mpidist.collectives.channel.fast_path import ChannelLock, FastPath
 from tests.support.ranks.jobs import run_script
 from tests.support.speed import deadlines
 
@@ -363,7 +365,7 @@ def test_a_work_that_no_other_rank_starts_does_not_keep_the_job(power: int) -> N
 def test_the_deadline_of_a_work_holds_at_the_end_of_the_program() -> None:
     job = run_script(STARTED_ALONE, 2, "20", "60", timeout=20, env=deadlines(2))
     assert job.returncode != 0
-    assert "rank 0 ends the job: the other ranks have not come to all_reduce SUM of float64(1048576,)" in job.stderr
+    assert "rank 0 ends the job: the other ranks never called all_reduce SUM of float64(1048576,)" in job.stderr
 
 
 LEFT_ALONE = """
@@ -414,20 +416,32 @@ def test_a_thread_that_is_still_in_a_collective_at_the_end_ends_the_job() -> Non
 
 
 @pytest.mark.min_ranks(2)
-def test_a_handler_that_raises_while_a_step_is_taken_leaves_the_turn_free() -> None:
-    turn = ChannelLock(ShortCalls(None, lambda: False))
-    assert turn.take_if_free()
+def test_raising_handler_during_a_step_frees_the_lock() -> None:
+    lock = ChannelLock(FastPath(SimpleNamespace(core=None), lambda: False))
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def step() -> None:
+        has_begun.set()
+        may_end.wait()
 
     def interrupt(*_: object) -> None:
         raise InterruptedError
 
+    thread = threading.Thread(target=lock.try_step, args=(step,))
+    thread.start()
+    has_begun.wait()
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:
-        with pytest.raises(InterruptedError), turn:
-            raise AssertionError("the turn was taken")
+        with pytest.raises(InterruptedError), lock:
+            raise AssertionError("the program has the lock")
     finally:
         signal.signal(signal.SIGALRM, before)
-    turn.give_back()
-    with turn:
-        assert not turn.take_if_free()
+        may_end.set()
+        thread.join()
+    steps: list[int] = []
+    with lock:
+        lock.try_step(lambda: steps.append(1))
+    assert steps == []
+    lock.try_step(lambda: steps.append(1))
+    assert steps == [1]

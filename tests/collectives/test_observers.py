@@ -39,7 +39,7 @@ class Events(Observer):
         self.seen.append(("ended", *operation.algorithms, type(operation.error).__name__))
 
     def waited(self, operation: Operation[Any], start: int) -> None:
-        self.seen.append(("waited", operation.is_work))
+        self.seen.append(("waited", operation.is_async))
 
 
 def test_the_events_of_a_call() -> None:

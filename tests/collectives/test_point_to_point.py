@@ -113,7 +113,7 @@ def test_a_wait_with_a_limit_may_be_repeated() -> None:
     with Communicator() as comm:
         out = np.empty(1)
         work = comm.recv_async(out, NEXT, 3)
-        with pytest.raises(TimeoutError, match="may be waited for again"):
+        with pytest.raises(TimeoutError, match="you may wait for it again"):
             work.wait(timeout=0.01)
         comm.barrier()
         comm.send(np.ones(1), PREVIOUS, 3)
@@ -149,7 +149,7 @@ def test_closing_with_messages_under_way_is_an_error_on_all_ranks() -> None:
     job = run_script(UNDER_WAY, 2)
     assert job.returncode != 0
     assert "RuntimeError: recv from rank 1 with tag 0 of float64(3,), started at" in job.stderr
-    assert "expected wait() for each message before" in job.stderr
+    assert "Call wait() for each message before close()" in job.stderr
 
 
 TOO_LATE = """
@@ -175,7 +175,7 @@ def test_a_deadline_is_the_end_of_a_communicator() -> None:
     for rank in range(2):
         message = f"recv from rank {1 - rank} with tag 7 of float64(3,)"
         assert f"MessageTimeoutError rank {rank} waited 0.3 s in {message}, at " in job.stdout
-        assert f"can no longer be used: {message} did not come within its deadline" in job.stdout
+        assert f"can no longer be used: {message} did not arrive within its deadline" in job.stdout
 
 
 LOST = """

@@ -60,7 +60,7 @@ def test_new_arrays(
     values = kind(arrays_of(comm.rank, shapes, dtype))
     before = [value.copy() for value in values]
     results = [comm.all_reduce("SUM", values) for _ in range(UNTIL_KNOWN)]
-    monkeypatch.setattr(comm, "_now", None)  # which begins the long way
+    monkeypatch.setattr(comm, "_run", None)  # which begins the long way
     results += [comm.all_reduce("SUM", values) for _ in range(2)]
     for result in results:
         assert type(result) is kind
@@ -77,7 +77,7 @@ def test_into_arrays_of_the_program(
     values, outs = arrays_of(comm.rank, shapes), [np.zeros(shape, "f4") for shape in shapes]
     for _ in range(UNTIL_KNOWN):
         comm.all_reduce("SUM", values)
-    monkeypatch.setattr(comm, "_now", None)
+    monkeypatch.setattr(comm, "_run", None)
     results = comm.all_reduce("SUM", values, out=outs)
     assert all(result is out for result, out in zip(results, outs, strict=True))
     check(outs, expected_of(comm, shapes))
@@ -219,7 +219,7 @@ def test_lists_that_differ(comm: Communicator, one: list[tuple[int, ...]], other
 )
 def test_what_is_left_to_the_long_way(comm: Communicator, given: Callable[[int], object]) -> None:
     for _ in range(3):
-        assert comm.short.all_reduce("SUM", given(comm.rank), None, 0) is None
+        assert comm.fast.all_reduce("SUM", given(comm.rank), None, 0) is None
         result = comm.all_reduce("SUM", given(comm.rank))
         for array in mpidist.core.nest.flatten(result):
             np.testing.assert_array_equal(array, comm.size)
@@ -238,7 +238,7 @@ def test_replicas_take_it_and_compare_lists_and_tuples() -> None:
             for _ in range(UNTIL_KNOWN):
                 check(strategy.run(step, args=(kind,)), expected_of(comm, shapes))
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(comm, "_now", None)
+                patch.setattr(comm, "_run", None)
                 check(strategy.run(step, args=(kind,)), expected_of(comm, shapes))
         with pytest.raises(MismatchError, match=r" as [(\[]\*, \*, \*[)\]]"):
             strategy.run(step, args=(list if comm.rank else tuple,))

@@ -91,7 +91,7 @@ def test_into_an_array_of_the_program(comm: Communicator, call: Call, rows: int)
 def test_it_goes_the_short_way(comm: Communicator, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     mine, right = given(RANK, 12), expected(call, 12)
     call(comm, mine)
-    monkeypatch.setattr(comm, "_now", None)  # which begins the long way
+    monkeypatch.setattr(comm, "_run", None)  # which begins the long way
     out = np.empty_like(right)
     assert call(comm, mine, out) is out
     np.testing.assert_array_equal(out, right)

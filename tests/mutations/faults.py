@@ -330,9 +330,9 @@ _COLLECTIVES = (
         ranks=2,
     ),
     Fault(
-        "what a rank has assigned by itself is not told the others",
+        "local changes of a rank are not compared with the other ranks'",
         "mpidist/collectives/channel/handshake.py",
-        "identity ^= self.tally.identity",
+        "identity ^= self.changes.checksum",
         "identity ^= 0",
         ("tests/strategies/test_drift.py",),
         ranks=2,
@@ -392,8 +392,8 @@ _COLLECTIVES = (
     ),
     Fault(
         "the error of a work that nobody waited for yet is dropped",
-        "mpidist/collectives/channel/work.py",
-        "            self._error = error\n        else:",
+        "mpidist/collectives/channel/operation.py",
+        "            self._failure = error\n        else:",
         "            del error\n        else:",
         ("tests/collectives/test_work.py",),
         ranks=2,

@@ -1,7 +1,7 @@
-"""Channel: one private MPI communicator, on which this rank carries out collectives in order.
+"""Channel: one private MPI communicator, on which this rank runs collectives in order.
 
-It opens each collective, spreads errors of one rank, and ends with the other ranks; its ``Executor`` carries the
-collectives out. They are given as steps (see ``mpidist.collectives.mpi.waiting``).
+It opens each collective with a handshake, announces errors of one rank to the others, and shuts down together with
+them. Its Executor runs the collectives, which are generators of steps (see ``mpidist.collectives.mpi.waiting``).
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from typing import TypeVar
 
 from mpidist.collectives.channel import shutdown
 from mpidist.collectives.channel.connections import check_descriptors, open_connections
-from mpidist.collectives.channel.executor import Executor
-from mpidist.collectives.channel.handshake import FAILED, LEFT, Handshake, Start
+from mpidist.collectives.channel.executor import ChannelState, Executor
+from mpidist.collectives.channel.handshake import FAILED, SHUT_DOWN, Handshake, Start
 from mpidist.collectives.channel.mismatch import FOR_COMMUNICATORS, Advice
 from mpidist.collectives.channel.observers import OTHERS, Chunk, Observers
 from mpidist.collectives.channel.operation import Description, Operation, describe
 from mpidist.collectives.channel.progress import progress
-from mpidist.collectives.channel.work import Work
 from mpidist.collectives.mpi.agreed import COMMON_ERRORS
 from mpidist.collectives.mpi.communicator_names import next_name, ranks_in_job
 from mpidist.collectives.mpi.mailbox import MessageCount, drain
@@ -29,7 +28,7 @@ from mpidist.collectives.node.node import Node
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline
-from mpidist.core.errors import PeerError
+from mpidist.core.errors import PeerError, RankLostError
 from mpidist.core.message_tags import DATA_OF_PROGRAMS, HEADS_OF_PROGRAMS
 from mpidist.core.wording import tell_user
 from mpidist.topology import import_mpi
@@ -39,12 +38,12 @@ from mpidist.topology.limited_calls import duplicate, limited
 T = TypeVar("T")
 
 open_channels: list[Channel] = []
-"""The channels of this process that have not been closed."""
-# Given up with a rank that was lost.
-_abandoned_channels: list[Channel] = []
-# A rank that failed on its own tells the others, but does not keep its error back for longer than this.
+"""The channels of this process that are not closed."""
+# Channels that lost a rank.
+_lost_channels: list[Channel] = []
+# How long a rank holds its own error back until it has announced it.
 _FAILURE_SECONDS = 2.0
-# Set on an error that the other ranks have been told of.
+# Set on an error that has been announced.
 _ANNOUNCED = "_mpidist_announced"
 _log = logging.getLogger("mpidist")
 
@@ -53,20 +52,18 @@ class Channel:
     """Collectives in order on a duplicate of an MPI communicator (collective).
 
     Args:
-        comm: The communicator to duplicate.
-        timeout: Seconds before a collective is given up; ``MPIDIST_TIMEOUT`` by default.
-        owner: Name of its owner, for messages; the same on every rank.
-        name: By which all its ranks know it, and no other; made of their numbers by default.
-        advice: Advice for errors, that fits the programs of the owner.
+        comm: Communicator to duplicate.
+        timeout: Seconds before a collective fails; ``MPIDIST_TIMEOUT`` by default.
+        owner: Name of the owner, for messages; equal on every rank.
+        name: Name that only its ranks share; made of their numbers by default.
+        advice: Advice for errors.
 
     Attributes:
         comm: The duplicate.
-        node: Its node of this rank.
-        handshake: With which every collective on it begins.
-        observers: They see its collectives.
-        executor: It carries them out.
-        timeout: See above.
-        at_exit: Called at the end of a program that has not closed it, after the last exchange with other ranks.
+        node: The node of this rank.
+        handshake, observers, executor: Its parts.
+        at_exit: Functions to call if the program ends without closing it, after the last exchange with other ranks.
+        message_counts: Counts of its point-to-point messages. All must arrive before the communicator is freed.
     """
 
     def __init__(
@@ -88,10 +85,9 @@ class Channel:
         self.observers = Observers()
         self.timeout: float = timeout or settings.TIMEOUT.read()
         self.executor = Executor(
-            owner, self.comm, self.node.core, self.handshake, self.observers, self.timeout, self._revoke
+            owner, self.comm, self.node, self.handshake, self.observers, self.timeout, self._revoke
         )
         self.at_exit: list[Callable[[], None]] = []
-        # Of the messages between two ranks, which must all be received before the communicator is freed.
         self.message_counts: list[MessageCount] = []
         open_channels.append(self)
         shutdown.install()
@@ -112,28 +108,28 @@ class Channel:
 
     @property
     def is_usable(self) -> bool:
-        """Whether collectives on it can still take place."""
-        return self.executor.unusable is None and not self.handshake.left
+        """Whether collectives can still run on it."""
+        return self.executor.state is ChannelState.OPEN and not self.handshake.has_left
 
     @property
     def current(self) -> Operation[object]:
-        """The operation that is being carried out."""
+        """The running operation."""
         return self.executor.current
 
     def run(self, operation: Operation[T]) -> T:
-        """Carry out a collective and return its result (see ``Executor.run``)."""
+        """Run a collective and return its result (see ``Executor.run``)."""
         if self.observers.issued:
             self._tell_issued(operation)
         return self.executor.run(operation)
 
-    def submit(self, operation: Operation[T]) -> Work[T]:
-        """Start a collective and return its handle (see ``Executor.submit``)."""
-        operation.is_work = True
+    def start(self, operation: Operation[T]) -> Operation[T]:
+        """Start a collective and return it (see ``Executor.start``)."""
+        operation.is_async = True
         if operation.call_site is None:
             operation.call_site = user_call_site()
         if self.observers.issued:
             self._tell_issued(operation)
-        return self.executor.submit(operation)
+        return self.executor.start(operation)
 
     def _tell_issued(self, operation: Operation[T]) -> None:
         with self.shared_errors(f"an observer of {operation.text}"):
@@ -143,34 +139,23 @@ class Channel:
     # Inside the steps of a collective ---------------------------------------------------------------------------
 
     def open(self, description: Description, start: Start | None = None) -> Steps[None]:
-        """Meet the other ranks, all about to do the same (collective).
-
-        Args:
-            description: What this rank is about to do.
-            start: See ``Handshake.begin``.
+        """Open a collective with a handshake. ``start`` begins a call of the core in the same exchange.
 
         Raises:
-            MismatchError: Another rank is about to do something else.
-            PeerError: Another rank failed on its way here.
+            MismatchError: Another rank made another call.
+            PeerError: Another rank failed before its call.
         """
-        if not self.begin(description, start):
-            yield from self.finish(description)
-
-    def begin(self, description: Description, start: Start | None = None) -> bool:
-        """Begin the meeting of ``open``; return whether it is over. If not, ``finish`` has to follow."""
         if self.observers.phase:
             self.phase(OTHERS)
-        is_done = self.handshake.begin(description.id, start)
-        if is_done and self.observers.met:
-            self._tell_met()
-        return is_done
+        if not self.handshake.begin(description.id, start):
+            yield from self.handshake.finish(description.text, self.current.call_site)
+        for tell in self.observers.met:
+            tell(self.current)
 
-    def finish(self, description: Description) -> Steps[None]:
-        """Finish the meeting of ``begin``, with the same argument."""
+    def resume(self, description: Description) -> Steps[None]:
+        """Finish the handshake of a call that the fast path has begun."""
+        self.handshake.resume()
         yield from self.handshake.finish(description.text, self.current.call_site)
-        self._tell_met()
-
-    def _tell_met(self) -> None:
         for tell in self.observers.met:
             tell(self.current)
 
@@ -181,7 +166,7 @@ class Channel:
 
     @property
     def tell_chunk(self) -> Callable[[str, int, int, int], None] | None:
-        """The function to be told of each chunk, if any observer looks at chunks."""
+        """The function that tells observers of a chunk; None if no observer sees chunks."""
         return self._tell_chunk if self.observers.chunk else None
 
     def _tell_chunk(self, event: str, number: int, start: int, nbytes: int) -> None:
@@ -192,12 +177,9 @@ class Channel:
 
     @contextmanager
     def shared_errors(self, doing: str) -> Iterator[None]:
-        """Share an error in a block of rank-local work before a collective with all ranks.
+        """Announce an error of the block, which is work of this rank before a collective.
 
-        The rank that fails raises its own error; the others raise PeerError at their next call.
-
-        Args:
-            doing: The work of the block, for the report.
+        The rank that fails raises its own error. The others raise PeerError at their next call.
         """
         try:
             yield
@@ -206,51 +188,47 @@ class Channel:
             raise
 
     def announce(self, error: Exception, doing: str) -> None:
-        """Tell the other ranks of an error that replaces the next collective of this rank.
+        """Tell the other ranks of an error that replaces this rank's next collective.
 
-        Errors that the ranks have in common already, and one that was announced before, are left alone.
-
-        Args:
-            error: The error.
-            doing: The work that failed, for the report.
+        Does nothing for errors that all ranks have, and for one that was announced before.
         """
-        nobody_listens = self.size == 1 or not self.is_usable
-        if nobody_listens or isinstance(error, COMMON_ERRORS) or hasattr(error, _ANNOUNCED):
+        has_listeners = self.size > 1 and self.is_usable
+        if not has_listeners or isinstance(error, COMMON_ERRORS) or hasattr(error, _ANNOUNCED):
             return
         setattr(error, _ANNOUNCED, True)
         call_site = user_call_site()
-        news = self.handshake.signal(FAILED, f"raised {type(error).__name__}: {error}", call_site)
-        telling = Operation(news, describe("telling the other ranks", f"{type(error).__name__} in {doing}"))
-        telling.is_work, telling.call_site, self.executor.tally = True, call_site, None
-        # Observers see it begin; one that failed when it was told of a call is not asked again.
-        work = self.executor.submit(telling)
+        notice = self.handshake.notify(FAILED, f"raised {type(error).__name__}: {error}", call_site)
+        telling = Operation(notice, describe("telling the other ranks", f"{type(error).__name__} in {doing}"))
+        telling.is_async, telling.call_site, self.executor.changes = True, call_site, None
+        # Observers see only its beginning, because one of them may be what failed.
+        self.executor.start(telling)
         try:
-            self.executor.complete(work, _FAILURE_SECONDS)
+            self.executor.complete(telling, _FAILURE_SECONDS)
         except TimeoutError:
-            # They are busy. The news waits in the queue for their next call, or for the end of this program.
+            # The others are busy. The notice waits for their next call, or for the end of this program.
             return
 
     # The end ----------------------------------------------------------------------------------------------------
 
     def close(self, free_first: Callable[[], None], before: Steps[None] | None = None) -> bool:
-        """Finish all works and ``before``, call ``free_first`` and free the communicator (collective).
+        """Finish all works and ``before``, call ``free_first``, and free the communicator (collective).
 
         Returns:
-            Whether it did; not the second time, nor where it was unusable already.
+            Whether it did; False if it was closed or has failed before.
         """
         if self not in open_channels or not self.is_usable:
-            # A channel that was given up is dealt with at the end of the program, when it is known who came.
+            # A failed channel is freed at the end of the program, when it is known which ranks arrived.
             return False
         closing = describe("close")
         self.run(Operation(self._closing(closing, before), closing))
-        self._forget()
+        self._remove()
+        self.executor.close()
         if self.size > 1:
             self._drain()
         free_first()
         self.handshake.free()
         self.node.close()
         self.comm.Free()
-        self.executor.unusable = "it has been closed"
         return True
 
     def _drain(self) -> None:
@@ -268,9 +246,8 @@ class Channel:
         if before is not None:
             yield from before
 
-    def _forget(self) -> None:
+    def _remove(self) -> None:
         open_channels.remove(self)
-        self.executor.stop()
         for tell in self.observers.closed:
             try:
                 tell()
@@ -282,35 +259,36 @@ class Channel:
         for comm in (self.comm, self.node.comm):
             revoke(comm)
 
-    def abandon(self) -> None:
-        """Give it up for good, and tell the other ranks no more than that (local)."""
+    def lose(self) -> None:
+        """Fail for good after the loss of a rank (local)."""
         self._revoke()
-        self.executor.abandon()
-        self._forget()
-        # Windows, requests and buffers stay: none of them can be freed without the rank that is lost.
-        _abandoned_channels.append(self)
+        self.executor.fail("a rank was lost", RankLostError("a rank was lost"))
+        self._remove()
+        self.executor.close()
+        # Windows, requests and buffers stay, because freeing them needs the lost rank.
+        _lost_channels.append(self)
 
-    def leave(self) -> Steps[None]:
-        """Finish all works and tell the others that this rank's program has ended."""
+    def shut_down(self) -> Steps[None]:
+        """Finish all works, and tell the other ranks that this program has ended."""
         yield from self.executor.finish()
-        # Only now: a work may have found that the others have left, who will not hear anything more.
-        if not self.handshake.left:
-            yield from self.handshake.signal(LEFT, "has left the program", "its end")
+        # A work may have found that the others have shut down.
+        if not self.handshake.has_left:
+            yield from self.handshake.notify(SHUT_DOWN, "has left the program", "its end")
 
 
-def abandon_all() -> None:
-    """Give all channels up that have not been closed, as a rank was lost."""
+def lose_all() -> None:
+    """Fail all open channels after the loss of a rank."""
     for channel in list(open_channels):
-        channel.abandon()
-    for channel in _abandoned_channels:
+        channel.lose()
+    for channel in _lost_channels:
         channel.node.end_writers()
 
 
-def _leave_all() -> bool:
+def _shut_down_all() -> bool:
     """Tell the other ranks of all open channels that this program has ended.
 
-    How long the other programs still run is their own affair, so the wait for them has no deadline, only a report.
-    Returns whether all ranks of the job have ended their programs. It is unknown if their communicators are closed.
+    The wait for them has no deadline, only a report, because their programs may run on. Returns whether all ranks of
+    the job have ended their programs, which is unknown if their communicators are closed.
     """
     progress.stop()
     several = [channel for channel in open_channels if channel.size > 1]
@@ -318,9 +296,9 @@ def _leave_all() -> bool:
         if several and shutdown.mpi_runs():
             rank = several[0].rank
             report = f"rank {rank} has ended its program, and waits for the other ranks to end theirs"
-            drive(_together([channel.leave() for channel in several]), lambda: Deadline(lambda _: report))
+            drive(_together([channel.shut_down() for channel in several]), lambda: Deadline(lambda _: report))
             ranks_in_world = import_mpi().COMM_WORLD.Get_size()
-            return any(channel.size == ranks_in_world and not channel.handshake.left for channel in several)
+            return any(channel.size == ranks_in_world and not channel.handshake.has_left for channel in several)
         return False
     finally:
         for channel in open_channels:
@@ -330,9 +308,9 @@ def _leave_all() -> bool:
 
 
 def _together(all_steps: Sequence[Steps[None]]) -> Steps[None]:
-    going = list(all_steps)
-    while going:
-        going = [steps for steps in going if next(steps, going) is not going]
+    left = list(all_steps)
+    while left:
+        left = [steps for steps in left if next(steps, left) is not left]
         yield
 
 
@@ -340,8 +318,8 @@ def _disown_all() -> None:
     for channel in open_channels:
         channel.executor.disown()
     open_channels.clear()
-    _abandoned_channels.clear()
+    _lost_channels.clear()
 
 
-shutdown.at_the_end(_leave_all)
+shutdown.at_shutdown(_shut_down_all)
 os.register_at_fork(after_in_child=_disown_all)

@@ -1,12 +1,18 @@
-"""Texts of errors about calls that ranks did not make alike."""
+"""Errors about calls that the ranks did not make alike."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from mpidist.core.errors import MORE_TIME
-from mpidist.core.wording import group_lines, groups_of, numbered_ranks
+from mpidist.collectives.mpi.gathering import exchange_lengths
+from mpidist.collectives.mpi.objects import gather_objects
+from mpidist.collectives.mpi.waiting import Comm, Steps
+from mpidist.core.callsite import user_call_site
+from mpidist.core.errors import MORE_TIME, MismatchError
+from mpidist.core.wording import cut_text, group_lines, groups_of, numbered_ranks
 
 
 @dataclass(frozen=True)
@@ -22,19 +28,19 @@ class Advice:
     time: str = MORE_TIME
 
 
-# Most often a call that is meant to print or to save stands under `if rank == 0:`.
+# Most often the call is meant to print or to save, and stands under `if rank == 0:`.
 FOR_COMMUNICATORS = Advice(
     "Make this call on every rank, even if only one rank needs the result. Put only the printing under "
     "`if mpidist.rank() == 0:`."
 )
-# Of the calls, those of which a rank prints its traceback beside the first node.
+# Number of differing calls of which a rank prints its traceback, besides the first node.
 _MOST_PRINTED = 4
-# The kind of what a rank tells of itself, its text, and the line of its program.
+# Kind of a rank's message ("plan" or a notice), its text, and the line of its program.
 Told = tuple[str, str, str]
 
 
 def mismatch_text(everyone: Sequence[Told], advice: Advice = FOR_COMMUNICATORS) -> str:
-    """Return the message on different calls, the odd ones first.
+    """Return the message about different calls, outliers first.
 
     >>> print(mismatch_text([("plan", "barrier", "a.py:3")] * 9 + [("plan", "all_reduce SUM", "a.py:3")]))
     the ranks made different calls at the same point; expected the same operation, shapes, dtypes, structure and \
@@ -55,7 +61,7 @@ options on every rank, in the same order:
 
 
 def printing_ranks(everyone: Sequence[Told], first_node: Sequence[int]) -> set[int]:
-    """Return the ranks that print the error at once, where nobody catches it.
+    """Return the ranks that print the uncaught error at once.
 
     >>> sorted(printing_ranks([("plan", "barrier", "a.py:3")] * 9 + [("plan", "all_reduce SUM", "a.py:3")], [0, 1]))
     [0, 1, 9]
@@ -65,7 +71,7 @@ def printing_ranks(everyone: Sequence[Told], first_node: Sequence[int]) -> set[i
 
 
 def news_text(everyone: Sequence[Told]) -> str:
-    """Return the news of the ranks that make no call.
+    """Return the notices of the ranks that make no call.
 
     >>> news_text([("plan", "barrier", "a.py:3")] + [("left", "has left the program", "its end")] * 2)
     'ranks 1-2: has left the program (at its end)'
@@ -76,3 +82,77 @@ def news_text(everyone: Sequence[Told]) -> str:
         lambda told, ranks: (f"{numbered_ranks(ranks)}{':' * (len(ranks) > 1)} ", told[0], f" (at {told[1]})"),
     )
     return "; ".join(lines)
+
+
+# Expected rows of all_to_all -------------------------------------------------------------------------------------
+
+# The checksums of all ranks add up to zero if every rank sends the rows that the others expect. Otherwise they do not,
+# except for a chance of one in 2**60. Random weights keep rows too many from balancing rows too few.
+_BITS = 62
+_MOST_PAIRS, _LONGEST_TEXT = 4, 120
+# The first ranks that send other rows than expected, with both numbers; the number of such ranks; the line.
+_Rows = tuple[list[tuple[int, int, int]], int, str]
+
+
+def rows_checksum(rank: int, sent: Sequence[int], expected: Sequence[int]) -> int:
+    """Return the checksum of a rank's numbers of rows to and from each rank.
+
+    >>> checksums_fit([rows_checksum(0, [1, 2], [1, 3]), rows_checksum(1, [3, 4], [2, 4])])
+    True
+    >>> checksums_fit([rows_checksum(0, [1, 2], [2, 2]), rows_checksum(1, [3, 4], [2, 4])])
+    False
+    """
+    from_each, to_each = _weights(len(sent))
+    sends = sum([rows * weight for rows, weight in zip(sent, to_each, strict=True)])
+    expects = sum([rows * weight for rows, weight in zip(expected, from_each, strict=True)])
+    return (from_each[rank] * sends - to_each[rank] * expects) % (1 << _BITS)
+
+
+def checksums_fit(checksums: Sequence[int]) -> bool:
+    """Return whether all ranks get the rows that they expect."""
+    return sum(checksums) % (1 << _BITS) == 0
+
+
+@lru_cache(maxsize=64)
+def _weights(size: int) -> tuple[list[int], list[int]]:
+    bits = random.Random(size)  # equal on all ranks
+    from_each, to_each = ([bits.getrandbits(_BITS) | 1 for _ in range(size)] for _ in range(2))
+    return from_each, to_each
+
+
+def raise_rows_mismatch(comm: Comm, sent: list[int], expected: list[int], call_site: str | None) -> Steps[None]:
+    """Raise the MismatchError that names the pairs of ranks that differ (collective)."""
+    # Each rank compares its own rows only, because there are as many as pairs of ranks.
+    got, _ = yield from exchange_lengths(comm, sent, 0)
+    wrong = [(rank, sends, expects) for rank, (sends, expects) in enumerate(zip(got, expected, strict=True))]
+    wrong = [each for each in wrong if each[1] != each[2]]
+    told: _Rows = (wrong[:_MOST_PAIRS], len(wrong), call_site or user_call_site())
+    sends, expects = (cut_text(str(rows), _LONGEST_TEXT) for rows in (sent, expected))
+    everyone = yield from gather_objects(comm, (told, f"all_to_all that gives {sends} rows and expects {expects}"))
+    texts = {rank: text for rank, (_, text) in enumerate(everyone)}
+    raise MismatchError(_rows_message([told for told, _ in everyone]), texts)
+
+
+def _rows_message(everyone: list[_Rows]) -> str:
+    """Return the message about rows that differ.
+
+    >>> print(_rows_message([([], 0, "a.py:3 (main)"), ([(0, 2, 3)], 1, "b.py:4 (main)")]))
+    the parts of all_to_all do not fit; expected each rank to give another one as many rows as that one expects:
+      rank 0 gives rank 1 2 rows
+          at a.py:3 (main)
+      rank 1 expects 3 from it
+          at b.py:4 (main)
+    """
+    pairs = [
+        f"  rank {other} gives rank {rank} {gives} rows\n      at {everyone[other][2]}\n"
+        f"  rank {rank} expects {expects} from it\n      at {site}"
+        for rank, (wrong, _, site) in enumerate(everyone)
+        for other, gives, expects in wrong
+    ]
+    count = sum(count for _, count, _ in everyone)
+    more = f"\n  and {count - _MOST_PAIRS} more such pairs" if count > _MOST_PAIRS else ""
+    return (
+        "the parts of all_to_all do not fit; expected each rank to give another one as many rows as that one expects:\n"
+        + "\n".join(pairs[:_MOST_PAIRS])
+        + more
+    )

@@ -1,4 +1,4 @@
-"""Observers: they look on at the collectives of a channel, event by event."""
+"""Observers: objects that see the collectives of a channel, event by event."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from mpidist.collectives.channel.operation import Operation
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# The phases of a collective.
+# Phases of a collective.
 PACK, OTHERS, REDUCE, MOVE, UNPACK = "pack", "wait for others", "reduce", "move", "unpack"
 
 
 class Chunk(NamedTuple):
-    """A part of an array that has been moved on.
+    """One step of a part of an array.
 
     Attributes:
         event: Name of the step, such as ``"reduce chunk"``.
-        number: Of the chunk.
-        start: When the step began, in nanoseconds of ``time.perf_counter_ns``.
-        nbytes: That were between nodes meanwhile; 0 for a step inside a node.
+        number: Number of the chunk.
+        start: Start of the step, in nanoseconds of ``time.perf_counter_ns``.
+        nbytes: Bytes sent between nodes in this step; 0 for a step inside a node.
     """
 
     event: str
@@ -31,11 +31,10 @@ class Chunk(NamedTuple):
 
 
 class Observer:
-    """Looks on at the collectives of one communicator.
+    """Sees the collectives of one communicator. Override the events that you want to see.
 
-    A subclass overrides the events that it wants to see. Events come in the thread that carries the collective out,
-    one collective at a time, and the ranks wait meanwhile. An event that nobody overrides costs nothing. An exception
-    here is one of the collective.
+    Events are called in the thread that runs the collective, one collective at a time, and the ranks wait until they
+    return. Events that no observer overrides cost nothing. An exception in an event is an exception of the collective.
 
     >>> class Counter(Observer):
     ...     ended_so_far = 0
@@ -48,80 +47,72 @@ class Observer:
         return f"<{type(self).__name__}, an observer>"
 
     def issued(self, operation: Operation[object]) -> None:
-        """Take note of a call by the program, in the calling thread, before it begins."""
+        """Handle a call of the program, in its thread, before the collective begins."""
 
     def began(self, operation: Operation[object]) -> None:
-        """Take note of the first step."""
+        """Handle the first step."""
 
     def phase(self, operation: Operation[object], name: str) -> None:
-        """Take note of a new phase.
+        """Handle the start of a phase.
 
-        It is called ``"pack"``, ``"wait for others"``, ``"reduce"``, ``"move"`` or ``"unpack"``.
+        Its name is ``"pack"``, ``"wait for others"``, ``"reduce"``, ``"move"`` or ``"unpack"``.
         """
 
     def met(self, operation: Operation[object]) -> None:
-        """Take note that all ranks have come."""
+        """Handle the arrival of all ranks."""
 
     def chunk(self, operation: Operation[object], chunk: Chunk) -> None:
-        """Take note of a chunk of an all-reduce that has been moved on."""
+        """Handle one step of a chunk of an all-reduce."""
 
     def ended(self, operation: Operation[object]) -> None:
-        """Take note of the end, with ``operation.error`` if there was one."""
+        """Handle the end. ``operation.error`` is the error, if any."""
 
     def waited(self, operation: Operation[object], start: int) -> None:
-        """Take note that the program has waited for a work.
+        """Handle the end of a wait for a started operation.
 
         Args:
-            operation: The work's.
-            start: When the wait began, in nanoseconds of ``time.perf_counter_ns``.
+            operation: The operation.
+            start: Start of the wait, in nanoseconds of ``time.perf_counter_ns``.
         """
 
     def waits(self, operation: Operation[object]) -> Exception | None:
-        """Return an error that ends a long wait, or None; called repeatedly while it lasts."""
+        """Return an error that ends a long wait, or None. Called repeatedly during the wait."""
 
     def tells(self, operation: Operation[object]) -> bool:
         """Return whether this observer reports a wait longer than ``MPIDIST_WARN_AFTER``."""
         return False
 
     def explanation(self, operation: Operation[object]) -> str | None:
-        """Return why the others do not come, for the error of a deadline, if known."""
+        """Return why other ranks do not arrive, for the error of a deadline, if known."""
 
     def message_began(self, operation: Operation[object]) -> None:
-        """Take note that a message is to go or come, in the calling thread.
-
-        An exception here is logged.
-        """
+        """Handle the start of a send or recv, in the calling thread. An exception here is logged."""
 
     def message_ended(self, operation: Operation[object]) -> None:
-        """Take note that it has gone or come, in the thread that finds out.
-
-        An exception here is logged.
-        """
+        """Handle the end of a send or recv, in any thread. An exception here is logged."""
 
     def message_tells(self, operation: Operation[object], rank: int | None) -> bool:
         """Return whether this observer reports a wait for a message longer than ``MPIDIST_WARN_AFTER``.
 
         Args:
-            operation: The message's, which the observer may call ``hopeless``.
-            rank: The other side; None for any.
+            operation: The message. The observer may set its ``hopeless``.
+            rank: The other side; None for any rank.
         """
         return False
 
     def message_asks(self, operation: Operation[object], rank: int | None) -> None:
-        """Find out whether a message is ``hopeless``, now and then in a long wait.
-
-        Arguments as of :meth:`message_tells`.
-        """
+        """Find out whether a message is ``hopeless``. Called now and then in a long wait, as :meth:`message_tells`."""
 
     def closed(self) -> None:
-        """Take note that the communicator is closed or given up; an exception here is logged."""
+        """Handle the close of the communicator, or its failure. An exception here is logged."""
 
 
 class Observers:
-    """The observers of one channel: for each event those that override it.
+    """The observers of one channel. For each event, it lists the methods that override it.
 
     Attributes:
-        changed: Called when there are more or fewer.
+        changed: Called when an observer is added or removed.
+        see_calls: Whether an observer sees calls, so that they must not take the fast path.
 
     >>> observers = Observers()
     >>> observers.add(Observer())
@@ -131,24 +122,19 @@ class Observers:
 
     def __init__(self) -> None:
         self._all: tuple[Observer, ...] = ()
-        self._see_short: tuple[Observer, ...] = ()
-        self.changed: Callable[[], None] = _nobody_asks
+        self._see_fast: tuple[Observer, ...] = ()
+        self.changed: Callable[[], None] = lambda: None
         self._sort()
 
-    def add(self, observer: Observer, *, sees_short: bool = False) -> None:
-        """Have an observer see all events from now on.
-
-        Args:
-            observer: The observer.
-            sees_short: Whether it learns of short calls in another way, which then need not go the long one for it.
-        """
+    def add(self, observer: Observer, *, sees_fast_path: bool = False) -> None:
+        """Add an observer; ``sees_fast_path`` if it sees fast-path calls in another way."""
         self._all = (*self._all, observer)
-        if sees_short:
-            self._see_short = (*self._see_short, observer)
+        if sees_fast_path:
+            self._see_fast = (*self._see_fast, observer)
         self._sort()
 
     def remove(self, observer: Observer) -> None:
-        """Have an observer see no more events; one that is not there is no error."""
+        """Remove an observer, if it is there."""
         self._all = tuple(each for each in self._all if each is not observer)
         self._sort()
 
@@ -169,7 +155,7 @@ class Observers:
         self.message_asks = self._overriding(Observer.message_asks)
         self.closed = self._overriding(Observer.closed)
         self.see_steps = bool(self.began or self.ended)
-        self.see_calls = any(each not in self._see_short and _sees_calls(each) for each in self._all)
+        self.see_calls = any(each not in self._see_fast and _sees_calls(each) for each in self._all)
         self.changed()
 
     def _overriding(self, event: Callable[Concatenate[Observer, P], R]) -> tuple[Callable[P, R], ...]:
@@ -180,7 +166,3 @@ class Observers:
 def _sees_calls(observer: Observer) -> bool:
     events = (Observer.issued, Observer.began, Observer.phase, Observer.met, Observer.chunk, Observer.ended)
     return any(getattr(type(observer), event.__name__) is not event for event in events)
-
-
-def _nobody_asks() -> None:
-    """Do nothing: observers of a channel that is being made."""

@@ -1,41 +1,51 @@
-"""Operation: one collective, which is carried out now or later, and its description.
-
-All ranks compare descriptions.
-"""
+"""Operation: one collective, its description, and its handle while it is in flight."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol
 
 import numpy as np
 
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import Array, DType
-from mpidist.collectives.channel.tally import Tally
+from mpidist.collectives.channel.changes import LocalChanges
+from mpidist.collectives.mpi.agreed import is_common
 from mpidist.collectives.mpi.waiting import Steps
+from mpidist.core.enums import ReduceOp
 from mpidist.core.nest import LEAF
+from mpidist.core.wording import tell_user
 
-T_co = TypeVar("T_co", covariant=True)
+if TYPE_CHECKING:
+    # A plain ``Work`` in a program has any result. Type checkers know the default, Python 3.10 does not.
+    from typing_extensions import TypeVar
+
+    T_co = TypeVar("T_co", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    T_co = TypeVar("T_co", covariant=True)
+
 S = TypeVar("S")
 Signature = tuple[tuple[tuple[int, ...], DType], ...]
 
 HOUSEKEEPING = "housekeeping"
-"""The operation of a collective that no program asks for."""
+"""Operation name of collectives that no program calls."""
 _HOST_ARRAYS = {np.ndarray}
 
 
 class Description(NamedTuple):
-    """The description of a collective.
+    """The facts about a collective that all ranks must agree on.
 
     Attributes:
-        text: All that the ranks have to agree on.
-        title: The same without shapes and dtypes.
-        operation: The method of Communicator that it comes from, such as ``"all_reduce"``, or ``HOUSEKEEPING``.
-        nbytes: Of the values that this rank passes in.
-        id: The same on every rank and in every run that has the same text.
+        text: All of them as text.
+        title: The text without shapes and dtypes.
+        operation: Method of Communicator, such as ``"all_reduce"``, or ``HOUSEKEEPING``.
+        nbytes: Size of this rank's input.
+        id: Hash of the text, equal in every process.
     """
 
     text: str
@@ -56,7 +66,7 @@ def describe(title: str, of: str = "", *, operation: str = HOUSEKEEPING, nbytes:
 
 
 def plan_id(text: str) -> int:
-    """Return the id of a text, the same on every rank and in every run."""
+    """Return a hash of a text that is equal in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -66,7 +76,7 @@ def signature_of(arrays: Sequence[Array]) -> Signature:
 
 
 def which_on_device(arrays: Sequence[Array]) -> tuple[bool, ...]:
-    """Return for each array whether it lies on a GPU; empty where none does."""
+    """Return for each array whether it is on a GPU, or () if none is."""
     if {*map(type, arrays)} <= _HOST_ARRAYS:
         return ()
     found = tuple(map(is_device_array, arrays))
@@ -74,7 +84,7 @@ def which_on_device(arrays: Sequence[Array]) -> tuple[bool, ...]:
 
 
 def signature_text(signature: Signature, on_device: Sequence[bool] = ()) -> str:
-    """Return shapes and dtypes as text, runs of equal ones once.
+    """Return shapes and dtypes as text.
 
     >>> signature_text((((2, 3), np.dtype("f4")), ((2, 3), np.dtype("f4"))))
     '2 x float32(2, 3)'
@@ -90,9 +100,7 @@ def signature_text(signature: Signature, on_device: Sequence[bool] = ()) -> str:
 
 
 def note_text(word: str, note: str) -> str:
-    """Return a note as the end of a text, with ``word`` before it.
-
-    It is empty for no note, and for that of a single array.
+    """Return the end of a description for a structure. The structure of one array has none.
 
     >>> note_text("as", "[*, *]"), note_text("as", "*")
     (' as [*, *]', '')
@@ -100,67 +108,222 @@ def note_text(word: str, note: str) -> str:
     return "" if note in ("", LEAF) else f" {word} {note}"
 
 
-class Operation(Generic[T_co]):
-    """One collective on a channel.
-
-    Args:
-        steps: The collective itself.
-        description: The facts that all ranks have to agree on.
-        timeout: Seconds before it is given up; that of the channel by default.
+class FastCall(NamedTuple):
+    """The arguments by which the fast path recognizes a call.
 
     Attributes:
-        steps, description, timeout: See above.
-        number: Among the collectives of the channel, in the order in which they are issued.
-        is_rest: Whether it carries on with a short call.
-        is_work: Whether it was started, to be waited for later.
-        call_site: Line of the user's program; None where it is still on the stack.
-        tally: The changes that this rank had made by itself when it was issued, if any.
-        algorithms: The algorithms that it took.
-        error: The error that it ends with, if any, while observers are told of the end.
-        hopeless: Why it can never end, if an observer has found that out; of a message.
-        ask_at: When to ask next whether it can end, on the monotonic clock; of a message.
-        let_go: Called when the operation needs its device no more, once it has been carried out or cannot begin.
-        before_return: Called in each thread that waits, each time, when the result is there.
+        name: Function of the fast path.
+        arrays: The input, one array or a list of arrays.
+        signature: Shapes and dtypes of the input when the call began.
+        op, divisor: Of a reduction.
+        root: Root of a broadcast, or the kind of structure of an all-reduce.
+    """
+
+    name: str
+    arrays: Array | list[Array]
+    signature: Signature
+    op: ReduceOp | None = None
+    divisor: int | None = None
+    root: int = 0
+
+    def is_unchanged(self) -> bool:
+        """Return whether the program has left shapes and dtypes alone since."""
+        return signature_of(self.arrays if isinstance(self.arrays, list) else [self.arrays]) == self.signature
+
+
+class Runner(Protocol):
+    """Runs started operations: an executor, or the messages of a communicator."""
+
+    def advance(self) -> None:
+        """Run the next step of an unfinished operation."""
+
+    def wait_for(self, operation: Operation[object], timeout: float | None) -> None:
+        """Run operations until ``operation`` is done, for at most ``timeout`` seconds."""
+
+
+class Operation(Generic[T_co]):
+    """A collective, or a message. The ``_async`` methods return it as their handle.
+
+    Do not change its inputs until it is done. Operations of one Communicator run in the order in which the program
+    started them, on every rank.
+
+    Attributes:
+        description: The facts that all ranks must agree on.
+        number: Position among the collectives of the communicator.
+        is_async: Whether the program started it to wait for it later.
+        call_site: Line of the program; None while the call is still on the stack.
+        algorithms: Names of the algorithms that it used.
+        error: Its error, while observers see its end.
+        hopeless: Reason why a message can never arrive, set by an observer.
+        ask_at: Next time to query the other side of a message, on the monotonic clock.
+        timeout: Seconds before it fails; by default that of the communicator.
+        waited: Seconds that callers have waited with a timeout of their own.
+        changes: Local changes of this rank that the ranks compare at its start.
+        is_resumed: Whether it finishes a call that the fast path began.
+        is_done: Whether it has ended.
     """
 
     def __init__(self, steps: Steps[T_co], description: Description, timeout: float | None = None) -> None:
         self.steps: Steps[object] = steps
         self.description = description
-        self.timeout = timeout
+        self.timeout: float = timeout or 0.0
         self.number = 0
-        self.is_rest = False
-        self.is_work = False
+        self.is_resumed = self.is_async = self.is_done = False
         self.call_site: str | None = None
-        self.tally: Tally | None = None
+        self.changes: LocalChanges | None = None
         self.algorithms: list[str] = []
         self.error: BaseException | None = None
         self.hopeless = ""
         self.ask_at = math.inf
-        self.let_go: Callable[[], None] | None = None
+        self.waited = 0.0
+        self.fast_call: FastCall | None = None
+        # Releases the device, after the last step or if the operation cannot start.
+        self.release: Callable[[], None] | None = None
+        # Called in each thread that waits, each time, when the result is ready.
         self.before_return: Callable[[], None] | None = None
-        self._finish: tuple[Callable[..., object], ...] = ()
+        self._then: list[Callable[..., object]] = []
+        self._runner: Runner | None = None
+        self._result: object = None
+        self._failure: BaseException | None = None
+        self._was_raised = False
 
     def __repr__(self) -> str:
-        return f"<Operation {self.text}>"
+        state = "" if self._runner is None else ", done" if self.is_done else ", in flight"
+        return f"<Operation {self.text}{state}>"
 
     @property
     def text(self) -> str:
-        """The text that all ranks have to agree on."""
+        """All facts that the ranks must agree on."""
         return self.description.text
 
-    def then(self, finish: Callable[[T_co], S]) -> Operation[S]:
-        """Have ``finish`` turn the result into that of the operation; returns the operation itself."""
-        self._finish = (*self._finish, finish)
+    def then(self, function: Callable[[T_co], S]) -> Operation[S]:
+        """Apply ``function`` to the result when the program takes it; returns the operation itself."""
+        self.add(function)
         return self  # type: ignore[return-value]  # its type is that of its result, which changes here
 
+    def add(self, function: Callable[..., object]) -> None:
+        """Apply ``function``, whose type is unchecked, as `then` does."""
+        self._then.append(function)
+
     def finished(self, result: object) -> T_co:
-        """Return the result of the operation, given that of its steps."""
-        functions, self._finish = self._finish, ()
-        for finish in functions:
-            result = finish(result)
-        return result  # type: ignore[return-value]  # the steps and functions give it step by step
+        """Return the result of the operation, given the result of its steps."""
+        functions, self._then = self._then, []
+        for function in functions:
+            result = function(result)
+        return result  # type: ignore[return-value]  # the steps and functions change it one by one
 
     def took(self, algorithm: str) -> None:
-        """Note an algorithm that it took."""
+        """Record an algorithm that it used."""
         if algorithm not in self.algorithms:
             self.algorithms.append(algorithm)
+
+    # The handle of a started operation ---------------------------------------------------------------------
+
+    def start(self, runner: Runner) -> None:
+        """Make it a started operation of ``runner``."""
+        self._runner, self.started_at = runner, time.monotonic()
+
+    def done(self) -> bool:
+        """Return whether the result is ready; moves the collective forward, and does not block.
+
+        An array on a GPU is ready in the order of streams: the stream that is current when ``wait`` returns waits.
+        """
+        if not self.is_done and self._runner is not None:
+            self._runner.advance()
+        return self.is_done
+
+    def wait(self, timeout: float | None = None) -> T_co:
+        """Return the result when it is ready.
+
+        Args:
+            timeout: Seconds to wait. After a timeout the collective continues, and you may wait again.
+
+        Raises:
+            TimeoutError: Not done within ``timeout``.
+            CollectiveTimeoutError: Not done within the deadline of the collective itself.
+            MismatchError: The ranks started different collectives.
+        """
+        if not self.is_done and self._runner is not None:
+            self._runner.wait_for(self, timeout)
+        if self._failure is not None:
+            self._was_raised = True
+            raise self._failure
+        self._result = result = self.finished(self._result)
+        if self.before_return is not None:
+            self.before_return()
+        return result
+
+    def step(self) -> bool:
+        """Run the next step; return whether it was the last."""
+        try:
+            next(self.steps)
+        except StopIteration as stop:
+            self._result = stop.value
+        except Exception as error:
+            if not is_common(error):
+                raise
+            self._failure = error
+        else:
+            # An operation that has failed still finishes its exchange with the other ranks.
+            return False
+        self.is_done = True
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """End with ``error``, which ``wait`` raises."""
+        self._failure = error
+        self.is_done = True
+
+    def __del__(self) -> None:
+        if self._failure is not None and not self._was_raised:
+            tell_user(
+                f"{self.text}, started at {self.call_site} and never waited for, ended with "
+                f"{type(self._failure).__name__}: {self._failure}"
+            )
+
+
+Work = Operation
+"""The handle of a started collective."""
+
+
+class FinishedWork(Generic[T_co]):
+    """The handle of a collective that is done already; as ``Work``."""
+
+    def __init__(self, result: T_co) -> None:
+        self._result = result
+
+    def __repr__(self) -> str:
+        return "<Work, done>"
+
+    def done(self) -> bool:
+        """Return True."""
+        return True
+
+    def wait(self, timeout: float | None = None) -> T_co:
+        """Return the result."""
+        del timeout
+        return self._result
+
+
+class PartOfWork(Generic[T_co]):
+    """One replica's handle of a collective for all replicas of the rank; as ``Work``.
+
+    Args:
+        work: The collective.
+        select: Returns the replica's part, given the result of the collective.
+    """
+
+    def __init__(self, work: Work[S] | FinishedWork[S] | PartOfWork[S], select: Callable[[S], T_co]) -> None:
+        self._work: Work[object] | FinishedWork[object] | PartOfWork[object] = work
+        self._select: Callable[..., T_co] = select
+
+    def __repr__(self) -> str:
+        return repr(self._work)
+
+    def done(self) -> bool:
+        """See ``Work``."""
+        return self._work.done()
+
+    def wait(self, timeout: float | None = None) -> T_co:
+        """See ``Work``."""
+        return self._select(self._work.wait(timeout))

@@ -1,4 +1,4 @@
-"""Shutdown: the last acts of this process, and the refusal of forked children."""
+"""Shutdown: what this process does at its end, and the refusal of forked children."""
 
 from __future__ import annotations
 
@@ -16,50 +16,45 @@ from mpidist.core.errors import MismatchError, PeerError
 from mpidist.core.wording import tell_user
 from mpidist.topology import end_job, import_mpi
 
-# How long a rank that leaves waits for others to catch up with what was given up, so that MPI can end in order.
 EXIT_SECONDS = 5.0
+"""How long a rank at its end waits for others to finish a failed collective."""
 FORKED = (
-    "this process was forked from a rank, which takes part in collectives itself; expected that the rank makes them, "
-    "and that a child gets what it needs from it, or is started anew (subprocess, multiprocessing's 'spawn')"
+    "This process was forked from a rank. Make collectives in the rank itself, and pass the child what it needs, or "
+    "start the child anew (subprocess, or multiprocessing with 'spawn')"
 )
 _log = logging.getLogger("mpidist")
 _keyvals: list[int] = []
-_hooks: list[_ActingHook] = []
-# The acts at the end of a program: first ones, those that tell the other ranks, last ones.
-_first_acts: list[Callable[[], None]] = []
-_telling_acts: list[Callable[[], bool]] = []
-_last_acts: list[Callable[[], None]] = []
-# The acts before the hook for uncaught errors, which may end the job.
-_acts_on_errors: list[Callable[[BaseException], None]] = []
-# Where this process was forked from one that had started MPI.
+_hooks: list[_ErrorHook] = []
+# Functions to call at the end: before the other ranks are told, to tell them, and afterwards.
+_before: list[Callable[[], None]] = []
+_shutdowns: list[Callable[[], bool]] = []
+_after: list[Callable[[], None]] = []
+# Functions to call on an uncaught error, before the hook that may end the job.
+_on_errors: list[Callable[[BaseException], None]] = []
+# Not empty in a child that was forked after MPI had started.
 _forked: list[bool] = []
 
 
 def _disown() -> None:
-    """Keep a forked child out: it has not left, and shared memory is its parent's."""
+    """Leave a forked child out: the ranks and the shared memory belong to its parent."""
     if "mpi4py.MPI" in sys.modules and mpi_runs():
         _forked.append(True)
-    _first_acts.clear()
-    _last_acts.clear()
-    _acts_on_errors.clear()
+    _before.clear()
+    _after.clear()
+    _on_errors.clear()
 
 
 os.register_at_fork(after_in_child=_disown)
 
 
 def check_not_forked() -> None:
-    """Raise RuntimeError in a forked child of a rank, whose MPI is its parent's."""
+    """Raise RuntimeError in a forked child of a rank, whose MPI belongs to its parent."""
     if _forked:
         raise RuntimeError(FORKED)
 
 
-def finish_given_up(steps: Steps[object], otherwise: Callable[[], None]) -> Steps[None]:
-    """Finish steps that were given up if the others catch up; else end the job.
-
-    Args:
-        steps: Of the collective.
-        otherwise: Ends the job.
-    """
+def finish_failed(steps: Steps[object], otherwise: Callable[[], None]) -> Steps[None]:
+    """Finish the rest of a failed collective if the other ranks arrive in time. Else call ``otherwise``."""
     stopwatch = Stopwatch()
     try:
         for _ in steps:
@@ -70,54 +65,54 @@ def finish_given_up(steps: Steps[object], otherwise: Callable[[], None]) -> Step
         # Another rank has failed in the same collective.
         otherwise()
     except (MismatchError, PeerError):
-        # The caller had its error; all ranks have now taken part, which is all that matters here.
+        # The caller had its error. All ranks have now taken part in the exchange.
         return
 
 
-def abort_job(rank: int, reason: str | None) -> None:
-    """End the job where MPI_Finalize would wait for ever, after telling the user the reason."""
+def abort_job(rank: int, reason: str) -> None:
+    """Tell the user the reason, and end the job, because MPI_Finalize would hang."""
     tell_user(f"rank {rank} ends the job: {reason}")
     end_job()
 
 
-def before_the_end(act: Callable[[], None]) -> None:
-    """Have ``act`` called when the program ends, before channels are closed; the last one first."""
-    _first_acts.append(act)
+def before_shutdown(act: Callable[[], None]) -> None:
+    """Call ``act`` when the program ends, before channels are closed; the last one first."""
+    _before.append(act)
     install()
 
 
-def at_the_end(act: Callable[[], bool]) -> None:
-    """Register ``act`` to announce the end of this program to the other ranks. Forked processes keep it.
+def at_shutdown(act: Callable[[], bool]) -> None:
+    """Call ``act`` to tell other ranks of the end, also in forked processes.
 
-    ``act`` returns whether all ranks of the job have ended their programs.
+    It returns whether all ranks of the job have ended their programs.
     """
-    _telling_acts.append(act)
+    _shutdowns.append(act)
 
 
-def after_the_end(act: Callable[[], None]) -> None:
-    """Have ``act`` called once after the last exchange with other ranks; the last one first."""
-    if act not in _last_acts:
-        _last_acts.append(act)
+def after_shutdown(act: Callable[[], None]) -> None:
+    """Call ``act`` once after the last exchange with other ranks; the last one first."""
+    if act not in _after:
+        _after.append(act)
 
 
-def before_an_uncaught_error(act: Callable[[BaseException], None]) -> None:
-    """Have ``act`` called on an uncaught error of the main thread, before the job ends."""
+def on_uncaught_error(act: Callable[[BaseException], None]) -> None:
+    """Call ``act`` on an uncaught error of the main thread, before the job ends."""
     if not _hooks:
-        _hooks.append(_ActingHook(sys.excepthook))
+        _hooks.append(_ErrorHook(sys.excepthook))
         sys.excepthook = _hooks[0]
-    if act not in _acts_on_errors:
-        _acts_on_errors.append(act)
+    if act not in _on_errors:
+        _on_errors.append(act)
 
 
-class _ActingHook:
-    """A ``sys.excepthook`` that acts before ``previous``, which may end the job."""
+class _ErrorHook:
+    """A ``sys.excepthook`` that calls the registered functions before ``previous``, which may end the job."""
 
     def __init__(self, previous: Callable[..., object]) -> None:
         self._previous = previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            for act in _acts_on_errors:
+            for act in _on_errors:
                 self._try(act, error)
         finally:
             self._previous(kind, error, trace)
@@ -125,43 +120,43 @@ class _ActingHook:
     def _try(self, act: Callable[[BaseException], None], error: BaseException) -> None:
         try:
             act(error)
-        except Exception:  # the program's own error is what has to be told, and ends the job
-            _log.exception("an act before the end of the program failed")
+        except Exception:  # the program's own error must be printed, and ends the job
+            _log.exception("a function to call before the end of the program failed")
 
 
 def install() -> None:
-    """Have the acts called when the program ends or calls MPI_Finalize itself."""
+    """Shut down when the program ends or calls MPI_Finalize itself."""
     if not _keyvals:
         mpi = import_mpi()
-        # MPI_Finalize begins with the attributes of MPI_COMM_SELF, while everything else still works.
-        _keyvals.append(mpi.Comm.Create_keyval(delete_fn=lambda *_: leave_all()))
+        # MPI_Finalize first deletes the attributes of MPI_COMM_SELF, while everything else still works.
+        _keyvals.append(mpi.Comm.Create_keyval(delete_fn=lambda *_: shut_down()))
         mpi.COMM_SELF.Set_attr(_keyvals[0], None)
 
 
 @atexit.register
-def _leave_at_exit() -> None:
-    """Leave, and set a deadline for MPI_Finalize if all programs have ended."""
-    if leave_all() and not _forked and mpi_runs():
+def _shut_down_at_exit() -> None:
+    """Shut down, and set a deadline for MPI_Finalize if all programs have ended."""
+    if shut_down() and not _forked and mpi_runs():
         world = import_mpi().COMM_WORLD
         limit_finalize(world.Get_rank(), world.Get_size())
 
 
-def leave_all() -> bool:
+def shut_down() -> bool:
     """Tell the other ranks that this program has ended, before MPI_Finalize waits in silence.
 
-    A rank that leaves early, by sys.exit() for example, so gives the others a PeerError in their next collective.
+    So a rank that leaves early, for example by sys.exit(), gives the others a PeerError in their next collective.
     Returns whether all ranks of the job are known to have ended their programs.
     """
-    while _first_acts and mpi_runs():
-        _first_acts.pop()()
+    while _before and mpi_runs():
+        _before.pop()()
     try:
-        return any([act() for act in _telling_acts])
+        return any([act() for act in _shutdowns])
     finally:
-        while _last_acts:
-            _last_acts.pop()()
+        while _after:
+            _after.pop()()
 
 
 def mpi_runs() -> bool:
-    """Return whether MPI has been started and not been ended."""
+    """Return whether MPI is initialized and not finalized."""
     mpi = sys.modules["mpi4py.MPI"]
     return bool(mpi.Is_initialized() and not mpi.Is_finalized())

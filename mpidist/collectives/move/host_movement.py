@@ -14,9 +14,9 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
 from mpidist.collectives.channel.channel import Channel
+from mpidist.collectives.channel.mismatch import checksums_fit, raise_rows_mismatch, rows_checksum
 from mpidist.collectives.channel.observers import MOVE, REDUCE
 from mpidist.collectives.channel.operation import Description
-from mpidist.collectives.move.expectations import fits, number_of, raise_mismatch
 from mpidist.collectives.move.movement_plan import BroadcastPlan, DealPlan, GatherPlan
 from mpidist.collectives.mpi import gathering
 from mpidist.collectives.mpi.mpi_types import as_bytes
@@ -155,7 +155,7 @@ class HostMovement:
         widths = [nbytes or 1 for nbytes in plan.row_bytes]
         parts = [[row * width for row in rows] for rows, width in zip(borders, widths, strict=True)]
         rows_given = [[stop - start for start, stop in pairwise(rows)] for rows in borders]
-        own_notes = [0 if expected is None else number_of(rank, rows, expected) for rows in rows_given]
+        own_notes = [0 if expected is None else rows_checksum(rank, rows, expected) for rows in rows_given]
         apart = copies_of_overlapping(arrays, outs, self._pool) if outs else arrays
         given = [as_bytes(in_order(array)) if array.size else np.zeros(len(array), np.uint8) for array in apart]
         begin = partial(_deal, given[0], parts[0], own_notes[0]) if given else None
@@ -178,8 +178,8 @@ class HostMovement:
             else:
                 core.targets([into])
                 yield from core.go_on()
-            if expected is not None and not fits(notes):
-                yield from raise_mismatch(comm, rows_given[index], expected, self._channel.current.call_site)
+            if expected is not None and not checksums_fit(notes):
+                yield from raise_rows_mismatch(comm, rows_given[index], expected, self._channel.current.call_site)
             results.append(dealt)
         return results
 

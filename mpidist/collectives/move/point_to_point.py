@@ -1,8 +1,8 @@
-"""Messages from one rank to another, beside the collectives of a communicator.
+"""Messages from one rank to another, independent of the collectives of a communicator.
 
-A head tells what is sent and from which line; small data travel in it. Larger ones follow, straight from memory to
-memory, with a tag that the head names, once the receiver has seen that they are what it expects: of a message longer
-than its memory some MPI libraries write more than fits.
+A header describes the array and the line that sends it. Small data travel in the header. Larger data follow straight
+from memory to memory, with a tag that the header names, after the receiver has checked the description: some MPI
+libraries write past the end of the receiver's memory if a message is too long.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.executor import also_moved, move_works
-from mpidist.collectives.channel.operation import Description, Operation, describe, signature_text
+from mpidist.collectives.channel.operation import Description, Operation, Work, describe, signature_text
 from mpidist.collectives.channel.progress import progress
-from mpidist.collectives.channel.work import Work
 from mpidist.collectives.mpi.mailbox import MessageCount
 from mpidist.collectives.mpi.mpi_types import as_bytes, one_message
 from mpidist.collectives.mpi.waiting import Steps, drive, until_done
@@ -40,110 +39,101 @@ from mpidist.topology import import_mpi
 T = TypeVar("T")
 _log = logging.getLogger("mpidist")
 
-# Number of the message to its receiver, bytes of the data, of the text; the text; the data if they are small.
+# Number of the message to its receiver, bytes of the data and of the text. The text and small data follow.
 _HEAD = struct.Struct("<IQH")
 _TEXT_BYTES, _SMALL_BYTES = 500, 4096
-# In a long wait, whether the other side has ended its program.
+# How often a long wait queries whether the other side has ended its program.
 _ASK_EVERY_SECONDS = 5.0
 
 
-class PointToPoint:
-    """The messages of one communicator.
+class _Message(Operation[object]):
+    """One message.
 
-    Args:
-        channel: The channel that it has for its collectives.
+    Attributes:
+        other: The rank of the other side; None for any rank.
+        has_header: Whether its header has arrived.
     """
+
+    def __init__(
+        self, steps: Steps[object], description: Description, timeout: float | None, other: int | None, here: str
+    ) -> None:
+        super().__init__(steps, description, timeout)
+        self.other, self.call_site, self.is_async, self.has_header = other, here, True, False
+
+
+class PointToPoint:
+    """The messages of one communicator, on the channel of its collectives."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._under_way: list[Work[object]] = []
-        # Messages so far to each rank.
+        self._in_flight: list[_Message] = []
+        # Number of messages to each rank so far.
         self._numbers: Counter[int] = Counter()
         self._lock = threading.RLock()
         self._count = MessageCount()
         channel.message_counts.append(self._count)
 
-    def check_none_under_way(self) -> None:
-        """Raise RuntimeError where messages have not gone or come."""
+    def check_none_in_flight(self) -> None:
+        """Raise RuntimeError if messages are in flight."""
         if self._channel.is_usable:
-            self._advance()
-            for work in self._under_way[:1]:
+            self.advance()
+            for message in self._in_flight[:1]:
                 raise RuntimeError(
-                    f"{work.operation.text}, started at {work.operation.call_site}, is under way while its "
-                    "Communicator is closed; expected wait() for each message before"
+                    f"{message.text}, started at {message.call_site}, is in flight while its Communicator is closed. "
+                    "Call wait() for each message before close()"
                 )
 
     def send(self, array: Array, dest: int, tag: int, timeout: float | None) -> Work[None]:
-        """Start to send an array, which must not be changed before the work is done."""
+        """Start to send an array."""
         text, description = _described(f"send to rank {dest}", tag, array.shape, array.dtype)
         here = user_call_site()
-        data, told = as_bytes(in_order(array)), f"{text}\n{here}".encode()[:_TEXT_BYTES]
-        return self._started(self._sending(data, dest, tag, told), description, dest, here, timeout)
+        data, header_text = as_bytes(in_order(array)), f"{text}\n{here}".encode()[:_TEXT_BYTES]
+        message = _Message(self._sending(data, dest, tag, header_text), description, timeout, dest, here)
+        return self._started(message)
 
     def receive(self, out: Array, source: int | None, tag: int, timeout: float | None) -> Work[int]:
-        """Start to receive an array into one like it.
-
-        The result is the rank that sent it.
-        """
+        """Start to receive an array into ``out``. The result is the rank that sent it."""
         of = "any rank" if source is None else f"rank {source}"
         text, description = _described(f"recv from {of}", tag, out.shape, out.dtype)
         here = user_call_site()
-        came: list[int] = []
-        return self._started(
-            self._receiving(out, source, tag, text, here, came), description, source, here, timeout, came
-        )
+        message = _Message(_no_steps(), description, timeout, source, here)
+        message.steps = self._receiving(out, source, tag, text, here, message)
+        return self._started(message)
 
-    def _started(
-        self,
-        steps: Steps[T],
-        description: Description,
-        other: int | None,
-        here: str,
-        timeout: float | None,
-        came: Sequence[int] = (),
-    ) -> Work[T]:
-        """Start a message.
-
-        ``came`` has the rank that sends it as soon as its head is there.
-        """
+    def _started(self, message: _Message) -> Work[Any]:
         channel = self._channel
         channel.executor.check_usable()
-        operation = Operation(steps, description, timeout)
-        operation.is_work, operation.call_site = True, here
-        operation.ask_at = time.monotonic() + settings.WARN_AFTER.read() + _ASK_EVERY_SECONDS
-        self._tell(operation, channel.observers.message_began)
+        message.timeout = message.timeout or channel.timeout
+        message.ask_at = time.monotonic() + settings.WARN_AFTER.read() + _ASK_EVERY_SECONDS
+        self._tell(message, channel.observers.message_began)
         if channel.observers.message_ended:
-            steps = self._observed(operation, steps)
-        complete = partial(self._complete, other, came)
-        work: Work[T] = Work(operation, steps, timeout or channel.timeout, self._advance, complete)
+            message.steps = self._observed(message, message.steps)
+        message.start(self)
         with self._lock:
-            self._under_way.append(work)
-            # Messages are handed to MPI in the order of the calls.
-            self._step(work)
-        return work
+            self._in_flight.append(message)
+            # The order of the calls is the order of the messages.
+            self._step(message)
+        return message
 
     def abort(self) -> None:
-        """End all messages of this rank with an error.
+        """End all messages with an error. MPI may still write to their memory, which they keep."""
+        self._fail_all(PeerError("this Communicator was aborted while the message was in flight"))
 
-        MPI may still write to the memory of one, which is kept.
-        """
-        self._settle_all(PeerError("this Communicator was aborted while the message was under way"))
-
-    def _settle_all(self, error: Exception) -> None:
+    def _fail_all(self, error: Exception) -> None:
         with self._lock:
-            for work in self._under_way:
-                if not work.is_done:
-                    work.settle(error)
+            for message in self._in_flight:
+                if not message.is_done:
+                    message.fail(error)
 
     def close(self) -> None:
-        """Move nothing on any more."""
+        """Advance no more messages."""
         with self._lock:
             if self.move in also_moved:
                 also_moved.remove(self.move)
         progress.forget(self.move)
 
     def later(self, work: Work[T]) -> Work[T]:
-        """Have a work go on while the program computes, or waits for something else."""
+        """Advance a message while the program computes, or waits for something else."""
         with self._lock:
             if not work.is_done and self.move not in also_moved:
                 also_moved.append(self.move)
@@ -151,12 +141,12 @@ class PointToPoint:
             progress.watch(self.move)
         return work
 
-    # Of one message -----------------------------------------------------------------------------------------------
+    # The steps of one message ------------------------------------------------------------------------------------
 
-    def _sending(self, data: Array, dest: int, tag: int, told: bytes) -> Steps[None]:
+    def _sending(self, data: Array, dest: int, tag: int, header_text: bytes) -> Steps[None]:
         comm, byte = self._channel.comm, import_mpi().BYTE
         self._numbers[dest] = number = (self._numbers[dest] + 1) % TAGS_OF_PROGRAMS
-        head = _HEAD.pack(number, data.size, len(told)) + told
+        head = _HEAD.pack(number, data.size, len(header_text)) + header_text
         if data.size <= _SMALL_BYTES:
             head += data.tobytes()
         requests = [comm.Isend([head, len(head), byte], dest, HEADS_OF_PROGRAMS + tag)]
@@ -167,7 +157,9 @@ class PointToPoint:
         for request in requests:
             yield from until_done(request)
 
-    def _receiving(self, out: Array, source: int | None, tag: int, text: str, here: str, came: list[int]) -> Steps[int]:
+    def _receiving(
+        self, out: Array, source: int | None, tag: int, text: str, here: str, message: _Message
+    ) -> Steps[int]:
         mpi, comm, status = import_mpi(), self._channel.comm, import_mpi().Status()
         head = np.empty(_HEAD.size + _TEXT_BYTES + _SMALL_BYTES, np.uint8)
         asked = mpi.ANY_SOURCE if source is None else source
@@ -176,7 +168,7 @@ class PointToPoint:
             yield
         self._count.received += 1
         rank = int(status.Get_source())
-        came.append(rank)
+        message.has_header = True
         number, nbytes, length = _HEAD.unpack(head[: _HEAD.size].tobytes())
         theirs, _, there = head[_HEAD.size :][:length].tobytes().decode(errors="replace").partition("\n")
         fits = theirs == text
@@ -195,98 +187,97 @@ class PointToPoint:
             out[...] = into.view(out.dtype).reshape(out.shape)
         return rank
 
-    def _observed(self, operation: Operation[object], steps: Steps[T]) -> Steps[T]:
-        """Carry out the steps of a message, and tell observers of its end."""
+    def _observed(self, message: _Message, steps: Steps[T]) -> Steps[T]:
+        """Run the steps of a message, and tell observers of its end."""
         try:
             result = yield from steps
-        except GeneratorExit:  # the program ends while it is on its way: it has no end that observers could see
+        except GeneratorExit:  # the program ends while it is in flight, so observers see no end
             raise
         except BaseException as error:
-            operation.error = error
-            self._tell(operation, self._channel.observers.message_ended)
-            operation.error = None
+            message.error = error
+            self._tell(message, self._channel.observers.message_ended)
+            message.error = None
             raise
-        self._tell(operation, self._channel.observers.message_ended)
+        self._tell(message, self._channel.observers.message_ended)
         return result
 
-    def _tell(self, operation: Operation[object], event: Sequence[Callable[[Operation[object]], None]]) -> None:
+    def _tell(self, message: _Message, event: Sequence[Callable[[Operation[object]], None]]) -> None:
         for tell in event:
             try:
-                tell(operation)
+                tell(message)
             except Exception:
                 # The other side waits for the message.
-                _log.exception("mpidist: an observer failed when it was told of %s", operation.text)
+                _log.exception("mpidist: an observer of %s failed", message.text)
 
-    # Moving on ----------------------------------------------------------------------------------------------------
+    # Progress -----------------------------------------------------------------------------------------------------
 
     def move(self) -> Work[object] | None:
-        """Move all messages on, and return one of those that are left."""
-        self._advance()
-        return next((work for work in list(self._under_way) if not work.is_done), None)
+        """Advance all messages, and return one that is in flight, if any."""
+        self.advance()
+        return next((message for message in list(self._in_flight) if not message.is_done), None)
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
+        """Run the next step of each message."""
         with self._lock:
-            for work in list(self._under_way):
-                self._step(work)
+            for message in list(self._in_flight):
+                self._step(message)
 
-    def _step(self, work: Work[object]) -> None:
+    def _step(self, message: _Message) -> None:
         try:
-            if work.step():
-                self._under_way.remove(work)
-                if not self._under_way and self.move in also_moved:
+            if message.step():
+                self._in_flight.remove(message)
+                if not self._in_flight and self.move in also_moved:
                     also_moved.remove(self.move)
         except BaseException as error:
-            self._channel.executor.lose_or_interrupt(error, work.operation.text)
+            self._channel.executor.fail_in(message.text, error)
 
-    def _complete(self, other: int | None, came: Sequence[int], work: Work[object], timeout: float | None) -> None:
-        """Move messages on until one is done, for at most ``timeout`` seconds."""
-        if work.is_done:
-            return
-        left = work.timeout - work.waited
+    def wait_for(self, operation: Operation[object], timeout: float | None) -> None:
+        """Advance messages until one is done, for at most ``timeout`` seconds."""
+        assert isinstance(operation, _Message), "messages only"
+        left = operation.timeout - operation.waited
         is_last = timeout is None or timeout >= left
         seconds = left if is_last or timeout is None else timeout
-        work.waited += 0 if is_last else seconds
-        error = partial(self._expired if is_last else _not_yet, work)
-        report = partial(self._report, other, work)
-        with suppress(MessageTimeoutError):  # all messages end with it, this one too
-            drive(self._polling(other, came, work), lambda: Deadline(report, error, seconds, meanwhile=move_works))
+        operation.waited += 0 if is_last else seconds
+        error = partial(self._expired if is_last else _not_yet, operation)
+        report = partial(self._report, operation)
+        with suppress(MessageTimeoutError):  # all messages end with it, including this one
+            drive(self._polling(operation), lambda: Deadline(report, error, seconds, meanwhile=move_works))
 
-    def _polling(self, other: int | None, came: Sequence[int], work: Work[object]) -> Steps[None]:
-        while not work.is_done:
+    def _polling(self, message: _Message) -> Steps[None]:
+        while not message.is_done:
             self._channel.executor.check_usable()
-            self._advance()
-            self._ask(other, work.operation)
-            if work.operation.hopeless:
-                self._advance()  # it may have come just before the answer
-                if not work.is_done and not came:
-                    self._lose(work.operation)
+            self.advance()
+            self._ask(message)
+            if message.hopeless:
+                self.advance()  # it may have arrived just before the answer
+                if not message.is_done and not message.has_header:
+                    self._lose(message)
             yield
 
-    def _report(self, other: int | None, work: Work[object], waited: float) -> str | None:
-        if any([tell(work.operation, other) for tell in self._channel.observers.message_tells]):
+    def _report(self, message: _Message, waited: float) -> str | None:
+        if any([tell(message, message.other) for tell in self._channel.observers.message_tells]):
             return None
         return (
-            f"rank {self._channel.rank} of {self._channel.size} has waited {waited:.0f} s in {work.operation.text}, at "
-            f"{work.operation.call_site}"
+            f"rank {self._channel.rank} of {self._channel.size} has waited {waited:.0f} s in {message.text}, at "
+            f"{message.call_site}"
         )
 
-    def _ask(self, other: int | None, operation: Operation[object]) -> None:
-        if time.monotonic() > operation.ask_at:
-            operation.ask_at = time.monotonic() + _ASK_EVERY_SECONDS
+    def _ask(self, message: _Message) -> None:
+        if time.monotonic() > message.ask_at:
+            message.ask_at = time.monotonic() + _ASK_EVERY_SECONDS
             for ask in self._channel.observers.message_asks:
-                ask(operation, other)
+                ask(message, message.other)
 
-    def _lose(self, operation: Operation[object]) -> None:
-        text = f"can never be done: {operation.hopeless}"
-        self._channel.executor.unusable = f"{operation.text} {text}"
-        self._settle_all(PeerError(f"{operation.text}, at {operation.call_site}, {text}"))
+    def _lose(self, message: _Message) -> None:
+        text = f"can never be done: {message.hopeless}"
+        self._channel.executor.fail(f"{message.text} {text}")
+        self._fail_all(PeerError(f"{message.text}, at {message.call_site}, {text}"))
 
-    def _expired(self, work: Work[object], waited: float) -> MessageTimeoutError:
-        # MPI may still write to its memory, which the work keeps.
-        self._channel.executor.unusable = f"{work.operation.text} did not come within its deadline"
-        operation = work.operation
-        error = MessageTimeoutError(operation.text, str(operation.call_site), waited, self._channel.rank)
-        self._settle_all(error)
+    def _expired(self, message: _Message, waited: float) -> MessageTimeoutError:
+        # MPI may still write to its memory, which the message keeps.
+        self._channel.executor.fail(f"{message.text} did not arrive within its deadline")
+        error = MessageTimeoutError(message.text, str(message.call_site), waited, self._channel.rank)
+        self._fail_all(error)
         return error
 
 
@@ -298,7 +289,9 @@ def _described(what: str, tag: int, shape: tuple[int, ...], dtype: DType) -> tup
     return text, describe(f"{what} with tag {tag}", text, operation=what.partition(" ")[0], nbytes=nbytes)
 
 
-def _not_yet(work: Work[object], waited: float) -> TimeoutError:
-    return TimeoutError(
-        f"{work.operation.text} is not done after {waited:.3g} s; it goes on, and may be waited for again"
-    )
+def _not_yet(message: _Message, waited: float) -> TimeoutError:
+    return TimeoutError(f"{message.text} is not done after {waited:.3g} s. It continues, and you may wait for it again")
+
+
+def _no_steps() -> Steps[Any]:
+    yield from ()

@@ -30,7 +30,7 @@ _KINDS = {"all_reduce": _ALL_REDUCE, "reduce_scatter": _REDUCE_SCATTER, "all_gat
 _KINDS |= {"all_to_all": _ALL_TO_ALL, "broadcast": 16}
 _OPS = {ReduceOp.SUM: 0, ReduceOp.MEAN: 0, ReduceOp.PROD: 1, ReduceOp.MIN: 2, ReduceOp.MAX: 3}
 _OPS |= {ReduceOp.BAND: 7, ReduceOp.BOR: 8, ReduceOp.BXOR: 9}
-# Beside the kernel of an operation, for the short way: it tells a mean from a sum.
+# Added to the code of an operation for the fast path, to tell a mean from a sum.
 _IS_MEAN = 16
 _BYTE, _BFLOAT16 = 4, 9
 _DTYPES = {(kind, 1 << power): 4 * (kind == "u") + power for kind in "iu" for power in range(4)}
@@ -62,18 +62,16 @@ SHARED_BYTES = 2 << 20
 SMALL_BETWEEN_NODES = 64 << 10
 
 
-class Short(NamedTuple):
-    """The functions of the short way.
-
-    Each returns None for arguments that it does not know.
+class FastCalls(NamedTuple):
+    """The functions of the fast path. Each returns None for calls whose signature is not cached.
 
     Attributes:
-        all_reduce: Takes operation; array, or list or tuple of arrays; the same for the result, or None; and the kind
-            of structure that ranks compare, see ``mpidist.core.nest.flat_kind``, or None for the value's own.
+        all_reduce: Takes operation, array or list or tuple of arrays, the same for the result or None, and the kind of
+            structure that ranks compare (``mpidist.core.nest.flat_kind``), or None for the value's own.
         reduce_scatter: Takes operation, array, and an array for the result or None.
-        all_gather: Takes the array, which it concatenates along the first axis, and one for the result or None.
+        all_gather: Takes the array, and one for the result or None. Concatenates along the first axis.
         broadcast: Takes array, root, and an array for the result or None.
-        all_to_all: Takes the array, of which it deals as many rows to each rank, and one for the result or None.
+        all_to_all: Takes the array, and one for the result or None. Sends equally many rows to each rank.
     """
 
     all_reduce: Callable[[object, object, object, int | None], Any]
@@ -83,14 +81,15 @@ class Short(NamedTuple):
     all_to_all: Callable[[object, object], Any]
 
 
-def _nothing(*_: object) -> None:
-    """Return None: nothing is known."""
+def _not_cached(*_: object) -> None:
+    return None
 
 
-NO_SHORT = Short(*[_nothing] * len(Short._fields))
+NO_FAST_CALLS = FastCalls(*[_not_cached] * len(FastCalls._fields))
+"""The functions without a native core."""
 
-# Takes number of the signature, state, array, array for the result, and that which was given or None.
-GoOn = Callable[[int, int, Array, Array, Array | None], Array]
+Resume = Callable[[int, int, Array, Array, Array | None], Array]
+"""Finishes a fast-path call. Takes signature, state, input, array for the result, and ``out`` or None."""
 
 
 class Sizes(NamedTuple):
@@ -167,7 +166,7 @@ class Core:
         self.state = DONE
         self._over_nodes = 0 if is_alone else _OVER_NODES
         self.cells = self._calls["cells"].cast("q")
-        """What short calls look at and leave behind; ``mpidist.collectives.channel.short_calls`` has their meaning."""
+        """State that the fast path shares with ``mpidist.collectives.channel.fast_path``."""
 
     def lead(self, comm: MPI.Intracomm, leaders: list[int]) -> None:
         """Exchange small data with other nodes, as the first rank of this one.
@@ -202,7 +201,7 @@ class Core:
             self._calls["lost"]()
 
     def resume(self, state: int) -> None:
-        """Take up a short call that has begun and got as far as ``state``.
+        """Resume a fast-path call that has reached ``state``.
 
         Raises:
             OSError: The memory of another rank could not be read or written.
@@ -395,43 +394,34 @@ class Core:
         what, chunk, nanoseconds = self._calls["event"]()
         return _EVENTS[what], chunk, nanoseconds
 
-    # The short way ----------------------------------------------------------------------------------------------
+    # The fast path ----------------------------------------------------------------------------------------------
 
-    def open_short(self, take: Callable[..., Array], go_on: GoOn) -> Short:
-        """Return the functions of the short way.
-
-        Args:
-            take: Returns memory for a result, given shape and dtype.
-            go_on: Carries on with a call whose ranks have not come soon, or differ: number of its signature, state,
-                value, array for the result, and that which the program gave or None.
-        """
+    def open_fast_calls(self, take: Callable[..., Array], resume: Resume) -> FastCalls:
+        """Return the functions of the fast path. ``take`` returns memory for a shape and dtype."""
         names: list[object] = [name for op in _OPS for name in (op, op.name)]
         codes = [_OPS[op] + _IS_MEAN * (op is ReduceOp.MEAN) for op in _OPS for _ in range(2)]
-        self._calls["short"](np.ndarray, np.empty, take, go_on, names, codes)
-        return Short(*[self._calls[name] for name in Short._fields])
+        self._calls["short"](np.ndarray, np.empty, take, resume, names, codes)
+        return FastCalls(*[self._calls[name] for name in FastCalls._fields])
 
-    def learn(
+    def cache(
         self,
         name: str,
         array: Array | list[Array],
         identity: int,
-        op: ReduceOp | None = None,
-        divisor: int | None = None,
-        root: int = 0,
-        text: str = "",
+        op: ReduceOp | None,
+        divisor: int | None,
+        root: int,
+        text: str,
     ) -> int | None:
-        """Open the short way to calls like one; return the number of its signature.
-
-        None where they cannot go it.
+        """Cache the signature of a call. Return its number, or None if the fast path cannot run it.
 
         Args:
-            name: Of the function of ``Short``.
-            array: The one that it was given, or the list of them.
-            identity: The same on all ranks.
-            op: The operation, for one that reduces.
-            divisor: Of a mean.
-            root: The rank that gives, for a broadcast; for an all-reduce the kind of structure.
-            text: Of calls like it, for the flight record.
+            name: Function of ``FastCalls``.
+            array: The input.
+            identity: Id of the call's description.
+            op, divisor: Of a reduction.
+            root: Root of a broadcast, or the kind of structure of an all-reduce.
+            text: Description, for the flight record.
         """
         code = 0 if op is None else _OPS[op] + _IS_MEAN * (op is ReduceOp.MEAN)
         data = text.encode()[:_MOST_TEXT]
@@ -439,7 +429,7 @@ class Core:
         return number
 
     def keep_flight(self, memory: object, serial: object, last: object, name: bytes, line: Callable[[], str]) -> None:
-        """Have short calls write a flight record.
+        """Record fast-path calls in the flight record.
 
         Args:
             memory: Of its file.

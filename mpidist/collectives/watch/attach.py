@@ -20,7 +20,7 @@ def watch_channel(channel: Channel) -> None:
             channel.observers.add(ChannelTrace(recorder, channel.name))
         if recorder.flight is not None:
             core = channel.node.core
-            channel.observers.add(FlightObserver(recorder.flight, channel.name, core), sees_short=core is not None)
+            channel.observers.add(FlightObserver(recorder.flight, channel.name, core), sees_fast_path=core is not None)
     guard_channel(channel)
 
 

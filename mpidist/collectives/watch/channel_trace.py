@@ -68,15 +68,15 @@ class ChannelTrace(Observer):
         now = clock()
         # The number counts in the order in which collectives are carried out, which is the same on every rank.
         self._numbers += 1
-        track = self._track("works") if operation.is_work else self._recorder.track_of_thread()
+        track = self._track("works") if operation.is_async else self._recorder.track_of_thread()
         # A blocking call begins with finishing the works before it.
-        waited_for_works = not operation.is_work and self._works > works
+        waited_for_works = not operation.is_async and self._works > works
         call = self._call = _TracedCall(operation, self._numbers, track, now, asked if waited_for_works else now)
         if waited_for_works:
             with self._recorder.lock:
                 self._last_work.waited += now - asked
             self._recorder.add(Span("queue", "queue", track, asked, now))
-        if operation.is_work:
+        if operation.is_async:
             name, identity = f"queue {operation.description.title}", f"{self._name} {call.number}"
             self._recorder.add(Span(name, "queue", track, asked, now, self._args(call), identity))
 
@@ -95,8 +95,8 @@ class ChannelTrace(Observer):
             totals.time += now - call.began
             totals.for_others += call.for_others
             # Nobody waits for news to other ranks in particular.
-            totals.works += now - call.began if operation.is_work and description.operation != HOUSEKEEPING else 0
-        if operation.is_work:
+            totals.works += now - call.began if operation.is_async and description.operation != HOUSEKEEPING else 0
+        if operation.is_async:
             self._works += 1
             self._last_work = totals
         self._recorder.add(Span(description.title, "collective", call.track, call.start, now, self._args(call)))

@@ -206,7 +206,7 @@ class FlightObserver(Observer):
 
     def began(self, operation: Operation[object]) -> None:
         """See ``Observer``."""
-        if operation.is_rest:
+        if operation.is_resumed:
             return  # the core has written that down
         self._last[0] += 1
         self._last[1] = self._file.begin(self._name, self._last[0], operation.text, operation.call_site or "")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
 from weakref import WeakMethod
 
-from mpidist.collectives.channel.shutdown import after_the_end, before_an_uncaught_error
+from mpidist.collectives.channel.shutdown import after_shutdown, on_uncaught_error
 from mpidist.collectives.mpi.mailbox import Mailbox
 from mpidist.collectives.mpi.waiting import Comm
 from mpidist.collectives.watch import trace_files
@@ -143,8 +143,8 @@ def recorder_for(comm: Comm) -> Recorder | None:
     if not _recorders:
         _recorders.append(Recorder(folder, reports, flights))
         atexit.register(_before_leaving)
-        after_the_end(_finish_recording)
-        before_an_uncaught_error(_before_leaving)
+        after_shutdown(_finish_recording)
+        on_uncaught_error(_before_leaving)
     _recorders[0].see(comm)
     return _recorders[0]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpidist.collectives.channel.progress import mpi_takes_threads
-from mpidist.collectives.channel.shutdown import after_the_end
+from mpidist.collectives.channel.shutdown import after_shutdown
 from mpidist.collectives.mpi.mailbox import Mailbox
 from mpidist.collectives.mpi.waiting import Comm
 from mpidist.core import message_tags
@@ -71,7 +71,7 @@ class SideThread(DaemonThread[SideLine]):
 
     def watch(self, thing: SideLine) -> None:
         """Take part in the talk over a line from now on."""
-        after_the_end(self.stop)
+        after_shutdown(self.stop)
         with self.lock:
             self._mailboxes.append(thing.mailbox)
             super().watch(thing)

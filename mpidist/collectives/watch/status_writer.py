@@ -19,7 +19,7 @@ from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.executor import ChannelStatus
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation
-from mpidist.collectives.channel.shutdown import after_the_end, before_an_uncaught_error
+from mpidist.collectives.channel.shutdown import after_shutdown, on_uncaught_error
 from mpidist.collectives.watch.status_files import (
     COMPUTING,
     ENDED,
@@ -260,8 +260,8 @@ def watch_status(channel: Channel) -> None:
         return
     if not status_thread.watched:
         writer = StatusWriter(folder)
-        before_an_uncaught_error(_fail)
-        after_the_end(_end)
+        on_uncaught_error(_fail)
+        after_shutdown(_end)
         status_thread.watch(writer)
     status_thread.watched[0].see(channel)
 

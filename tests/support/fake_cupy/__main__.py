@@ -9,7 +9,7 @@ import runpy
 import sys
 
 import mpidist  # noqa: F401 - it sets what the MPI of this machine needs, before MPI starts
-from mpidist.collectives.channel.shutdown import leave_all
+from mpidist.collectives.channel.shutdown import shut_down
 from tests.support import fake_cupy
 
 
@@ -26,7 +26,7 @@ def main() -> None:
     sys.path.insert(0, os.path.dirname(os.path.abspath(given.script)))
     runpy.run_path(given.script, run_name="__main__")
     # What the end of the process would do, while the GPUs are still there; programs need not close what they open.
-    leave_all()
+    shut_down()
     gc.collect()
     fake_cupy.uninstall()
 

@@ -15,7 +15,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpidist.collectives.channel.shutdown import leave_all
+from mpidist.collectives.channel.shutdown import shut_down
 from tests.support.ranks.pool import run
 
 
@@ -78,7 +78,7 @@ def carry_out(
         with redirect_stdout(output), redirect_stderr(errors), warnings.catch_warnings():
             code = _exit_code(program, is_file, arguments)
             # What the end of its process would do; programs need not close what they open.
-            leave_all()
+            shut_down()
     finally:
         sys.argv, sys.path[:] = argv, path
         os.chdir(place)
