@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeVar
 from weakref import WeakMethod
 
@@ -269,7 +270,7 @@ class ArrayCollectives:
 
     def gather_objects(self, value: T, note: str = "") -> list[T]:
         """Return the picklable objects of all ranks, in rank order (collective)."""
-        description = describe("all_gather_object", note, operation="all_gather_object")
+        description = _describe_objects(note)
         with self.shared_errors(description.text):
             pickled = pickle.dumps(value)
         steps: Steps[list[bytes]] = self._engine.on_host.all_gather_bytes(description, pickled)
@@ -519,6 +520,11 @@ class ArrayCollectives:
             return None
         self._check_options(options)
         return options.timeout_seconds
+
+
+@lru_cache(maxsize=64)
+def _describe_objects(note: str) -> Description:
+    return describe("all_gather_object", note, operation="all_gather_object")
 
 
 def _weakly(method: Resume) -> Resume:

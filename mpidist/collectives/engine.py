@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from mpidist.arrays.convert import graph_error
 from mpidist.arrays.device_ops import is_device_array, ops_for, ops_of
@@ -203,6 +204,16 @@ class Engine:
             return pack.nbytes <= SMALL_BETWEEN_NODES
         return name == BY_CORE and (node.has_neighbours or are_in_place(arrays, out))
 
+    def _made_for(self, plan: ReductionPlan, pack: Pack) -> tuple[str, Algorithm | None]:
+        """Return name and object of the algorithm for a pack. None if it is not made yet."""
+        if pack.made is None:
+            name = self.choice.first_working(self._names_for(plan, pack))
+            algorithm = self.choice.made((name,))
+            if algorithm is None:
+                return name, None
+            pack.made = name, algorithm
+        return cast("tuple[str, Algorithm]", pack.made)
+
     def _names_for(self, plan: ReductionPlan, pack: Pack) -> Sequence[str]:
         if pack.algorithms is None:
             pack.algorithms = self.choice.names_for(pack.nbytes, plan.options)
@@ -244,24 +255,31 @@ class Engine:
             plan.deliver_alone(arrays, results, are_given=out is not None, pool=self._pool)
             self._took(ALONE)
             return results
+        tells_phases = bool(channel.observers.phase)
         for number, pack in enumerate(plan.packs):
-            names = self._names_for(plan, pack)
-            algorithm = self.choice.made(names)
+            name, algorithm = self._made_for(plan, pack)
             if algorithm is None:
-                # Once all ranks have come.
+                # Making it needs all ranks.
                 yield from channel.open(plan.description)
-                algorithm = yield from self.choice.make(names)
-            channel.phase(PACK)
+                yield from self.choice.make(self._names_for(plan, pack))
+                name, algorithm = self._made_for(plan, pack)
+                assert algorithm is not None
+            if tells_phases:
+                channel.phase(PACK)
             job = plan.reduction(pack, arrays, out, self._pool, more)
             if not algorithm.takes_replicas or len(job.pieces) * (1 + len(more)) > MOST_INPUTS:
                 job.combine_replicas()
-            job.tell_chunk, job.is_wanted, job.may_share = channel.tell_chunk, is_wanted, may_share
+            job.is_wanted, job.may_share = is_wanted, may_share
+            if channel.observers.chunk:
+                job.tell_chunk = channel.tell_chunk
             if number == 0 and call is None:
                 yield from channel.open(plan.description, algorithm.start(job))
-            channel.phase(REDUCE)
+            if tells_phases:
+                channel.phase(REDUCE)
             pieces = yield from algorithm.all_reduce(job)
-            self._took(job.took or self.choice.first_working(names))
-            channel.phase(UNPACK)
+            self._took(job.took or name)
+            if tells_phases:
+                channel.phase(UNPACK)
             if is_wanted:
                 pack.deliver(pieces, results, are_given=out is not None)
         return results

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from mpidist.collectives.channel import shutdown
@@ -36,6 +35,21 @@ from mpidist.topology.faults import revoke, revoking
 from mpidist.topology.limited_calls import duplicate, limited
 
 T = TypeVar("T")
+
+
+class SharedErrors:
+    """A block of work of this rank. Its errors are announced to the other ranks."""
+
+    def __init__(self, channel: Channel, doing: str) -> None:
+        self._channel, self._doing = channel, doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            self._channel.announce(error, self._doing)
+
 
 open_channels: list[Channel] = []
 """The channels of this process that are not closed."""
@@ -175,17 +189,12 @@ class Channel:
 
     # Errors of one rank -----------------------------------------------------------------------------------------
 
-    @contextmanager
-    def shared_errors(self, doing: str) -> Iterator[None]:
-        """Announce an error of the block, which is work of this rank before a collective.
+    def shared_errors(self, doing: str) -> SharedErrors:
+        """Return a block for work of this rank before a collective, whose errors are announced.
 
         The rank that fails raises its own error. The others raise PeerError at their next call.
         """
-        try:
-            yield
-        except Exception as error:
-            self.announce(error, doing)
-            raise
+        return SharedErrors(self, doing)
 
     def announce(self, error: Exception, doing: str) -> None:
         """Tell the other ranks of an error that replaces this rank's next collective.

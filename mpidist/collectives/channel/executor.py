@@ -128,6 +128,7 @@ class Executor:
         self._waits = False
         # Whether a thread of the program waits for a work, and so advances all of them.
         self._completes = False
+        self.fast.update()
         _executors.append(self)
 
     @property
@@ -169,7 +170,8 @@ class Executor:
             RuntimeError: The channel was closed or has failed, or another thread uses it.
             PeerError: Another rank has failed or shut down.
         """
-        with self._lock:
+        self._lock.take()
+        try:
             self.check_usable(operation.is_resumed)
             self._number(operation)
             while self._works:
@@ -177,21 +179,29 @@ class Executor:
             if operation.changes is not None or self._observers.see_steps:
                 operation.steps = self._observed(operation, operation.steps)
             result = self._drive(operation.steps, operation, operation.timeout or self._timeout)
-            self._cache(operation)
+            if operation.fast_call is not None:
+                self._cache(operation)
+        finally:
+            self._lock.release()
         return operation.finished(result)
 
     def start(self, operation: Operation[T]) -> Operation[T]:
         """Start an operation and return it; works run in the order of their start."""
-        operation.steps = self._observed(operation, operation.steps)
         operation.timeout = operation.timeout or self._timeout
         operation.start(self)
-        with self._lock:
+        self._lock.take()
+        try:
             self.check_usable()
             self._number(operation)
+            if operation.changes is not None or self._observers.see_steps:
+                operation.steps = self._observed(operation, operation.steps)
             self._works.append(operation)
             while len(self._works) > _MOST_WORKS:
                 self._finish_oldest()
             self._step_oldest()
+            self.fast.update()
+        finally:
+            self._lock.release()
         if not operation.is_done and self._size > 1:
             progress.watch(self.move)
         return operation
@@ -201,7 +211,8 @@ class Executor:
         self._issued += 1
         self._nbytes += operation.description.nbytes
         operation.number = self._issued + self.fast.count
-        operation.changes, self._changes = self._changes, None
+        if self._changes is not None:
+            operation.changes, self.changes = self._changes, None
 
     def _cache(self, operation: Operation[object]) -> None:
         call, operation.fast_call = operation.fast_call, None
@@ -345,7 +356,6 @@ class Executor:
 
     def _observed(self, operation: Operation[object], steps: Steps[T]) -> Steps[T]:
         """Run the steps of an operation with its local changes, and tell observers."""
-        self.current = operation
         if operation.changes is not None:
             self._handshake.changes = operation.changes
         for tell in self._observers.began:
@@ -361,8 +371,6 @@ class Executor:
         else:
             self._tell_end(operation)
             return result
-        finally:
-            self.current = self._nothing
 
     def _tell_end(self, operation: Operation[object]) -> None:
         try:
@@ -378,17 +386,22 @@ class Executor:
         if self._aborted is not None:
             self.fail(_ABORTED, self._aborted, unfinished=_stepping(work))
             return
+        self.current = work
         try:
             if work.step():
                 self._works.popleft()
+                self.fast.update()
         except BaseException as error:
             self.fail_in(work.text, error)
+        finally:
+            self.current = self._nothing
 
     def _finish_oldest(self) -> None:
         self.check_usable()
         work = self._works[0]
         self._drive(_stepping(work), work, max(work.timeout - work.waited, 0.0))
         self._works.popleft()
+        self.fast.update()
 
     def _polling(self, work: Operation[object]) -> Steps[None]:
         while not work.is_done:
@@ -412,6 +425,7 @@ class Executor:
             # A common error may come from another channel's work. This channel's call is then unfinished.
             is_unfinished = self._core is not None and self._core.waits and self.state is ChannelState.OPEN
             if is_common(error) and not is_unfinished:
+                self.fast.update()  # other ranks may have shut down
                 raise
             self.fail_in(operation.text, error)
         finally:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from threading import Lock, get_ident
 
 from mpidist.arrays.dtypes import Array
-from mpidist.collectives.channel.operation import Description, FastCall, Operation
+from mpidist.collectives.channel.operation import Description, FastCall, Operation, Signature
 from mpidist.collectives.node.core import NO_FAST_CALLS, Core, FastCalls, Resume
 from mpidist.collectives.node.node import Node
 
@@ -43,8 +43,11 @@ class FastPath:
         self._core: Core | None = node.core  # keeps the cells
         self._cells = memoryview(array("q", [0] * 5)) if self._core is None else self._core.cells
         self._may_be_enabled = may_be_enabled
+        self._is_allowed = False
         self.algorithm = ""
+        # By the number of a signature, which the core may reuse for another signature.
         self._descriptions: dict[int, Description] = {}
+        self._numbers: dict[tuple[str, bool, int, Signature, int], int] = {}
         self._seen = 0
         self._is_locked = False
         self._cells[_DISABLED] |= _BY_PYTHON
@@ -61,11 +64,13 @@ class FastPath:
     def unlock(self) -> None:
         """Enable the fast path again if nothing else forbids it."""
         self._is_locked = False
-        self.update()
+        if self._is_allowed:
+            self._cells[_DISABLED] &= ~_BY_PYTHON
 
     def update(self) -> None:
         """Set the flag. Call this when observers, pending works, local changes or the state have changed."""
-        if not self._is_locked and self._may_be_enabled():
+        self._is_allowed = self._may_be_enabled()
+        if self._is_allowed and not self._is_locked:
             self._cells[_DISABLED] &= ~_BY_PYTHON
         else:
             self._cells[_DISABLED] |= _BY_PYTHON
@@ -73,17 +78,17 @@ class FastPath:
     @property
     def is_in_use_elsewhere(self) -> bool:
         """Whether another thread is in a fast-path call."""
-        return bool(self._cells[_DISABLED] & ~_BY_PYTHON) and self._cells[_THREAD] != get_ident()
+        return self._cells[_DISABLED] & ~_BY_PYTHON != 0 and self._cells[_THREAD] != get_ident()
 
     @property
     def is_abandoned(self) -> bool:
         """Whether a handed-over call was not resumed, because a signal handler raised an error."""
-        return bool(self._cells[_DISABLED] & _HANDED_OVER)
+        return self._cells[_DISABLED] & _HANDED_OVER != 0
 
     @property
     def is_handed_over_here(self) -> bool:
         """Whether this thread must resume a call."""
-        return bool(self._cells[_DISABLED] & _HANDED_OVER) and self._cells[_THREAD] == get_ident()
+        return self._cells[_DISABLED] & _HANDED_OVER != 0 and self._cells[_THREAD] == get_ident()
 
     def resumed(self) -> None:
         """Record that an operation finishes the call that was handed over."""
@@ -110,16 +115,19 @@ class FastPath:
     def cache(self, call: FastCall, operation: Operation[object]) -> None:
         """Cache the signature of a finished call, if such calls can take the fast path."""
         is_reduction = call.name == "all_reduce"
-        if operation.algorithms != ([self.algorithm] if is_reduction else []) or not call.is_unchanged():
+        if operation.algorithms != ((self.algorithm,) if is_reduction else ()) or not call.is_unchanged():
             return
         if self._core is None or not (is_reduction or (self._node.is_alone and self._node.slots is not None)):
             return
         description = operation.description
+        key = call.name, isinstance(call.arrays, list), call.root, call.signature, description.id
+        if self._descriptions.get(self._numbers.get(key, -1)) == description:
+            return
         number = self._core.cache(
             call.name, call.arrays, description.id, call.op, call.divisor, call.root, description.text
         )
         if number is not None:
-            self._descriptions[number] = description
+            self._descriptions[number], self._numbers[key] = description, number
 
     def description(self, number: int) -> Description:
         """Return the description of a signature."""
@@ -137,8 +145,17 @@ class ChannelLock:
         self._is_over = False
 
     def __enter__(self) -> None:
+        self.take()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def take(self) -> None:
+        """Take the lock for the program, and disable the fast path."""
         # Another thread that meets a fast-path call gives the lock back at once to the thread that resumes the call.
-        if not self._program.acquire(blocking=self._fast.is_handed_over_here):
+        if not self._program.acquire(blocking=False) and not (
+            self._fast.is_handed_over_here and self._program.acquire()
+        ):
             raise RuntimeError(_SHUT_DOWN if self._is_over else _TWO_THREADS)
         try:
             self._anyone.acquire()
@@ -147,10 +164,11 @@ class ChannelLock:
             raise
         self._fast.lock()
         if self._fast.is_in_use_elsewhere:
-            self.__exit__()
+            self.release()
             raise RuntimeError(_TWO_THREADS)
 
-    def __exit__(self, *_: object) -> None:
+    def release(self) -> None:
+        """Release the lock, and enable the fast path if nothing else forbids it."""
         self._fast.unlock()
         self._anyone.release()
         self._program.release()

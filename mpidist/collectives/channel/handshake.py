@@ -25,7 +25,7 @@ from mpidist.collectives.channel.mismatch import Advice, mismatch_text, news_tex
 from mpidist.collectives.channel.operation import plan_id
 from mpidist.collectives.mpi.objects import gather_equal_objects
 from mpidist.collectives.mpi.waiting import Steps, until_done
-from mpidist.collectives.node.core import MISMATCH, Core
+from mpidist.collectives.node.core import MISMATCH, WAITING
 from mpidist.collectives.node.node import Node
 from mpidist.core.callsite import user_call_site
 from mpidist.core.errors import MismatchError, PeerError, leave_to_others
@@ -42,31 +42,8 @@ Start = Callable[[int], None]
 """Begins a call of the core with the id of the handshake."""
 
 
-class _ByCore:
-    """Exchange of ids through the cores of the nodes."""
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-
-    def begin(self, identity: int, start: Start | None) -> bool:
-        """Send this rank's id; return whether those of all others have arrived."""
-        (start or self._core.meet)(identity)
-        return not self._core.waits
-
-    def finish(self) -> Steps[None]:
-        """Yield until all ids have arrived."""
-        yield from self._core.go_on()
-
-    def all_agree(self, identity: int) -> bool:
-        """Return whether all ranks sent this id."""
-        return self._core.state != MISMATCH
-
-    def free(self) -> None:
-        """Do nothing: the node frees its core."""
-
-
 class _ByReduction:
-    """Exchange of ids without a native core, with the methods of ``_ByCore``."""
+    """Exchange of ids without a native core."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         mpi = import_mpi()
@@ -82,23 +59,25 @@ class _ByReduction:
             # A persistent request costs half as much per call. Not every MPI library has it.
             self._persistent = self._request = comm.Allreduce_init(*spec)
 
-    def begin(self, identity: int, start: Start | None) -> bool:
-        assert start is None, "without a core, data move after the handshake"
+    def begin(self, identity: int) -> None:
+        """Send this rank's id."""
         self._mine[0] = identity & self._mask
         if self._persistent is None:
             self._request = self._start()
         else:
             self._persistent.Start()
-        return False
 
     def finish(self) -> Steps[None]:
+        """Yield until all ids have arrived."""
         yield from until_done(self._request)
 
     def all_agree(self, identity: int) -> bool:
+        """Return whether all ranks sent this id."""
         agreed: bool = self._sum[0] == (identity & self._mask) * self._size
         return agreed
 
     def free(self) -> None:
+        """Free the MPI request."""
         if self._persistent is not None:
             self._persistent.Free()
 
@@ -114,7 +93,8 @@ class Handshake:
 
     def __init__(self, comm: MPI.Intracomm, node: Node, advice: Advice) -> None:
         self._comm, self.advice = comm, advice
-        self._exchange = _ByReduction(comm) if node.core is None else _ByCore(node.core)
+        self._core = node.core
+        self._reduction = _ByReduction(comm) if self._core is None else None
         self._first_node = node.ranks[0]
         self.is_on_first_node = comm.Get_rank() in self._first_node
         self._is_over = True
@@ -124,18 +104,37 @@ class Handshake:
 
     def free(self) -> None:
         """Free the MPI request, before the communicator is freed."""
-        self._exchange.free()
+        if self._reduction is not None:
+            self._reduction.free()
 
     def begin(self, identity: int, start: Start | None = None) -> bool:
         """Begin a handshake; return whether it is over. If not, ``finish`` must follow (collective)."""
         if self.changes is not None:
             identity ^= self.changes.checksum
         self._identity = identity
-        self._is_over = self._exchange.begin(identity, start)
-        if self._is_over and self._exchange.all_agree(identity):
+        core = self._core
+        if core is None:
+            assert start is None, "without a core, data move after the handshake"
+            assert self._reduction is not None
+            self._reduction.begin(identity)
+            self._is_over = False
+            return False
+        (start or core.meet)(identity)
+        self._is_over = core.state not in WAITING
+        if self._is_over and core.state != MISMATCH:
             self.changes = None
             return True
         return False
+
+    def _finish(self) -> Steps[bool]:
+        """Yield until all ids have arrived; return whether they are equal."""
+        if self._core is not None:
+            if not self._is_over:
+                yield from self._core.go_on()
+            return self._core.state != MISMATCH
+        assert self._reduction is not None
+        yield from self._reduction.finish()
+        return self._reduction.all_agree(self._identity)
 
     def resume(self) -> None:
         """Let ``finish`` finish a handshake that the fast path has begun."""
@@ -148,10 +147,9 @@ class Handshake:
             MismatchError: Another rank made another call.
             PeerError: Another rank failed before its call, or has shut down.
         """
-        if not self._is_over:
-            yield from self._exchange.finish()
+        all_agree = yield from self._finish()
         changes, self.changes = self.changes, None
-        if not self._exchange.all_agree(self._identity):
+        if not all_agree:
             yield from self._compare(text if changes is None else f"{text}, after {changes.text}", call_site)
 
     def notify(self, kind: str, text: str, call_site: str) -> Steps[None]:
@@ -159,9 +157,7 @@ class Handshake:
         identity, self.changes = plan_id(kind), None
         if self.begin(identity):
             return
-        if not self._is_over:
-            yield from self._exchange.finish()
-        if not self._exchange.all_agree(identity):
+        if not (yield from self._finish()):
             everyone = yield from gather_equal_objects(self._comm, (kind, text, call_site))
             self._note_left(everyone)
 

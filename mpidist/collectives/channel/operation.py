@@ -163,29 +163,30 @@ class Operation(Generic[T_co]):
         is_done: Whether it has ended.
     """
 
+    number = 0
+    is_resumed = is_async = is_done = False
+    call_site: str | None = None
+    changes: LocalChanges | None = None
+    algorithms: tuple[str, ...] = ()
+    error: BaseException | None = None
+    hopeless = ""
+    ask_at = math.inf
+    waited = 0.0
+    fast_call: FastCall | None = None
+    # Releases the device, after the last step or if the operation cannot start.
+    release: Callable[[], None] | None = None
+    # Called in each thread that waits, each time, when the result is ready.
+    before_return: Callable[[], None] | None = None
+    _then: tuple[Callable[..., object], ...] = ()
+    _runner: Runner | None = None
+    _result: object = None
+    _failure: BaseException | None = None
+    _was_raised = False
+
     def __init__(self, steps: Steps[T_co], description: Description, timeout: float | None = None) -> None:
         self.steps: Steps[object] = steps
         self.description = description
         self.timeout: float = timeout or 0.0
-        self.number = 0
-        self.is_resumed = self.is_async = self.is_done = False
-        self.call_site: str | None = None
-        self.changes: LocalChanges | None = None
-        self.algorithms: list[str] = []
-        self.error: BaseException | None = None
-        self.hopeless = ""
-        self.ask_at = math.inf
-        self.waited = 0.0
-        self.fast_call: FastCall | None = None
-        # Releases the device, after the last step or if the operation cannot start.
-        self.release: Callable[[], None] | None = None
-        # Called in each thread that waits, each time, when the result is ready.
-        self.before_return: Callable[[], None] | None = None
-        self._then: list[Callable[..., object]] = []
-        self._runner: Runner | None = None
-        self._result: object = None
-        self._failure: BaseException | None = None
-        self._was_raised = False
 
     def __repr__(self) -> str:
         state = "" if self._runner is None else ", done" if self.is_done else ", in flight"
@@ -203,11 +204,11 @@ class Operation(Generic[T_co]):
 
     def add(self, function: Callable[..., object]) -> None:
         """Apply ``function``, whose type is unchecked, as `then` does."""
-        self._then.append(function)
+        self._then = (*self._then, function)
 
     def finished(self, result: object) -> T_co:
         """Return the result of the operation, given the result of its steps."""
-        functions, self._then = self._then, []
+        functions, self._then = self._then, ()
         for function in functions:
             result = function(result)
         return result  # type: ignore[return-value]  # the steps and functions change it one by one
@@ -215,7 +216,7 @@ class Operation(Generic[T_co]):
     def took(self, algorithm: str) -> None:
         """Record an algorithm that it used."""
         if algorithm not in self.algorithms:
-            self.algorithms.append(algorithm)
+            self.algorithms = (*self.algorithms, algorithm)
 
     # The handle of a started operation ---------------------------------------------------------------------
 

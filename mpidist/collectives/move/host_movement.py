@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -100,7 +100,8 @@ class HostMovement:
         whole = np.empty(sum(lengths), np.uint8)
         core.targets([whole])
         yield from core.go_on()
-        return [part.tobytes() for part in np.split(whole, np.cumsum(lengths[:-1]))]
+        gathered, ends = whole.tobytes(), accumulate(lengths)
+        return [gathered[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 
     def gathered(self, core: Core, value: Array) -> Steps[Array]:
         """Return the rows of all ranks for this one, one after the other.

@@ -42,6 +42,8 @@ _log = logging.getLogger("mpidist")
 # Number of the message to its receiver, bytes of the data and of the text. The text and small data follow.
 _HEAD = struct.Struct("<IQH")
 _TEXT_BYTES, _SMALL_BYTES = 500, 4096
+# Of so many polls of a wait, one advances all messages.
+_POLLS_OF_ONE = 16
 # How often a long wait queries whether the other side has ended its program.
 _ASK_EVERY_SECONDS = 5.0
 
@@ -70,6 +72,8 @@ class PointToPoint:
         # Number of messages to each rank so far.
         self._numbers: Counter[int] = Counter()
         self._lock = threading.RLock()
+        self._mpi = import_mpi()
+        self._ask_after: float = settings.WARN_AFTER.read() + _ASK_EVERY_SECONDS
         self._count = MessageCount()
         channel.message_counts.append(self._count)
 
@@ -104,8 +108,9 @@ class PointToPoint:
         channel = self._channel
         channel.executor.check_usable()
         message.timeout = message.timeout or channel.timeout
-        message.ask_at = time.monotonic() + settings.WARN_AFTER.read() + _ASK_EVERY_SECONDS
-        self._tell(message, channel.observers.message_began)
+        message.ask_at = time.monotonic() + self._ask_after
+        if channel.observers.message_began:
+            self._tell(message, channel.observers.message_began)
         if channel.observers.message_ended:
             message.steps = self._observed(message, message.steps)
         message.start(self)
@@ -144,7 +149,7 @@ class PointToPoint:
     # The steps of one message ------------------------------------------------------------------------------------
 
     def _sending(self, data: Array, dest: int, tag: int, header_text: bytes) -> Steps[None]:
-        comm, byte = self._channel.comm, import_mpi().BYTE
+        comm, byte = self._channel.comm, self._mpi.BYTE
         self._numbers[dest] = number = (self._numbers[dest] + 1) % TAGS_OF_PROGRAMS
         head = _HEAD.pack(number, data.size, len(header_text)) + header_text
         if data.size <= _SMALL_BYTES:
@@ -160,7 +165,7 @@ class PointToPoint:
     def _receiving(
         self, out: Array, source: int | None, tag: int, text: str, here: str, message: _Message
     ) -> Steps[int]:
-        mpi, comm, status = import_mpi(), self._channel.comm, import_mpi().Status()
+        mpi, comm, status = self._mpi, self._channel.comm, self._mpi.Status()
         head = np.empty(_HEAD.size + _TEXT_BYTES + _SMALL_BYTES, np.uint8)
         asked = mpi.ANY_SOURCE if source is None else source
         coming = comm.Irecv([head, head.size, mpi.BYTE], asked, HEADS_OF_PROGRAMS + tag)
@@ -244,7 +249,16 @@ class PointToPoint:
             drive(self._polling(operation), lambda: Deadline(report, error, seconds, meanwhile=move_works))
 
     def _polling(self, message: _Message) -> Steps[None]:
+        polls = 0
         while not message.is_done:
+            polls += 1
+            if polls % _POLLS_OF_ONE:
+                # Latency first: most messages arrive soon.
+                with self._lock:
+                    if not message.is_done:
+                        self._step(message)
+                yield
+                continue
             self._channel.executor.check_usable()
             self.advance()
             self._ask(message)

@@ -41,7 +41,7 @@ _STOP, _SHARE, _UNWANTED, _WATCH, _OVER_NODES = 1, 2, 4, 8, 32
 # ... and its states.
 DONE, NOT_YET, MOVED, MET, SLICE, CHUNK, MISMATCH, _MPI, LOST = range(9)
 OVERLAP = -1
-_WAITING = (NOT_YET, MOVED)
+WAITING = (NOT_YET, MOVED)
 _EVENTS = ("fill chunk", "reduce chunk", "copy chunk")
 
 # Nanoseconds for which a call goes on by itself: long enough for the others to come who are about to.
@@ -212,12 +212,12 @@ class Core:
     @property
     def waits(self) -> bool:
         """Whether the call has not got as far as it can by itself."""
-        return self.state in _WAITING
+        return self.state in WAITING
 
     def go_on(self) -> Steps[None]:
         """Yield until the call needs something, or is done."""
         looks = 0
-        while self.state in _WAITING:
+        while self.state in WAITING:
             looks = self.pause(looks)
             yield
             self.look(looks)

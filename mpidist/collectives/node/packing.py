@@ -168,7 +168,8 @@ class Pack:
     Attributes:
         indices: See above.
         apart: Those of them that travel from and to where they are, if they lie in one piece.
-        algorithms: The algorithm that reduces them and those that may take its place, once chosen.
+        algorithms: Name of the algorithm that reduces them, then its substitutes; None before the choice.
+        made: Name and object of the algorithm that reduces them, once it is made.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class Pack:
         self.nbytes = self.count * dtype.itemsize
         self.residuals: dict[int, Array] = {}
         self.algorithms: tuple[str, ...] | None = None
+        self.made: tuple[str, object] | None = None
 
     def _make_slots(self) -> list[tuple[int, int, int, tuple[int, ...]]]:
         """Return the place of each small array in the buffer: index, start, end, shape."""

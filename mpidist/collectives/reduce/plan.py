@@ -89,6 +89,7 @@ class ReductionPlan:
         self.result_dtypes = [result for _, result in formed]
         self.result_signature: Signature = tuple(zip(self.shapes, self.result_dtypes, strict=True))
         self._counts = [int(np.prod(shape)) for shape in self.shapes]
+        self._has_no_blanks = 0 not in self._counts
         self.packs: list[Pack] = []
         self.device_packs: list[DevicePack] = []
         self._make_packs(signature, formed, options.bytes_per_pack, not by_core)
@@ -146,6 +147,8 @@ class ReductionPlan:
         """
         if out is not None:
             return list(out)
+        if self._has_no_blanks and not on_device:
+            return [_TO_COME] * len(self.shapes)
         results = [
             np.empty(shape, dtype) if count == 0 else _TO_COME
             for shape, dtype, count in zip(self.shapes, self.result_dtypes, self._counts, strict=True)
