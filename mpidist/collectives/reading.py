@@ -1,4 +1,4 @@
-"""Reading: the arrays of a value for a Communicator, its structure, and results like it."""
+"""Reading: splits a value into arrays and a structure, and builds results with that structure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.operation import signature_of, signature_text
 from mpidist.core import nest
 
-# Makes a result like the value that was read, given the arrays of a collective.
+# Builds a result like the value that was read from the arrays of a collective.
 Rebuild = Callable[[list[Array]], Any]
 
 _ARRAYS = {np.ndarray}
 
 
 class _Opens(dict[type, bool]):
-    """A memo: whether values of a type hold others in order, and are no nests."""
+    """Cache: whether values of a type hold ordered values without being nests."""
 
     def __missing__(self, kind: type) -> bool:
         self[kind] = opens = issubclass(kind, (Mapping, Iterator, ValuesView)) and not issubclass(kind, dict)
@@ -30,14 +30,13 @@ _opens = _Opens()
 
 
 def read(value: object) -> tuple[list[Array], str, Rebuild]:
-    """Return a value's arrays, its structure, and a function for results like it.
+    """Return a value's arrays, its structure, and a function that builds results like it.
 
-    A mapping that is no dict comes out as a dict, and a value that can only be gone through, such as a generator or the
-    values of a dict, as a list. Ranks compare structures. The structure of an array, and of a list or tuple of arrays,
-    is "": their order is all there is to compare.
+    Other mappings become dicts. Generators and dict views become lists. The ranks compare structures. The structure of
+    an array, and of a list or tuple of arrays, is "", because only their order matters.
 
     Raises:
-        TypeError: A leaf that is no array.
+        TypeError: A leaf is no array.
 
     >>> arrays, structure, rebuild = read({"b": [np.ones(2), 3.0], "a": (x for x in [1])})
     >>> structure
@@ -51,7 +50,7 @@ def read(value: object) -> tuple[list[Array], str, Rebuild]:
         kind = type(value)
         samples = {type(leaf): leaf for leaf in value}
         if samples.keys() <= _ARRAYS:
-            # Most lists: without a call for each array.
+            # Fast case for most lists: no call for each array.
             return list(value), "", kind
         if not any(nest.is_nest(sample) or _opens[of] for of, sample in samples.items()):
             return _to_arrays(value, value), "", lambda results: kind(_restored(value, results))
@@ -68,8 +67,8 @@ def read_out(out: object, structure: str) -> list[Array]:
     """Return the arrays of ``out``.
 
     Raises:
-        ValueError: It is of another structure than the value, read-only, or holds a number, or one array twice.
-        TypeError: A leaf that is no array.
+        ValueError: It has another structure than the value, is read-only, or holds a number or one array twice.
+        TypeError: A leaf is no array.
     """
     arrays, given, _ = read(out)
     if type(out) is not np.ndarray:
@@ -82,21 +81,13 @@ def read_out(out: object, structure: str) -> list[Array]:
 
 
 def check_writable(arrays: Sequence[Array]) -> None:
-    """Check that no array of ``out`` is read-only.
-
-    Raises:
-        ValueError: One is.
-    """
+    """Raise ValueError if an array of ``out`` is read-only."""
     if not all([getattr(array.flags, "writeable", True) for array in arrays]):  # CuPy's arrays always are
         raise ValueError("out is read-only; expected arrays that can be written")
 
 
 def check_can_be_written(out: object, arrays: Sequence[Array]) -> None:
-    """Check that no leaf of ``out`` is a number, and no array there twice.
-
-    Raises:
-        ValueError: One is.
-    """
+    """Raise ValueError if ``out`` holds a number, or one array twice."""
     leaves = out if type(out) is list else nest.flatten(out)
     if {*map(type, leaves)} != _ARRAYS:
         number = next((leaf for leaf in leaves if isinstance(leaf, NUMBERS)), None)
@@ -122,7 +113,7 @@ def _to_arrays(value: object, leaves: Sequence[object]) -> list[Array]:
     try:
         return [to_array(leaf) for leaf in leaves]
     except TypeError:
-        # Once more, for an error that says where.
+        # Try again, for an error that names the place.
         return [to_array(leaf, f"value{path}") for path, leaf in nest.flatten_with_path(value)]
 
 
@@ -131,17 +122,13 @@ def _restored(leaves: Sequence[object], results: list[Array]) -> list[object]:
 
 
 def restore(value: object, result: Array) -> Any:
-    """Return a result as the kind of array or number that ``value`` is."""
+    """Return a result as the same kind of array or number as ``value``."""
     make = restorer(value)
     return result if make is None else make(result)
 
 
 def delivering(outs: Sequence[Array] | None) -> Callable[[list[Array]], list[Array]]:
-    """Return a function that puts results where they are wanted.
-
-    Raises:
-        ValueError: They do not fit there.
-    """
+    """Return a function that copies results into ``outs``; it raises ValueError if they do not fit."""
 
     def deliver(results: list[Array]) -> list[Array]:
         if outs is None:

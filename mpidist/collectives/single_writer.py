@@ -1,4 +1,4 @@
-"""SingleWriter: memory that all ranks share, and the first writes while the others wait."""
+"""SingleWriter: memory that all ranks of a node share, and that the first rank writes while the others wait."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from mpidist.collectives.array_collectives import ArrayCollectives
 
 
 class SingleWriter:
-    """Hands out shared memory, and the blocks in which it is written.
+    """Allocates shared memory, and provides the blocks that write it.
 
-    Reading it needs no care: it changes in a block alone, to which every rank comes, and which none leaves before the
+    Reading needs no lock: the memory changes only in such a block. Every rank enters it, and none leaves before the
     first rank has written.
-
-    Args:
-        comm: The ranks that share it.
     """
 
     def __init__(self, comm: ArrayCollectives) -> None:
@@ -32,22 +29,22 @@ class SingleWriter:
     def shared_copy(self, array: Array, text: str) -> Array:
         """Return a copy of the first rank's ``array`` in shared memory, in C order (collective).
 
-        The memory is given back when no rank holds an array over it any more.
+        The memory is freed when no rank holds an array over it.
 
         Args:
-            array: In host memory, of the same shape and dtype on every rank.
-            text: Name of the array, for reports; the same on every rank.
+            array: Array in host memory, of equal shape and dtype on every rank.
+            text: Name of the array, for reports; equal on every rank.
 
         Raises:
-            MismatchError: Ranks gave different texts, or do something else.
+            MismatchError: The ranks passed different texts, or made different calls.
             MemoryError: There is no room; on all ranks.
         """
         memory = self._comm.common_memory(array.nbytes, text)
         if memory is None:
             raise MemoryError(
-                f"{text}: there is no room in /dev/shm for {array.nbytes} bytes; expected room for one copy of all "
-                "variables: make it larger (docker run --shm-size=8g, mount -o remount,size=8g /dev/shm), or use "
-                "mpidist.MirroredStrategy(), which keeps a copy in the memory of each rank"
+                f"{text}: /dev/shm has no room for {array.nbytes} bytes, one copy of the variable. Make it larger "
+                "(docker run --shm-size=8g, mount -o remount,size=8g /dev/shm), or use mpidist.MirroredStrategy(), "
+                "which keeps a copy in the memory of each rank"
             )
         shared: Array = memory.view(array.dtype).reshape(array.shape)
         with self.write_block(text) as writes:
@@ -59,14 +56,11 @@ class SingleWriter:
     def write_block(self, text: str) -> Iterator[bool]:
         """Provide a block in which one rank, given True, may write shared memory (collective).
 
-        All meet, the first rank writes, and all meet again. A block inside it belongs to it.
-
-        Args:
-            text: Name of the act, for reports; the same on every rank.
+        All ranks wait for each other before and after it. A nested block belongs to the outer one.
 
         Raises:
-            MismatchError: Another rank is about to do something else.
-            PeerError: Another rank failed on its way here, or in the block.
+            MismatchError: Another rank made another call.
+            PeerError: Another rank failed before the block or in it.
         """
         writes = self._comm.rank == 0
         if self._is_writing:

@@ -1,6 +1,6 @@
-"""The channel of all ranks of the job, where they agree to make things.
+"""The channel of all ranks of the job, on which they agree to make communicators and strategies.
 
-It is there while any communicator of all ranks is: a program that has closed them may end MPI in its own way.
+It lives as long as any communicator of all ranks, so a program that has closed them all may end MPI in its own way.
 """
 
 from __future__ import annotations
@@ -16,27 +16,22 @@ _NAME = "all ranks"
 
 
 class WorldChannel:
-    """The channel of all ranks, and the number of communicators that need it."""
+    """The channel of all ranks, and the number of its users."""
 
     def __init__(self) -> None:
         self._channel: Channel | None = None
         self._users = 0
 
     def agree_to_make(self, product: str, comm: Comm | None) -> bool:
-        """Wait until all ranks of the job are about to make the same (collective).
-
-        Ranks of a part of the job cannot be asked in this way.
-
-        Args:
-            product: Name of the thing that is made.
-            comm: Of its ranks; None for all ranks of the job.
+        """Wait until all ranks of the job are about to make ``product`` (collective).
 
         Returns:
-            Whether all ranks were asked; ``release`` has to follow when the product is closed.
+            Whether all ranks were asked, which a ``comm`` of some ranks cannot do. Then ``release`` must follow when
+            the product is closed.
 
         Raises:
             MismatchError: The ranks are about to make different things.
-            PeerError: Another rank has left the program.
+            PeerError: Another rank has shut down.
         """
         check_not_forked()
         mpi = import_mpi()
@@ -45,7 +40,7 @@ class WorldChannel:
         if mpi.COMM_WORLD.Get_size() == 1 or (comm is None and world_topology().world.Get_size() == 1):
             return False
         if self._channel is not None and self._channel not in open_channels:
-            # Given up with a rank that was lost, as all that needed it.
+            # It lost a rank, and so did all its users.
             self._channel, self._users = None, 0
         making = describe(f"making a {product}", "" if comm is None else "a communicator of all ranks")
         if self._channel is None:
@@ -60,7 +55,7 @@ class WorldChannel:
         return True
 
     def release(self) -> None:
-        """Note that one of those is closed; the last one closes the channel (collective)."""
+        """Remove one user. The last one closes the channel (collective)."""
         self._users -= 1
         if self._users == 0 and self._channel is not None and self._channel.close(lambda: None):
             self._channel = None

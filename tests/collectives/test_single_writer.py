@@ -57,5 +57,5 @@ def test_errors_in_a_turn_and_before_it(comm: mpidist.Communicator) -> None:
 
 
 def test_no_memory(comm: mpidist.Communicator) -> None:
-    with pytest.raises(MemoryError, match="too much: there is no room in /dev/shm for"):
+    with pytest.raises(MemoryError, match="too much: /dev/shm has no room for"):
         SingleWriter(comm).shared_copy(np.broadcast_to(np.zeros(()), (1 << 40,)), "too much")
