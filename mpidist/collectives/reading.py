@@ -128,7 +128,7 @@ def restore(value: object, result: Array) -> Any:
 
 
 def delivering(outs: Sequence[Array] | None) -> Callable[[list[Array]], list[Array]]:
-    """Return a function that copies results into ``outs``; it raises ValueError if they do not fit."""
+    """Return a function that copies results into ``outs``. It raises ValueError if they do not fit."""
 
     def deliver(results: list[Array]) -> list[Array]:
         if outs is None:

@@ -1,4 +1,4 @@
-"""SingleWriter: memory that all ranks of a node share, and that the first rank writes while the others wait."""
+"""SingleWriter: shared memory of a node, which the first rank writes while the others wait."""
 
 from __future__ import annotations
 

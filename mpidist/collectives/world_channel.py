@@ -1,4 +1,4 @@
-"""The channel of all ranks of the job, on which they agree to make communicators and strategies.
+"""The channel of all ranks, on which they agree to make communicators and strategies.
 
 It lives as long as any communicator of all ranks, so a program that has closed them all may end MPI in its own way.
 """
