@@ -13,6 +13,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Python calls these functions through ctypes. */
+#define NC_EXPORT __attribute__((visibility("default")))
+
 enum { NC_PIECES = 1024, NC_INPUTS = 8192, NC_WORDS = 2032, NC_MOST_RANKS = 1024, NC_SEGMENTS = 256 };
 
 typedef enum {
@@ -113,11 +116,11 @@ void nc_combine(char *d, const char *const *in, int n, size_t count, nc_dtype dt
 void nc_divide(char *d, size_t count, nc_dtype dtype, double divisor);
 
 /* Copy bytes from or to another process (process_vm_readv, process_vm_writev). Return 0, or -1 with errno. */
-int nc_read(int pid, void *to, const void *from, size_t bytes);
-int nc_write(int pid, void *to, const void *from, size_t bytes);
+NC_EXPORT int nc_read(int pid, void *to, const void *from, size_t bytes);
+NC_EXPORT int nc_write(int pid, void *to, const void *from, size_t bytes);
 
-size_t nc_control_bytes(int ranks);
-size_t nc_segment_bytes(const nc_sizes *sizes);
+NC_EXPORT size_t nc_control_bytes(int ranks);
+NC_EXPORT size_t nc_segment_bytes(const nc_sizes *sizes);
 
 /* Return a new core, or NULL without memory. `control` are nc_control_bytes that all ranks map, zero at first.
    `spins`: looks in vain before the processor is given away; 0 where there are more ranks than cores. `pids`: the
@@ -140,14 +143,14 @@ enum { NC_MOST_OVER_NODES = 64 << 10 };
 
 /* Make this rank, the first of its node, the leader in calls OVER_NODES: `ranks` of all leaders in the communicator, by
    node; the number of this node; a tag that no other messages have. 0, or -1 without memory. */
-int nc_lead(nc *core, const nc_mpi *mpi, const int32_t *ranks, int nodes, int me, int tag);
-void nc_halve_from(nc *core, size_t bytes);   /* as a leader: data so large go by recursive halving; the same on all */
-int nc_mpi_error(const nc *core);             /* the code of the function that failed, after NC_MPI */
+NC_EXPORT int nc_lead(nc *core, const nc_mpi *mpi, const int32_t *ranks, int nodes, int me, int tag);
+NC_EXPORT void nc_halve_from(nc *core, size_t bytes); /* as a leader: use recursive halving from this size on; equal on all */
+NC_EXPORT int nc_mpi_error(const nc *core);             /* the code of the function that failed, after NC_MPI */
 int nc_is_on_wire(const nc *core);            /* whether there are other nodes */
 
 /* Bound the time until this process ends: print a warning after some seconds, and an error at the limit, which also
    ends the process. Returns 0, or an error number. */
-int nc_limit_finalize(int warn_seconds, const char *warning, int limit_seconds, const char *error);
+NC_EXPORT int nc_limit_finalize(int warn_seconds, const char *warning, int limit_seconds, const char *error);
 
 /* Sizes in bytes from which a rank agrees to push. Push is used if all ranks agree. `near` applies if all neighbours share a
    cache, `far` if some do not, and `mapped` if all arrays are in memory that all ranks map. */
@@ -159,18 +162,18 @@ enum { NC_MOST_PUSHING = 8 };
 
 /* Allow to write results directly into the results of other ranks. `may_write`: whether all ranks may write into each
    other's private memory. */
-void nc_allow_push(nc *core, int may_write, const nc_push_sizes *from);
+NC_EXPORT void nc_allow_push(nc *core, int may_write, const nc_push_sizes *from);
 
 /* Stop other ranks from writing into the results of this rank. Used after a call has failed; no call may follow. Waits up to
    `nanoseconds` for running writes. Sets is_writing[rank] to 1 if the rank is still inside a write, and to 0 otherwise. */
-void nc_abandon(nc *core, int64_t nanoseconds, char *is_writing);
+NC_EXPORT void nc_abandon(nc *core, int64_t nanoseconds, char *is_writing);
 
 /* Give a core the slots of all ranks. */
-void nc_room(nc *core, char *const *segments, const nc_sizes *sizes);
+NC_EXPORT void nc_room(nc *core, char *const *segments, const nc_sizes *sizes);
 
 /* Make memory known that all ranks map: `bases` of each rank's part, all the same for a common one. Inputs that lie
    there are read in place. Returns its number, the same on all ranks that make the same calls, or -1. */
-int nc_segment(nc *core, char *const *bases, size_t bytes);
+NC_EXPORT int nc_segment(nc *core, char *const *bases, size_t bytes);
 
 /* Arrays smaller than this need not lie in shared memory for a result to be shared. */
 enum { NC_SMALL_ARRAY = 32 << 10 };
@@ -194,7 +197,7 @@ int nc_overlap(const nc_range *inputs, int n, nc_range *outs, int m);
 /* The latency between this rank and another one of the node, in nanoseconds one way: the least of several batches of
    turns; 0 if the other did not answer within the limit. All ranks call it, in pairs, equally often and with equal
    batches. */
-int64_t nc_ping(nc *core, int other, int batches, int64_t limit_nanoseconds);
+NC_EXPORT int64_t nc_ping(nc *core, int other, int batches, int64_t limit_nanoseconds);
 
 nc_piece *nc_pieces(nc *core);
 const char **nc_inputs(nc *core);
@@ -209,13 +212,13 @@ void nc_targets(nc *core, char *const *outs, char *shared);
 
 void nc_get_slice(const nc *core, nc_slice *slice);
 void nc_crossed(nc *core, size_t chunk); /* in their order */
-void nc_get_event(const nc *core, nc_event *event);
+NC_EXPORT void nc_get_event(const nc *core, nc_event *event);
 
 /* Whole numbers that this rank tells the others at the next meeting, and what they told at the last one. */
-int64_t *nc_tell(nc *core);
-const int64_t *nc_told(const nc *core, int rank);
+NC_EXPORT int64_t *nc_tell(nc *core);
+NC_EXPORT const int64_t *nc_told(const nc *core, int rank);
 size_t nc_length(const nc *core, int rank);   /* bytes that a rank gave to this one */
-int nc_shares(const nc *core);                /* whether all ranks take a shared result */
+NC_EXPORT int nc_shares(const nc *core);                /* whether all ranks take a shared result */
 int64_t nc_note(const nc *core, int rank);    /* that a rank gave */
 
 #endif

@@ -1,5 +1,5 @@
-/* The face of the core for Python: builtin functions, without Python's headers. Here is the long way, one function for
-   each of mpidist.h, and what opens a core; the short way has a file of its own. */
+/* The functions of the core that every collective calls, as builtin functions of Python, without Python's headers.
+   Python calls the others through ctypes (mpidist/collectives/node/native.py). The fast path has a file of its own. */
 
 #include "python.h"
 
@@ -73,7 +73,7 @@ static int results_overlap(face *f, const nc_call *call)
     return nc_overlap(f->given, n, f->results, m);
 }
 
-/* The long way: one function for each of mpidist.h ---------------------------------------------------------------- */
+/* Calls on the general path --------------------------------------------------------------------------------------- */
 
 /* begin(id, kind, op, dtype, divisor, flags, replicas, unit, slice, note, inputs, outs or None, parts or None,
    nanoseconds) -> state, or -1 where nothing has begun as results overlap inputs that are still to be read */
@@ -157,48 +157,6 @@ static PyObject *crossed(PyObject *self, PyObject *const *a, ssize_t n)
     return none();
 }
 
-static PyObject *event(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    (void)a, (void)n;
-    nc_event e;
-    nc_get_event(face_of(self)->core, &e);
-    PyObject *tuple = PyTuple_New(3);
-    if (tuple != NULL) {
-        PyTuple_SetItem(tuple, 0, PyLong_FromLongLong(e.what));
-        PyTuple_SetItem(tuple, 1, PyLong_FromLongLong((long long)e.chunk));
-        PyTuple_SetItem(tuple, 2, PyLong_FromLongLong(e.nanoseconds));
-    }
-    return tuple;
-}
-
-static PyObject *tell(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    (void)n;
-    int64_t *words = nc_tell(face_of(self)->core);
-    ssize_t count = PyList_Size(a[0]);
-    if (count > NC_WORDS)
-        return PyErr_Format(PyExc_ValueError, "%zd numbers to tell; expected at most %d", count, (int)NC_WORDS);
-    for (ssize_t i = 0; i < count; i++)
-        words[i] = whole(PyList_GetItem(a[0], i));
-    return PyErr_Occurred() ? NULL : none();
-}
-
-/* told(count) -> a list for each rank */
-static PyObject *told(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    (void)n;
-    face *f = face_of(self);
-    ssize_t count = (ssize_t)whole(a[0]);
-    PyObject *all = PyErr_Occurred() ? NULL : PyList_New(f->ranks);
-    for (int r = 0; r < f->ranks && all != NULL; r++) {
-        PyObject *of_rank = PyList_New(count);
-        for (ssize_t i = 0; i < count && of_rank != NULL; i++)
-            PyList_SetItem(of_rank, i, PyLong_FromLongLong(nc_told(f->core, r)[i]));
-        PyList_SetItem(all, r, of_rank);
-    }
-    return all;
-}
-
 /* notes() -> what each rank gave with its call */
 static PyObject *notes(PyObject *self, PyObject *const *a, ssize_t n)
 {
@@ -221,157 +179,15 @@ static PyObject *lengths(PyObject *self, PyObject *const *a, ssize_t n)
     return all;
 }
 
-/* shares() -> whether all ranks take a shared result */
-static PyObject *shares(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    (void)a, (void)n;
-    return PyLong_FromLongLong(nc_shares(face_of(self)->core));
-}
-
-static int addresses(face *f, PyObject *list, char **to)
-{
-    for (int r = 0; r < f->ranks; r++) {
-        PyObject *item = PyList_GetItem(list, r);
-        if (item == NULL)
-            return -1;
-        to[r] = (char *)(intptr_t)whole(item);
-    }
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-/* room(addresses, small, chunk, slice, lanes, usual) */
-static PyObject *room(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    (void)n;
-    face *f = face_of(self);
-    char *segments[NC_MOST_RANKS];
-    nc_sizes sizes = {(size_t)whole(a[1]), (size_t)whole(a[2]), (size_t)whole(a[3]), (int)whole(a[4]),
-                      (size_t)whole(a[5])};
-    if (PyErr_Occurred() || addresses(f, a[0], segments) < 0)
-        return NULL;
-    nc_room(f->core, segments, &sizes);
-    return PyLong_FromLongLong((long long)nc_segment_bytes(&sizes));
-}
-
-/* segment(addresses, bytes) -> number */
-static PyObject *segment(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    (void)n;
-    face *f = face_of(self);
-    char *bases[NC_MOST_RANKS];
-    size_t bytes = (size_t)whole(a[1]);
-    if (PyErr_Occurred() || addresses(f, a[0], bases) < 0)
-        return NULL;
-    return PyLong_FromLongLong(nc_segment(f->core, bases, bytes));
-}
-
-/* lead(addresses of MPI_Isend, MPI_Irecv and MPI_Test, handles of communicator and MPI_BYTE, their size, list of ranks,
-   number of this node, tag) */
-static PyObject *lead(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    ssize_t nodes = n == 9 ? PyList_Size(a[6]) : -1;
-    if (nodes < 1)
-        return PyErr_Format(PyExc_ValueError, "lead takes 9 arguments, of which one is a list of ranks");
-    nc_mpi mpi = {(void *)(intptr_t)whole(a[0]), (void *)(intptr_t)whole(a[1]), (void *)(intptr_t)whole(a[2]),
-                  (intptr_t)whole(a[3]), (intptr_t)whole(a[4]), (int)whole(a[5])};
-    int32_t *ranks = malloc(sizeof *ranks * (size_t)nodes);
-    for (ssize_t i = 0; i < nodes && ranks != NULL; i++)
-        ranks[i] = (int32_t)whole(PyList_GetItem(a[6], i));
-    int me = (int)whole(a[7]), tag = (int)whole(a[8]), failed = 0;
-    if (!PyErr_Occurred())
-        failed = ranks == NULL || nc_lead(face_of(self)->core, &mpi, ranks, (int)nodes, me, tag) < 0;
-    free(ranks);
-    if (PyErr_Occurred())
-        return NULL;
-    return failed ? PyErr_Format(PyExc_MemoryError, "no memory for the leader of a node") : none();
-}
-
-/* halve_from(bytes) */
-static PyObject *halve_from(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    (void)n;
-    size_t bytes = (size_t)whole(a[0]);
-    if (PyErr_Occurred())
-        return NULL;
-    nc_halve_from(face_of(self)->core, bytes);
-    return none();
-}
-
-/* mpi_error() -> the code of the function of MPI that failed */
-static PyObject *mpi_error(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    (void)a, (void)n;
-    return PyLong_FromLongLong(nc_mpi_error(face_of(self)->core));
-}
-
-/* ping(other rank, batches, limit) -> nanoseconds, 0 if the other rank did not answer */
-static PyObject *ping(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    (void)n;
-    int other = (int)whole(a[0]), batches = (int)whole(a[1]);
-    int64_t limit = whole(a[2]);
-    face *f = face_of(self);
-    if (PyErr_Occurred())
-        return NULL;
-    if (other < 0 || other >= f->ranks || batches < 1)
-        return PyErr_Format(PyExc_ValueError, "ping of rank %d in %d batches", other, batches);
-    return PyLong_FromLongLong(nc_ping(f->core, other, batches, limit));
-}
-
-/* allow_push(may write, bytes from which near, far and mapped arrays are pushed) */
-static PyObject *allow_push(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    (void)n;
-    int may_write = (int)whole(a[0]);
-    nc_push_sizes from = {(size_t)whole(a[1]), (size_t)whole(a[2]), (size_t)whole(a[3])};
-    if (PyErr_Occurred())
-        return NULL;
-    nc_allow_push(face_of(self)->core, may_write, &from);
-    return none();
-}
-
-/* abandon(nanoseconds) -> the ranks that are still inside a write */
-static PyObject *abandon(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    char is_writing[NC_MOST_RANKS];
-    face *f = face_of(self);
-    int64_t nanoseconds = whole(a[0]);
-    if (PyErr_Occurred())
-        return NULL;
-    void *thread = PyEval_SaveThread();
-    nc_abandon(f->core, nanoseconds, is_writing);
-    PyEval_RestoreThread(thread);
-    n = 0;
-    for (int r = 0; r < f->ranks; r++)
-        n += is_writing[r];
-    PyObject *writing = PyList_New(n);
-    for (int r = f->ranks - 1; r >= 0 && writing != NULL; r--)
-        if (is_writing[r])
-            PyList_SetItem(writing, --n, PyLong_FromLongLong(r));
-    return writing;
-}
-
 static PyMethodDef of_core[] = {
-    {"ping", ping, METH_FASTCALL, NULL},
-    {"allow_push", allow_push, METH_FASTCALL, NULL},
-    {"abandon", abandon, METH_FASTCALL, NULL},
     {"begin", begin, METH_FASTCALL, NULL},
     {"meet", meet, METH_FASTCALL, NULL},
     {"step", step, METH_FASTCALL, NULL},
     {"targets", targets, METH_FASTCALL, NULL},
     {"slice", slice, METH_FASTCALL, NULL},
     {"crossed", crossed, METH_FASTCALL, NULL},
-    {"event", event, METH_FASTCALL, NULL},
-    {"tell", tell, METH_FASTCALL, NULL},
-    {"told", told, METH_FASTCALL, NULL},
     {"notes", notes, METH_FASTCALL, NULL},
     {"lengths", lengths, METH_FASTCALL, NULL},
-    {"shares", shares, METH_FASTCALL, NULL},
-    {"room", room, METH_FASTCALL, NULL},
-    {"segment", segment, METH_FASTCALL, NULL},
-    {"lead", lead, METH_FASTCALL, NULL},
-    {"halve_from", halve_from, METH_FASTCALL, NULL},
-    {"mpi_error", mpi_error, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -401,7 +217,7 @@ static int add_functions(PyObject *dict, PyMethodDef *functions, PyObject *self)
     return 0;
 }
 
-/* open(control address, rank, ranks, spins, pids or None, on wire, rails) -> functions and "cells" */
+/* open(control address, rank, ranks, spins, pids or None, on wire, rails) -> functions, "cells", "address" of the core */
 static PyObject *open_core(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)self, (void)n;
@@ -428,7 +244,8 @@ static PyObject *open_core(PyObject *self, PyObject *const *a, ssize_t n)
     dict = PyDict_New();
     PyObject *cells = PyMemoryView_FromMemory((char *)f->cells, sizeof f->cells, BUF_WRITE);
     int failed = dict == NULL || add_functions(dict, of_core, capsule) < 0 ||
-                 add_functions(dict, short_functions, capsule) < 0 || add(dict, "cells", cells) < 0;
+                 add_functions(dict, short_functions, capsule) < 0 || add(dict, "cells", cells) < 0 ||
+                 add(dict, "address", PyLong_FromLongLong((intptr_t)core)) < 0;
     if (failed || PyErr_Occurred()) {
         if (dict != NULL)
             Py_DecRef(dict);
@@ -436,32 +253,6 @@ static PyObject *open_core(PyObject *self, PyObject *const *a, ssize_t n)
     }
     Py_DecRef(capsule); /* the functions keep it */
     return dict;
-}
-
-/* read_number(pid, address) -> the whole number of 8 bytes there in the memory of another process */
-static PyObject *read_number(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    (void)self, (void)n;
-    int64_t number = 0;
-    int pid = (int)whole(a[0]);
-    const void *address = (const void *)(intptr_t)whole(a[1]);
-    if (PyErr_Occurred())
-        return NULL;
-    if (nc_read(pid, &number, address, sizeof number) < 0)
-        return PyErr_SetFromErrno(PyExc_OSError);
-    return PyLong_FromLongLong(number);
-}
-
-/* write_number(pid, address, number) */
-static PyObject *write_number(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    (void)self, (void)n;
-    int pid = (int)whole(a[0]);
-    void *address = (void *)(intptr_t)whole(a[1]);
-    int64_t number = whole(a[2]);
-    if (PyErr_Occurred())
-        return NULL;
-    return nc_write(pid, address, &number, sizeof number) < 0 ? PyErr_SetFromErrno(PyExc_OSError) : none();
 }
 
 /* The memory between the first and the last element of any array that offers its buffer. */
@@ -503,36 +294,13 @@ static PyObject *overlap(PyObject *self, PyObject *const *a, ssize_t count)
     return PyLong_FromLongLong(unknown || nc_overlap(inputs, (int)n, outs, (int)m));
 }
 
-static PyObject *control_bytes(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    (void)self, (void)n;
-    int ranks = (int)whole(a[0]);
-    return PyErr_Occurred() ? NULL : PyLong_FromLongLong((long long)nc_control_bytes(ranks));
-}
-
-/* limit_finalize(seconds, warning, seconds, error) */
-static PyObject *limit_finalize(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    (void)self, (void)n;
-    int warn_seconds = (int)whole(a[0]), limit_seconds = (int)whole(a[2]);
-    const char *warning = PyBytes_AsString(a[1]), *error = PyBytes_AsString(a[3]);
-    if (PyErr_Occurred())
-        return NULL;
-    errno = nc_limit_finalize(warn_seconds, warning, limit_seconds, error);
-    return errno ? PyErr_SetFromErrno(PyExc_OSError) : none();
-}
-
 EXPORT const char *nc_build(void) { return NC_BUILD; }
 
 EXPORT PyObject *nc_functions(void)
 {
     static PyMethodDef functions[] = {
         {"open", open_core, METH_FASTCALL, NULL},
-        {"control_bytes", control_bytes, METH_FASTCALL, NULL},
         {"overlap", overlap, METH_FASTCALL, NULL},
-        {"limit_finalize", limit_finalize, METH_FASTCALL, NULL},
-        {"read_number", read_number, METH_FASTCALL, NULL},
-        {"write_number", write_number, METH_FASTCALL, NULL},
         {NULL, NULL, 0, NULL},
     };
     PyObject *dict = PyDict_New();

@@ -9,14 +9,22 @@ import ctypes
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.mpi.waiting import Steps, looks_before_yield, pause
 from mpidist.collectives.node.mapping import address_of
-from mpidist.collectives.node.native import Functions, mpi_functions
+from mpidist.collectives.node.native import (
+    Event,
+    Functions,
+    MpiFunctions,
+    PushSizes,
+    SlotSizes,
+    library,
+    mpi_functions,
+)
 from mpidist.core.enums import ReduceOp
 from mpidist.core.message_tags import LEADERS
 from mpidist.topology import import_mpi
@@ -161,6 +169,7 @@ class Core:
         self._calls: dict[str, Any] = functions["open"](
             address_of(self._memory), self.rank, self.size, looks_before_yield(), pids, int(not is_alone), rails
         )
+        self._library, self._address = library(), cast(int, self._calls["address"])
         self._begin: Callable[..., int] = self._calls["begin"]
         self._step: Callable[[int], int] = self._calls["step"]
         self.state = DONE
@@ -178,11 +187,14 @@ class Core:
         mpi, node = import_mpi(), leaders.index(comm.Get_rank())
         # MPICH's are ints, some below zero, which mpi4py shows as large ones.
         handles = [ctypes.c_ssize_t(handle).value for handle in (comm.handle, mpi.BYTE.handle)]
-        self._calls["lead"](*mpi_functions(), *handles, mpi._sizeof(comm), leaders, node, LEADERS)
+        functions = MpiFunctions(*mpi_functions(), *handles, mpi._sizeof(comm))
+        ranks = (ctypes.c_int32 * len(leaders))(*leaders)
+        if self._library.nc_lead(self._address, ctypes.byref(functions), ranks, len(leaders), node, LEADERS) < 0:
+            raise MemoryError("no memory for the leader of a node")
 
     def halve_from(self, nbytes: int) -> None:
         """Exchange so many bytes or more by recursive halving, as the first rank."""
-        self._calls["halve_from"](nbytes)
+        self._library.nc_halve_from(self._address, nbytes)
 
     # Meeting ----------------------------------------------------------------------------------------------------
 
@@ -196,7 +208,7 @@ class Core:
     def _set(self, state: int) -> None:
         self.state = state
         if state == _MPI:
-            raise import_mpi().Exception(self._calls["mpi_error"]())
+            raise import_mpi().Exception(self._library.nc_mpi_error(self._address))
         if state == LOST:
             self._calls["lost"]()
 
@@ -246,12 +258,13 @@ class Core:
 
     def tell(self, words: Sequence[int]) -> None:
         """Tell the others whole numbers, which they read after the next meeting."""
-        self._calls["tell"](list(words))
+        to = self._library.nc_tell(self._address)
+        for index, word in enumerate(words):
+            to[index] = word
 
     def told(self, count: int) -> list[list[int]]:
         """Return the first ``count`` whole numbers that each rank told before the last meeting."""
-        told: list[list[int]] = self._calls["told"](count)
-        return told
+        return [self._library.nc_told(self._address, rank)[:count] for rank in range(self.size)]
 
     def ping(self, other: int, limit_seconds: float = _PING_SECONDS) -> int:
         """Return the latency between this rank and ``other``, in nanoseconds one way.
@@ -259,7 +272,10 @@ class Core:
         All ranks of the node call it, in pairs, equally often. It is 0 if ``other`` does not answer in time, as ranks
         that share a processor core do not.
         """
-        nanoseconds: int = self._calls["ping"](other, _PING_BATCHES, int(limit_seconds * 1e9))
+        if not 0 <= other < self.size:
+            raise ValueError(f"ping of rank {other}; expected a rank from 0 to {self.size - 1} of this node")
+        limit = int(limit_seconds * 1e9)
+        nanoseconds: int = self._library.nc_ping(self._address, other, _PING_BATCHES, limit)
         return nanoseconds
 
     def allow_push(self, may_write: bool, near: int, far: int, mapped: int) -> None:
@@ -271,16 +287,18 @@ class Core:
             far: Threshold for other cores.
             mapped: Threshold for arrays in memory that all ranks map.
         """
-        self._calls["allow_push"](may_write, near, far, mapped)
+        self._library.nc_allow_push(self._address, may_write, ctypes.byref(PushSizes(near, far, mapped)))
 
     def abandon(self, seconds: float) -> list[int]:
         """Stop other ranks from writing into the results of this rank after a failed call.
 
         Waits up to ``seconds`` for running writes. Returns the ranks that are still inside a write.
         """
-        abandon = self._calls.get("abandon")
-        writing: list[int] = [] if abandon is None else abandon(int(seconds * 1e9))
-        return writing
+        if not self._address:
+            return []
+        is_writing = ctypes.create_string_buffer(self.size)
+        self._library.nc_abandon(self._address, int(seconds * 1e9), is_writing)
+        return [rank for rank, writes in enumerate(is_writing.raw) if writes]
 
     # Calls ------------------------------------------------------------------------------------------------------
 
@@ -368,7 +386,7 @@ class Core:
 
     def shares(self) -> bool:
         """Return whether all ranks take a result that they share."""
-        return bool(self._calls["shares"]())
+        return bool(self._library.nc_shares(self._address))
 
     def targets(self, outs: list[Array] | None, shared: Array | None = None) -> None:
         """Say where the result goes, and go on with the call.
@@ -391,8 +409,9 @@ class Core:
 
     def event(self) -> tuple[str, int, int]:
         """Return name, number of the chunk, and nanoseconds of the step that was watched."""
-        what, chunk, nanoseconds = self._calls["event"]()
-        return _EVENTS[what], chunk, nanoseconds
+        event = Event()
+        self._library.nc_get_event(self._address, ctypes.byref(event))
+        return _EVENTS[event.what], event.chunk, event.nanoseconds
 
     # The fast path ----------------------------------------------------------------------------------------------
 
@@ -444,8 +463,10 @@ class Core:
 
     def use_slots(self, segments: list[Array], sizes: Sizes) -> None:
         """Take the slots of all ranks, each segment of ``sizes.nbytes``, into use."""
-        needed = self._calls["room"]([address_of(segment) for segment in segments], *sizes)
-        assert needed == sizes.nbytes, f"slots of {sizes.nbytes} bytes where the core takes {needed}"
+        slots, bases = SlotSizes(*sizes), [address_of(segment) for segment in segments]
+        needed = self._library.nc_segment_bytes(ctypes.byref(slots))
+        assert needed == sizes.nbytes, f"slots of {sizes.nbytes} bytes, but the core needs {needed}"
+        self._library.nc_room(self._address, _pointers(bases), ctypes.byref(slots))
 
     def know(self, segments: list[Array]) -> None:
         """Read arrays in place that lie in memory which all ranks map.
@@ -453,13 +474,17 @@ class Core:
         One segment of each rank, or one for all.
         """
         bases = [address_of(segments[rank % len(segments)]) for rank in range(self.size)]
-        self._calls["segment"](bases, segments[0].size)
+        self._library.nc_segment(self._address, _pointers(bases), segments[0].size)
 
     def close(self) -> None:
         """Unmap the control memory. No call may follow."""
         # But for the cells, which stay as long as this object does.
-        self._calls = {"step": self._step}
+        self._calls, self._address = {"step": self._step}, 0
         self._memory = self._memory[:0].copy()
+
+
+def _pointers(addresses: list[int]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 def _lending(array: Array) -> Array:

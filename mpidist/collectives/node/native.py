@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_size_t, c_ssize_t, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,74 @@ from mpidist.topology import import_mpi
 _OF_LEADERS = ("MPI_Isend", "MPI_Irecv", "MPI_Test")
 _LONGEST_SECONDS = 2**31 - 1
 Functions = Mapping[str, Callable[..., Any]]
+"""The functions that every collective calls. They are builtin functions of Python, which cost less than ctypes."""
+
+
+class PushSizes(Structure):
+    """nc_push_sizes of mpidist.h."""
+
+    _fields_ = (("near", c_size_t), ("far", c_size_t), ("mapped", c_size_t))
+
+
+class SlotSizes(Structure):
+    """nc_sizes of mpidist.h."""
+
+    _fields_ = (
+        ("small", c_size_t),
+        ("chunk", c_size_t),
+        ("slice", c_size_t),
+        ("lanes", c_int),
+        ("usual", c_size_t),
+    )
+
+
+class Event(Structure):
+    """nc_event of mpidist.h."""
+
+    _fields_ = (("what", c_int), ("chunk", c_size_t), ("nanoseconds", c_int64))
+
+
+class MpiFunctions(Structure):
+    """nc_mpi of mpidist.h."""
+
+    _fields_ = (
+        ("isend", c_void_p),
+        ("irecv", c_void_p),
+        ("test", c_void_p),
+        ("comm", c_ssize_t),
+        ("byte", c_ssize_t),
+        ("handle_bytes", c_int),
+    )
+
+
+# Result and arguments of the functions that Python calls through ctypes.
+_PROTOTYPES: dict[str, tuple[Any, ...]] = {
+    "nc_abandon": (None, c_void_p, c_int64, c_char_p),
+    "nc_allow_push": (None, c_void_p, c_int, POINTER(PushSizes)),
+    "nc_control_bytes": (c_size_t, c_int),
+    "nc_get_event": (None, c_void_p, POINTER(Event)),
+    "nc_halve_from": (None, c_void_p, c_size_t),
+    "nc_lead": (c_int, c_void_p, POINTER(MpiFunctions), POINTER(c_int32), c_int, c_int, c_int),
+    "nc_limit_finalize": (c_int, c_int, c_char_p, c_int, c_char_p),
+    "nc_mpi_error": (c_int, c_void_p),
+    "nc_ping": (c_int64, c_void_p, c_int, c_int, c_int64),
+    "nc_read": (c_int, c_int, c_void_p, c_void_p, c_size_t),
+    "nc_room": (None, c_void_p, POINTER(c_void_p), POINTER(SlotSizes)),
+    "nc_segment": (c_int, c_void_p, POINTER(c_void_p), c_size_t),
+    "nc_segment_bytes": (c_size_t, POINTER(SlotSizes)),
+    "nc_shares": (c_int, c_void_p),
+    "nc_tell": (POINTER(c_int64), c_void_p),
+    "nc_told": (POINTER(c_int64), c_void_p, c_int),
+    "nc_write": (c_int, c_int, c_void_p, c_void_p, c_size_t),
+}
 
 
 @dataclass(frozen=True)
 class _Core:
-    """The functions of the library, or the reason why there are none."""
+    """The functions of the library, or the reason why it is missing."""
 
     functions: Functions | None = None
+    library: ctypes.CDLL | None = None
     why_not: str | None = None
 
 
@@ -50,6 +113,38 @@ def why_not() -> str | None:
     return _core().why_not
 
 
+def library() -> ctypes.CDLL:
+    """Return the library, for the functions in ``_PROTOTYPES``. Calls release Python's lock."""
+    found = _core().library
+    assert found is not None, "no native core"
+    return found
+
+
+def read_number(pid: int, address: int) -> int:
+    """Return the integer of 8 bytes at an address of another process.
+
+    Raises:
+        OSError: It is not accessible.
+    """
+    number = c_int64()
+    _check(library().nc_read(pid, ctypes.byref(number), address, 8))
+    return number.value
+
+
+def write_number(pid: int, address: int, number: int) -> None:
+    """Write an integer of 8 bytes to an address of another process.
+
+    Raises:
+        OSError: It is not accessible.
+    """
+    _check(library().nc_write(pid, address, ctypes.byref(c_int64(number)), 8))
+
+
+def _check(status: int) -> None:
+    if status < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
 def build_command() -> str:
     """Return the command that builds the library beside the sources of this mpidist."""
     return shlex.join([sys.executable, str(SOURCES / "build_library.py")])
@@ -71,15 +166,17 @@ def mpi_functions() -> list[int]:
 
 def limit_finalize(rank: int, size: int) -> None:
     """Bound the time that this process takes to end, if it has the native core."""
-    core = functions()
-    if core is None:
+    if functions() is None:
         return
     warn, limit = (min(math.ceil(each.read()), _LONGEST_SECONDS) for each in (WARN_AFTER, TIMEOUT))
     text = (
         f"mpidist: rank {rank} of {size} ended its program {{}} s ago and has not finished MPI_Finalize{{}}. Look for "
         "a rank that is stopped, or for a slow atexit function. Set MPIDIST_TIMEOUT=SECONDS to allow more time.\n"
     )
-    core["limit_finalize"](warn, text.format(warn, "").encode(), limit, text.format(limit, "; it exits now").encode())
+    warning, error = text.format(warn, "").encode(), text.format(limit, "; it exits now").encode()
+    status = library().nc_limit_finalize(warn, warning, limit, error)
+    if status:
+        raise OSError(status, os.strerror(status))
 
 
 def why_not_between_nodes() -> str | None:
@@ -105,16 +202,20 @@ def _load(folder: Path) -> _Core:
     if not path.exists():
         return _Core(why_not=f"{path} is missing (docs/install.md; the native core is for 64-bit Linux)")
     try:
-        # Of the kind that keeps the GIL: its functions use Python's objects.
-        library = ctypes.PyDLL(str(path))
+        # This kind keeps Python's lock, because these functions use Python's objects.
+        builtin = ctypes.PyDLL(str(path))
     except OSError as error:
         return _Core(why_not=f"it cannot be loaded: {error}")
-    library.nc_build.restype = ctypes.c_char_p
-    library.nc_functions.restype = ctypes.py_object
-    built, expected = library.nc_build().decode(), source_id(folder)
+    builtin.nc_build.restype = ctypes.c_char_p
+    builtin.nc_functions.restype = ctypes.py_object
+    built, expected = builtin.nc_build().decode(), source_id(folder)
     if built != expected:
         raise RuntimeError(
             f"{path} was built from other sources (id {built}) than those beside it (id {expected}). "
             f"Build it again: {build_command()}"
         )
-    return _Core(functions=library.nc_functions())
+    library = ctypes.CDLL(str(path), use_errno=True)
+    for name, (result, *arguments) in _PROTOTYPES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return _Core(functions=builtin.nc_functions(), library=library)

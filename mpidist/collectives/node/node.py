@@ -92,8 +92,8 @@ class Node:
         with revoking(self.comm):
             processes: list[tuple[int, list[int]]] = self.comm.allgather((os.getpid(), sorted(allowed_cores())))
             pids = [pid for pid, _ in processes]
-            may_read = functions is not None and _can_read(self.comm, functions, pids)
-            may_write = functions is not None and _can_be_written(self.comm, functions, pids, may_read)
+            may_read = functions is not None and _can_read(self.comm, pids)
+            may_write = functions is not None and _can_be_written(self.comm, pids, may_read)
         # Elastic jobs must be able to kill a stopped writer.
         self._processes = _handles(pids) if can_go_on() and self.size <= _MOST_PUSHING else []
         can_end_writers = bool(self._processes) or not can_go_on()
@@ -195,7 +195,7 @@ class Node:
         self.topology.close()
 
 
-def _can_read(comm: MPI.Intracomm, functions: native.Functions, pids: list[int]) -> bool:
+def _can_read(comm: MPI.Intracomm, pids: list[int]) -> bool:
     """Return whether this rank can read a number out of each neighbour's memory (process_vm_readv)."""
     rank = comm.Get_rank()
     mine = np.array([_MAGIC + rank], np.int64)
@@ -203,7 +203,7 @@ def _can_read(comm: MPI.Intracomm, functions: native.Functions, pids: list[int])
     for neighbour, address in enumerate(comm.allgather(address_of(mine))):
         if works and neighbour != rank:
             try:
-                works = functions["read_number"](pids[neighbour], address) == _MAGIC + neighbour
+                works = native.read_number(pids[neighbour], address) == _MAGIC + neighbour
             except OSError:
                 works = False
     # The number must not move before every rank has read it.
@@ -211,7 +211,7 @@ def _can_read(comm: MPI.Intracomm, functions: native.Functions, pids: list[int])
     return works and bool(mine[0] == _MAGIC + rank)
 
 
-def _can_be_written(comm: MPI.Intracomm, functions: native.Functions, pids: list[int], may_read: bool) -> bool:
+def _can_be_written(comm: MPI.Intracomm, pids: list[int], may_read: bool) -> bool:
     """Return whether every neighbour can write a number into this rank's memory (process_vm_writev).
 
     Only ranks with ``may_read`` write, because they have verified the pids.
@@ -222,7 +222,7 @@ def _can_be_written(comm: MPI.Intracomm, functions: native.Functions, pids: list
     for neighbour, address in enumerate(comm.allgather(address_of(written))):
         if may_read and neighbour != rank:
             try:
-                functions["write_number"](pids[neighbour], address + rank * written.itemsize, _MAGIC + rank)
+                native.write_number(pids[neighbour], address + rank * written.itemsize, _MAGIC + rank)
             except OSError:
                 break
     comm.Barrier()
@@ -283,7 +283,7 @@ def _agreed_topology(comm: MPI.Intracomm) -> tuple[Topology, native.Functions | 
     if functions is None:
         return Topology(comm, ranks_per_node=1), None, None, False
     topology = Topology(comm)
-    nbytes = functions["control_bytes"](topology.local_size)
+    nbytes = native.library().nc_control_bytes(topology.local_size)
     with revoking(topology.node):
         memory, reason = control_memory(topology.node, nbytes)
     # Any rank may be the leader of its node in another communicator.
@@ -301,7 +301,7 @@ def _agreed_topology(comm: MPI.Intracomm) -> tuple[Topology, native.Functions | 
         _say_once(comm, next(reason for reason in comm.allgather(cannot_lead) if reason))
         return topology, None, None, is_oversubscribed
     _say_once(comm, _REASONS[reason].format(nbytes))
-    return topology, functions, aligned_zeros(functions["control_bytes"](1)), is_oversubscribed
+    return topology, functions, aligned_zeros(native.library().nc_control_bytes(1)), is_oversubscribed
 
 
 _said: set[str] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import byref, c_void_p
 from typing import Any
 
 import numpy as np
@@ -34,13 +35,14 @@ def cores(ranks: int) -> Iterator[list[Calls]]:
     """Provide the calls of the core of each rank of a node, all of them in this thread."""
     functions = native.functions()
     assert functions is not None
-    control = _memory(functions["control_bytes"](ranks))
-    # As many bytes as the cores say in answer.
+    control = _memory(native.library().nc_control_bytes(ranks))
     segments = [_memory(1 << 17) for _ in range(ranks)]
+    bases = (c_void_p * ranks)(*map(address_of, segments))
+    sizes = native.SlotSizes(_SMALL, _CHUNK, _SLICE, _LANES, _SLICE)
+    assert native.library().nc_segment_bytes(byref(sizes)) <= segments[0].size
     calls = [functions["open"](address_of(control), rank, ranks, 0, None, 0, ranks) for rank in range(ranks)]
     for each in calls:
-        nbytes = each["room"]([address_of(s) for s in segments], _SMALL, _CHUNK, _SLICE, _LANES, _SLICE)
-        assert nbytes <= segments[0].size
+        native.library().nc_room(each["address"], bases, byref(sizes))
     yield calls
 
 
