@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from mpidist.cli.json_output import add_json_argument, json_text
-from mpidist.collectives.watch.trace_files import merge
+from mpidist.collectives.observe.trace import merge
 
 HELP = "merge the traces of all ranks (MPIDIST_TRACE) into one file, for Perfetto or chrome://tracing"
 _USAGE_ERROR = 2
@@ -14,12 +14,12 @@ _USAGE_ERROR = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("folder", metavar="DIR", help="where trace-rank-0000.json and the others are")
+    parser.add_argument("folder", metavar="DIR", help="folder with trace-rank-0000.json and the other files")
     add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Merge and print the path of the file."""
+    """Merge the files and print the path of the result."""
     try:
         path = merge(arguments.folder)
     except (OSError, ValueError) as error:

@@ -116,7 +116,7 @@ FLIGHT_RECORD: Setting[str | None] = _setting(
     None,
     str,
     "a folder",
-    "every rank keeps its last 1,000 collectives there, whatever ends it; python -m mpidist flight shows them",
+    "every rank keeps its last 1,000 collectives there, also after kill -9; python -m mpidist flight shows them",
 )
 FULL_TRACEBACK = _switch(
     "MPIDIST_FULL_TRACEBACK",
@@ -180,7 +180,7 @@ READ_NEIGHBOURS = _switch(
 REPORT = _switch(
     "MPIDIST_REPORT",
     False,
-    "1: at the end rank 0 prints what the collectives of all ranks came to on stderr (docs/tracing.md)",
+    "1: at the end rank 0 prints the totals of all collectives on stderr (docs/tracing.md)",
 )
 STAGING_BYTES: Setting[int | None] = _setting(
     "MPIDIST_STAGING_BYTES",
@@ -195,7 +195,7 @@ STATUS: Setting[str | None] = _setting(
     None,
     str,
     "a folder of your own",
-    "every rank writes there, about once a second, where it is; python -m mpidist top shows it (docs/top.md)",
+    "every rank writes its position there about once a second; python -m mpidist top shows it (docs/top.md)",
 )
 TIMEOUT = _setting(
     "MPIDIST_TIMEOUT",
@@ -209,7 +209,7 @@ TRACE: Setting[str | None] = _setting(
     None,
     str,
     "a folder",
-    "every rank writes there what its collectives do when, for Perfetto or chrome://tracing (docs/tracing.md)",
+    "every rank writes a trace of its collectives there, for Perfetto or chrome://tracing (docs/tracing.md)",
 )
 TUNING_FILE: Setting[str | None] = _setting(
     "MPIDIST_TUNING_FILE",

@@ -1,4 +1,4 @@
-/* The flight record of short calls, as mpidist/collectives/watch/flight_record.py lays it out. */
+/* The flight record of the fast path, with the entries of mpidist/collectives/observe/record.py. */
 
 #define _GNU_SOURCE
 #include "short.h"
@@ -6,61 +6,62 @@
 #include <string.h>
 #include <time.h>
 
-/* Serial number, number on the communicator, begin and end on the clock of the wall, state and lengths of the texts
-   without padding; the texts. */
-enum { FLIGHT_HEAD = 512, FLIGHT_ENTRIES = 1000, FLIGHT_NAME = 80, FLIGHT_TEXT = 280, FLIGHT_LINE = 100 };
-enum { FLIGHT_END = 24, FLIGHT_STATE = 32, FLIGHT_LENGTHS = 33, FLIGHT_FIXED = 39 };
-enum { FLIGHT_ENTRY = FLIGHT_FIXED + FLIGHT_NAME + FLIGHT_TEXT + FLIGHT_LINE };
-enum { FLIGHT_RUNNING, FLIGHT_DONE };
+enum { ENTRIES = 1000, NOTE = 40, NAME = 80, TEXT = 280, LINE = 100 };
+enum { RUNNING, DONE };
 
-static double seconds(void)
+/* One collective. Its kind and track are 0. */
+typedef struct {
+    int64_t serial, number, nbytes, begin, end;
+    char note[NOTE], state, kind;
+    uint16_t track;
+    char name[NAME], text[TEXT], line[LINE];
+} entry;
+
+static int64_t clock_now(void)
 {
     struct timespec t;
-    clock_gettime(CLOCK_REALTIME, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
-static char *flight_entry(const face *f, int64_t serial)
+static entry *entry_of(const face *f, int64_t serial)
 {
-    return f->flight.memory + FLIGHT_HEAD + (serial - 1) % FLIGHT_ENTRIES * FLIGHT_ENTRY;
+    return (entry *)f->flight.memory + (serial - 1) % ENTRIES;
 }
 
-/* Of a line too long it is the rest. */
+static void copy(char *to, size_t room, const char *text, size_t length)
+{
+    memcpy(to, text, length < room ? length : room);
+}
+
 int64_t flight_begin(face *f, const signature *k, PyObject *line)
 {
     ssize_t length = 0;
     const char *site = PyUnicode_AsUTF8AndSize(line, &length);
     if (site == NULL)
-        PyErr_Clear(), site = "", length = 0; /* a path that is no text */
-    size_t cut = length > FLIGHT_LINE ? (size_t)length - FLIGHT_LINE : 0;
+        PyErr_Clear(), site = "", length = 0; /* a path with invalid characters */
+    size_t cut = length > LINE ? (size_t)length - LINE : 0;
     PyObject *text = f->known[k->number].text;
-    const char *texts[3] = {PyBytes_AsString(f->flight.name), PyBytes_AsString(text), site + cut};
-    size_t lengths[3] = {(size_t)PyBytes_Size(f->flight.name), (size_t)PyBytes_Size(text), (size_t)length - cut};
     int64_t serial = ++*f->flight.serial;
     f->flight.last[0]++, f->flight.last[1] = serial;
-    double begin = seconds(), end = 0;
-    char *to = flight_entry(f, serial), *at = to + FLIGHT_FIXED;
-    memcpy(to, &serial, 8), memcpy(to + 8, f->flight.last, 8), memcpy(to + 16, &begin, 8);
-    memcpy(to + FLIGHT_END, &end, 8), to[FLIGHT_STATE] = FLIGHT_RUNNING;
-    for (size_t i = 0; i < 3; i++) {
-        uint16_t n = (uint16_t)lengths[i];
-        memcpy(to + FLIGHT_LENGTHS + sizeof n * i, &n, sizeof n), memcpy(at, texts[i], n);
-        at += n;
-    }
+    entry *e = entry_of(f, serial);
+    *e = (entry){.serial = serial, .number = f->flight.last[0], .begin = clock_now(), .state = RUNNING};
+    copy(e->name, NAME, PyBytes_AsString(f->flight.name), (size_t)PyBytes_Size(f->flight.name));
+    copy(e->text, TEXT, PyBytes_AsString(text), (size_t)PyBytes_Size(text));
+    copy(e->line, LINE, site + cut, (size_t)length - cut);
     Py_DecRef(line);
     return serial;
 }
 
 void flight_finish(const face *f, int64_t serial)
 {
-    char *to = flight_entry(f, serial);
-    double end = seconds();
-    if (!memcmp(to, &serial, 8)) /* another thread may have gone round meanwhile */
-        memcpy(to + FLIGHT_END, &end, 8), to[FLIGHT_STATE] = FLIGHT_DONE;
+    entry *e = entry_of(f, serial);
+    if (e->serial == serial) /* other threads may have filled the ring since */
+        e->end = clock_now(), e->state = DONE;
 }
 
-/* flight(the file's memory, serial of its last entry, number and serial of the communicator's last, name of the
-   communicator, function that returns the line of the program) */
+/* flight(ring, serial number of its newest entry, number and serial number of the communicator's last collective, name
+   of the communicator, function that returns the line of the program) */
 PyObject *flight_keep(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
@@ -69,9 +70,8 @@ PyObject *flight_keep(PyObject *self, PyObject *const *a, ssize_t n)
     for (int i = 0; i < 3; i++)
         if (memory_of(a[i], WRITABLE, &views[i]) < 0)
             return NULL;
-    if (f->flight.memory != NULL || views[0].len != FLIGHT_HEAD + FLIGHT_ENTRIES * FLIGHT_ENTRY)
-        return PyErr_Format(PyExc_ValueError, "flight is called once, with %d bytes",
-                            (int)(FLIGHT_HEAD + FLIGHT_ENTRIES * FLIGHT_ENTRY));
+    if (f->flight.memory != NULL || views[0].len != (ssize_t)(ENTRIES * sizeof(entry)))
+        return PyErr_Format(PyExc_ValueError, "flight is called once, with %zu bytes", ENTRIES * sizeof(entry));
     for (int i = 0; i < 5; i++)
         Py_IncRef(f->flight.kept[i] = a[i]);
     f->flight.memory = views[0].buf, f->flight.serial = views[1].buf, f->flight.last = views[2].buf;

@@ -90,13 +90,13 @@ typedef struct {
     PyObject *text; /* bytes, for the flight record */
 } signature;
 
-/* The flight record that short calls write, as mpidist/collectives/watch/flight_record.py lays it out. */
+/* The flight record of the fast path (flight.c). */
 typedef struct {
-    char *memory;     /* NULL where none is kept */
-    int64_t *serial;  /* of the last entry of this process */
-    int64_t *last;    /* number and serial of the last collective of this communicator */
-    PyObject *name, *line; /* bytes; called for the line of the program */
-    PyObject *kept[5];     /* all that this points into */
+    char *memory;          /* ring of entries, or NULL without a record */
+    int64_t *serial;       /* serial number of the newest entry of this process */
+    int64_t *last;         /* number and serial number of the last collective of this communicator */
+    PyObject *name, *line; /* bytes; function that returns the line of the program */
+    PyObject *kept[5];     /* owners of all these pointers */
 } flight;
 
 typedef struct {

@@ -12,11 +12,10 @@ from mpidist.__main__ import main
 from mpidist.cli import COMMANDS
 from mpidist.cli.json_output import json_text
 from mpidist.cli.tune import facts_of_tuning
+from mpidist.collectives.observe.trace import TraceFile
 from mpidist.collectives.reduce.table import SHIPPED
 from mpidist.collectives.reduce.tuning_file import Setup
 from mpidist.collectives.tuning import Timing, Tuned
-from mpidist.collectives.watch.flight_record import FlightFile
-from mpidist.collectives.watch.trace_files import TraceFile
 from mpidist.core.version import __version__
 
 pytestmark = pytest.mark.one_rank
@@ -29,18 +28,8 @@ def test_every_command_but_launch_takes_it(name: str) -> None:
     assert "--json" in parser.format_help()
 
 
-def test_a_flight_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = FlightFile(tmp_path, 1, 2)
-    file.end(file.begin("communicator 1 of ranks 0-1", 1, "barrier", "train.py:3 (step)"), failed=False)
-    assert main(["flight", str(tmp_path), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    (flight,) = document["flights"]
-    assert (document["mpidist"], document["left_out"]) == (__version__, [])
-    assert (flight["rank"], flight["entries"][0]["text"]) == (1, "barrier")
-
-
 def test_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    TraceFile(str(tmp_path), 0, 1).close()
+    TraceFile(str(tmp_path), 0, 1)
     assert main(["trace", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "mpidist": __version__,

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from mpidist.__main__ import main
-from mpidist.cli.top_text import GONE, SILENT, screen, states_of
-from mpidist.collectives.watch.status_files import (
+from mpidist.cli.top import GONE, SILENT, screen, states_of
+from mpidist.collectives.observe.job_status import (
     COMPUTING,
     ENDED,
     FAILED,
@@ -27,9 +27,8 @@ from mpidist.collectives.watch.status_files import (
     WAITING,
     Activity,
     RankReport,
-    RankTotals,
-    Rates,
     StatusFolder,
+    WorkCount,
     read_report,
     read_status_folder,
     status_path,
@@ -61,8 +60,8 @@ def report(rank: int, ranks: int = 4, **changes: Any) -> RankReport:
             state=RUNNING,
             error="",
             activity=Activity(WAITING, SUM, 17, "communicator 1", 11.0, "/home/me/net/train.py:41 (step)"),
-            totals=RankTotals(16, 17, 640),
-            rates=Rates(1.5, 2.0, 2048.0),
+            totals=WorkCount(16, 17, 640),
+            rates=WorkCount(1.5, 2.0, 2048.0),
         ),
         **changes,
     )
@@ -77,7 +76,7 @@ def shown(reports: list[RankReport], now: float = NOW, *, there: bool = True, wi
     return screen(folder, states_of(folder, now, lambda _: there), now, width, 40)
 
 
-def test_the_rank_that_the_others_wait_for_comes_first() -> None:
+def test_the_rank_the_others_wait_for_comes_first() -> None:
     lines = shown([report(0), report(1), report(2, activity=late()), report(3)])
     assert lines[0] == "job of 4 ranks on node0: train.py --epochs 3"
     assert lines[1] == "running for 1 min 40 s; 1.5 steps/s, 2 collectives/s, 2 KiB/s on each rank"
@@ -128,7 +127,7 @@ def test_ten_thousand_ranks_fit_on_a_screen() -> None:
             3700.0,
             False,
             "the job was killed, after 1 min 40 s, 1 h 1 min ago",
-            f"1 h 1 min - - has ended without a word, as by kill -9; it waits in {SUM}",
+            f"1 h 1 min - - has ended without a last report, as by kill -9; it waits in {SUM}",
         ),
         (
             {},
@@ -146,7 +145,7 @@ def test_a_job_that_is_over(changes: dict[str, Any], age: float, is_there: bool,
     assert len(lines) == 5
 
 
-def test_what_stands_in_a_file_does_nothing_to_the_terminal(tmp_path: Path) -> None:
+def test_text_cannot_control_the_terminal(tmp_path: Path) -> None:
     write_report(tmp_path, report(0, 1, program="\x1b[2Jtrain.py\n"))
     assert read_report(status_path(tmp_path, 0)).program == "?[2Jtrain.py?"
 
@@ -167,25 +166,24 @@ def test_files_are_whole_private_and_no_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "problem"),
     [
-        "",
-        "{}",
-        "[]",
-        pytest.param("[" * 60_000, id="deep"),
-        '{"format": "mpidist status 2"}',
-        '{"format": "mpidist status 1", "rank": "0"}',
+        ("", "is not a file of this kind"),
+        ("{}", "is not a file of this kind"),
+        ("[]", "is not a file of this kind"),
+        pytest.param("[" * 60_000, "is not a file of this kind", id="deep"),
+        ('{"format": "mpidist status 1"}', "has the format 'mpidist status 1', not 'mpidist record 3'. Read it with"),
+        ('{"format": "mpidist record 3"}', "is not a file of this kind. Name the folder"),
+        ('{"format": "mpidist record 3", "rank": "0"}', "is not a file of this kind"),
     ],
 )
-def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
+def test_other_files_are_refused(content: str, problem: str, tmp_path: Path) -> None:
     status_path(tmp_path, 0).write_text(content)
-    with pytest.raises(ValueError, match="no status file of this version"):
+    with pytest.raises(ValueError, match=problem):
         read_status_folder(tmp_path)
 
 
-def test_a_file_is_whole_where_the_system_writes_less_than_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_writes_leave_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:100]))
     write_report(tmp_path, report(0, 1))
@@ -202,14 +200,14 @@ def test_files_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
     assert found.others == 2
 
 
-def test_without_a_folder_the_command_says_what_to_type(
+def test_a_missing_folder_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MPIDIST_STATUS", raising=False)
     assert main(["top"]) == 2
-    assert "type: python -m mpidist top DIR" in capsys.readouterr().err
+    assert "MPIDIST_STATUS: python -m mpidist top DIR" in capsys.readouterr().err
     assert main(["top", str(tmp_path)]) == 2
-    assert f"start the job with MPIDIST_STATUS={tmp_path}" in capsys.readouterr().err
+    assert f"Start the job with MPIDIST_STATUS={tmp_path}" in capsys.readouterr().err
 
 
 # Jobs -----------------------------------------------------------------------------------------------------------------
@@ -267,7 +265,7 @@ def kinds(folder: Path) -> dict[int, str]:
 
 
 @pytest.mark.jobs
-def test_the_rank_that_sleeps_is_named_with_its_line_and_a_killed_one_too(tmp_path: Path) -> None:
+def test_sleeping_and_killed_ranks_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "status"
     sleeping = SLEEPS.splitlines().index("    time.sleep(600)") + 1
     waiting = (
@@ -296,7 +294,7 @@ def test_the_rank_that_sleeps_is_named_with_its_line_and_a_killed_one_too(tmp_pa
 
 @pytest.mark.long
 @pytest.mark.jobs
-def test_a_rank_that_is_stopped_falls_silent(tmp_path: Path) -> None:
+def test_a_stopped_rank_falls_silent(tmp_path: Path) -> None:
     folder = tmp_path / "status"
     with job(folder, 2, SLEEPS.replace("== 2", "== 1")):
         until(lambda: kinds(folder) == {0: WAITING, 1: COMPUTING})
@@ -318,7 +316,7 @@ with mpidist.Communicator() as comm:
 
 @needs_core
 @pytest.mark.jobs
-def test_a_job_that_has_ended_says_so_and_its_calls_took_the_short_way(tmp_path: Path) -> None:
+def test_status_keeps_the_fast_path_enabled(tmp_path: Path) -> None:
     done = run_script(SHORT, 2, env={"MPIDIST_STATUS": str(tmp_path / "new" / "status")})
     assert done.returncode == 0, done.stderr
     assert max(map(int, done.stdout.split())) > 25, "all but the first, and those that had to wait"
@@ -360,7 +358,8 @@ def test_a_wait_for_a_message_is_shown(tmp_path: Path) -> None:
 
 HANGS = """
 import threading, mpidist
-from mpidist.collectives.watch import status_writer
+from mpidist.collectives.observe import record
+from mpidist.collectives.observe.job_status import StatusFile
 began = threading.Event()
 
 def hang(*_):
@@ -368,7 +367,7 @@ def hang(*_):
     began.set()
     threading.Event().wait()
 
-status_writer.write_report, status_writer._END_SECONDS = hang, 0.2
+StatusFile.write, record.END_SECONDS = hang, 0.2
 comm = mpidist.Communicator()
 began.wait()
 """
@@ -376,7 +375,7 @@ began.wait()
 
 @pytest.mark.jobs
 @pytest.mark.parametrize(("last", "code"), [("", 0), ("raise ValueError('no rows')", 1)])
-def test_a_program_ends_though_the_file_system_hangs(last: str, code: int, tmp_path: Path) -> None:
+def test_a_hanging_file_system_blocks_no_exit(last: str, code: int, tmp_path: Path) -> None:
     done = run_script(HANGS + last, 2, env={"MPIDIST_STATUS": str(tmp_path / "status")})
     assert done.returncode == code
     assert ("ValueError: no rows" in done.stderr) == bool(last)
@@ -399,7 +398,7 @@ comm.barrier()
 
 
 @pytest.mark.jobs
-def test_neither_an_act_that_fails_nor_an_error_without_a_text_keeps_the_job_from_its_end(tmp_path: Path) -> None:
+def test_an_error_without_a_text_is_reported(tmp_path: Path) -> None:
     done = run_script(FAILS_TWICE, 2, env={"MPIDIST_STATUS": str(tmp_path / "status")})
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr
@@ -408,11 +407,12 @@ def test_neither_an_act_that_fails_nor_an_error_without_a_text_keeps_the_job_fro
 
 
 @pytest.mark.jobs
-def test_nothing_is_written_where_others_may_write_and_the_job_goes_on(tmp_path: Path) -> None:
+def test_a_folder_others_can_write_to_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     script = "import mpidist\nmpidist.Communicator()"
     done = run_script(script, 2, env={"MPIDIST_STATUS": str(tmp_path)})
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("goes on without its status file: MPIDIST_STATUS=") == 2
+    for rank in range(2):
+        assert done.stderr.count(f"the status file of rank {rank} cannot be written, and the program continues") == 1
     assert done.stderr.count("others may write there") == 2
     assert not list(tmp_path.glob("*rank*"))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import struct
 
 import pytest
 
 from mpidist.collectives.channel import fast_path
 from mpidist.collectives.node import core, packing
-from mpidist.collectives.watch import flight_record
+from mpidist.collectives.observe import record
 from mpidist.core.enums import ReduceOp
 from mpidist.native.build_library import SOURCES
 
@@ -69,13 +68,9 @@ def test_cells_of_the_fast_path() -> None:
     assert core._IS_MEAN & c["KERNEL"] == 0
 
 
-def test_the_flight_record() -> None:
+def test_entries_of_the_flight_record() -> None:
     c = numbers_of("flight.c")
-    assert (c["FLIGHT_HEAD"], c["FLIGHT_ENTRIES"]) == (flight_record._HEAD_BYTES, flight_record.ENTRIES)
-    assert c["FLIGHT_FIXED"] == flight_record._ENTRY.size
-    assert (c["FLIGHT_END"], c["FLIGHT_STATE"], c["FLIGHT_LENGTHS"]) == tuple(
-        struct.calcsize(fields) for fields in ("<QQd", "<QQdd", "<QQddB")
-    )
-    assert (c["FLIGHT_TEXT"], c["FLIGHT_LINE"]) == (core._MOST_TEXT, flight_record._TEXTS[2])
-    assert flight_record._TEXTS[1] == core._MOST_TEXT
-    assert (c["FLIGHT_RUNNING"], c["FLIGHT_DONE"]) == (flight_record.CALL_RUNNING, flight_record.CALL_DONE)
+    sizes = ("NOTE", "NAME", "TEXT", "LINE")
+    assert [getattr(record, f"{name}_BYTES") for name in sizes] == [c[name] for name in sizes]
+    assert (c["ENTRIES"], core._MOST_TEXT) == (record.CALLS, record.TEXT_BYTES)
+    assert (c["RUNNING"], c["DONE"], 0) == (record.State.RUNNING, record.State.DONE, record.Kind.COLLECTIVE)

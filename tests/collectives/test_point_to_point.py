@@ -13,11 +13,11 @@ import pytest
 from mpi4py import MPI
 
 from mpidist import Communicator, MismatchError
+from mpidist.cli.flight import merged_text
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation
-from mpidist.collectives.watch.flight_record import read_folder
-from mpidist.collectives.watch.flight_text import merged_text
-from mpidist.collectives.watch.trace_files import trace_path
+from mpidist.collectives.observe.record import read_flights
+from mpidist.collectives.observe.trace import trace_path
 from tests.support.ranks.jobs import run_script
 from tests.support.speed import deadlines
 
@@ -320,8 +320,8 @@ def test_messages_are_seen_by_trace_report_and_flight_record(tmp_path: Path) -> 
         if "error" in event.get("args", ())
     ]
     assert (error["name"], error["args"]["error"]) == ("recv from rank 1 with tag 5", "MismatchError")
-    text = merged_text(read_folder(str(flight), []), 2)
-    assert "went apart" not in text
+    text = merged_text(read_flights(str(flight), []), 2)
+    assert "diverged" not in text
     assert re.search(r"not ended  rank 1: recv from rank 0 with tag 9 of float64\(5,\), at .*:17", text), text
     assert re.search(r"ms  rank 1: send to rank 0 with tag 5 of float64\(4,\), at .*:14", text), text
 
@@ -352,7 +352,7 @@ def test_a_trace_that_is_saved_while_a_message_is_under_way(tmp_path: Path) -> N
 
 MANY = """
 import os, numpy, mpidist
-from mpidist.collectives.watch.flight_record import flight_path, read_flight
+from mpidist.collectives.observe.record import flight_path, read_flight
 comm = mpidist.Communicator()
 comm.barrier()
 if comm.rank == 1:
@@ -374,9 +374,9 @@ os._exit(1)
 @pytest.mark.one_rank
 def test_messages_push_neither_collectives_nor_open_ones_out_of_the_flight_record(tmp_path: Path) -> None:
     run_script(MANY, 2, env={"MPIDIST_FLIGHT_RECORD": str(tmp_path)})
-    text = merged_text(read_folder(str(tmp_path), []), 3)
-    assert "  rank 0 came to number 2\n  rank 1 came to number 3, which had not ended" in text, text
-    assert "rank 0: has not come to it" in text
+    text = merged_text(read_flights(str(tmp_path), []), 3)
+    assert "  rank 0 reached number 2\n  rank 1 reached number 3, which had not ended" in text, text
+    assert "rank 0: did not reach it" in text
     assert re.search(r"not ended  rank 0: recv from rank 1 with tag 9", text), text
     assert len(re.findall(r"rank 0: (send|recv)", text)) == 4, text
 

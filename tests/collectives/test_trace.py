@@ -14,8 +14,9 @@ import pytest
 
 from mpidist import Communicator
 from mpidist.__main__ import main
-from mpidist.collectives.watch.recorder import OperationTotals, report_text
-from mpidist.collectives.watch.trace_files import MERGED, Span, TraceFile, merge, trace_path
+from mpidist.collectives.observe.record import EntryRing, Kind
+from mpidist.collectives.observe.report import report_text
+from mpidist.collectives.observe.trace import MERGED, TraceFile, merge, trace_path
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.programs import run_program
 from tests.support.speed import deadlines
@@ -84,7 +85,7 @@ def check_nesting(events: list[Event]) -> None:
             around.append(span)
 
 
-def meetings_of(events: list[Event]) -> Iterator[list[Event]]:
+def handshakes_of(events: list[Event]) -> Iterator[list[Event]]:
     by_name: dict[str, list[Event]] = {}
     for event in of(events, name="wait for others"):
         by_name.setdefault(event.get("args", {}).get("meeting", "of a node"), []).append(event)
@@ -101,7 +102,7 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder, request.param
 
 
-def test_every_rank_writes_a_file_and_rank_0_merges_them(traced: tuple[Path, int | None]) -> None:
+def test_rank_0_merges_the_files_of_all_ranks(traced: tuple[Path, int | None]) -> None:
     folder, _ = traced
     assert sorted(path.name for path in folder.iterdir()) == [MERGED, "trace-rank-0000.json", "trace-rank-0001.json"]
     merged = events_of(folder / MERGED)
@@ -111,7 +112,7 @@ def test_every_rank_writes_a_file_and_rank_0_merges_them(traced: tuple[Path, int
     assert {(event["pid"], event["tid"]) for event in of(merged, ph="X")} == named
 
 
-def test_there_is_a_span_for_each_collective(traced: tuple[Path, int | None]) -> None:
+def test_each_collective_has_a_span(traced: tuple[Path, int | None]) -> None:
     folder, ranks_per_node = traced
     for rank in (0, 1):
         calls = calls_of(events_of(trace_path(folder, rank)))
@@ -125,7 +126,7 @@ def test_there_is_a_span_for_each_collective(traced: tuple[Path, int | None]) ->
         assert len({call["args"]["number"] for call in calls}) == len(calls)
 
 
-def test_what_is_inside(traced: tuple[Path, int | None]) -> None:
+def test_phases_and_chunks_are_inside(traced: tuple[Path, int | None]) -> None:
     folder, ranks_per_node = traced
     events = events_of(trace_path(folder, 1))
     check_nesting(events)
@@ -149,7 +150,7 @@ def test_what_is_inside(traced: tuple[Path, int | None]) -> None:
     assert sum(span["args"]["bytes"] for span in on_wire) == (calls[1]["args"]["bytes"] if ranks_per_node else 0)
 
 
-def test_works_are_seen_from_their_submission(traced: tuple[Path, int | None]) -> None:
+def test_works_wait_in_a_queue(traced: tuple[Path, int | None]) -> None:
     folder, _ = traced
     events = events_of(trace_path(folder, 0))
     works = [call for call in calls_of(events) if call["name"] in ("all_reduce MAX", "all_reduce MIN")]
@@ -165,9 +166,9 @@ def test_works_are_seen_from_their_submission(traced: tuple[Path, int | None]) -
     assert {wait["name"] for wait in waits} <= {"wait for all_reduce MIN"}
 
 
-def test_nobody_leaves_a_meeting_before_all_have_come(traced: tuple[Path, int | None]) -> None:
+def test_no_rank_leaves_a_handshake_early(traced: tuple[Path, int | None]) -> None:
     merged = events_of(traced[0] / MERGED)
-    meetings = list(meetings_of(merged))
+    meetings = list(handshakes_of(merged))
     assert len(meetings) >= len(CALLS)
     for meeting in meetings:
         assert sorted(event["pid"] for event in meeting) == [0, 1]
@@ -205,30 +206,32 @@ def test_clocks_of_hosts_are_aligned(traced: tuple[Path, int | None], tmp_path: 
     check_nesting(events_of(merged))
     clocks = json.loads(merged.read_text())["otherData"]["clocks"]
     assert clocks["another"]["offset_us"] == pytest.approx(-1e9, abs=1e5)
-    for meeting in meetings_of(events_of(merged)):
+    for meeting in handshakes_of(events_of(merged)):
         last = max(event["ts"] for event in meeting)
         # 20 parts in a million of the seconds that the job took, at most.
         assert all(event["ts"] + event["dur"] >= last - 1000 for event in meeting)
 
 
-def test_hosts_that_never_met_cannot_be_aligned(traced: tuple[Path, int | None], tmp_path: Path) -> None:
+def test_hosts_without_handshakes_are_not_aligned(traced: tuple[Path, int | None], tmp_path: Path) -> None:
     trace_path(tmp_path, 0).write_text(trace_path(traced[0], 0).read_text())
     on_another_host(trace_path(traced[0], 1), trace_path(tmp_path, 1), 0.0, 0.0)
     trace_path(tmp_path, 1).write_text(trace_path(tmp_path, 1).read_text().replace("communicator", "group"))
-    with pytest.raises(ValueError, match=r"rank 1, on another host than rank 0, has no collective in common"):
+    with pytest.raises(ValueError, match=r"rank-0001.json and the ranks on the host of rank 0 have no collective in"):
         merge(tmp_path)
 
 
 def test_merging_by_hand(traced: tuple[Path, int | None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(tmp_path)]) == 2
-    assert "trace-rank-0000.json is not there; expected the folder that MPIDIST_TRACE named" in capsys.readouterr().err
+    assert (
+        "trace-rank-0000.json is missing. Name the folder that the job had as MPIDIST_TRACE" in capsys.readouterr().err
+    )
     trace_path(tmp_path, 0).write_text(trace_path(traced[0], 0).read_text())
     assert main(["trace", str(tmp_path)]) == 2
-    assert "trace-rank-0001.json is not in" in capsys.readouterr().err
+    assert "trace-rank-0001.json is missing" in capsys.readouterr().err
     whole = trace_path(traced[0], 1).read_text()
     trace_path(tmp_path, 1).write_text(whole[: len(whole) // 2])
     assert main(["trace", str(tmp_path)]) == 2
-    assert "expected a trace file that mpidist wrote, in full" in capsys.readouterr().err
+    assert "which is not the end of a trace. Copy the whole file" in capsys.readouterr().err
     trace_path(tmp_path, 1).write_text(whole)
     assert main(["trace", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / MERGED}\n"
@@ -238,7 +241,7 @@ def test_merging_by_hand(traced: tuple[Path, int | None], tmp_path: Path, capsys
 # The end of a program --------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_fails_leaves_whole_files(tmp_path: Path) -> None:
+def test_a_failing_rank_leaves_whole_files(tmp_path: Path) -> None:
     program = """
     import mpidist
     comm = mpidist.Communicator()
@@ -255,7 +258,7 @@ def test_a_rank_that_fails_leaves_whole_files(tmp_path: Path) -> None:
     assert not (tmp_path / MERGED).exists()
 
 
-def test_a_rank_that_ends_early_leaves_whole_files(tmp_path: Path) -> None:
+def test_an_early_exit_leaves_whole_files(tmp_path: Path) -> None:
     program = """
     import sys, mpidist
     comm = mpidist.Communicator()
@@ -273,7 +276,7 @@ def test_a_rank_that_ends_early_leaves_whole_files(tmp_path: Path) -> None:
     assert not (tmp_path / MERGED).exists()
 
 
-def test_a_collective_that_does_not_end_is_there(tmp_path: Path) -> None:
+def test_an_unfinished_collective_is_written(tmp_path: Path) -> None:
     program = """
     import time, mpidist
     comm = mpidist.Communicator()
@@ -283,11 +286,11 @@ def test_a_collective_that_does_not_end_is_there(tmp_path: Path) -> None:
     """
     job = run_script(program, 2, env={"MPIDIST_TRACE": str(tmp_path), **deadlines(2)})
     assert "CollectiveTimeoutError" in job.stderr
-    (begin,) = of(events_of(trace_path(tmp_path, 0)), cat="unfinished", ph="b")
-    assert (begin["name"], begin["args"]["phase"]) == ("unfinished all_reduce SUM", "wait for others")
+    begun = of(events_of(trace_path(tmp_path, 0)), cat="unfinished", ph="b")
+    assert [event["name"] for event in begun] == ["unfinished all_reduce SUM", "unfinished wait for others"]
 
 
-def test_all_is_merged_when_no_communicator_is_left(tmp_path: Path) -> None:
+def test_traces_merge_after_close(tmp_path: Path) -> None:
     program = """
     import time, mpidist
     comm = mpidist.Communicator()
@@ -302,25 +305,40 @@ def test_all_is_merged_when_no_communicator_is_left(tmp_path: Path) -> None:
     assert "collectives of 2 ranks" in job.stderr
 
 
-def test_a_rank_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
+def test_rank_0_does_not_wait_for_a_missing_rank(tmp_path: Path) -> None:
     program = """
     from mpi4py import MPI
-    import mpidist, os, mpidist.collectives.watch.recorder as recorder
-    recorder._EXIT_SECONDS = 0.5
+    import mpidist, os, mpidist.collectives.observe.recorder as recorder
+    recorder.EXIT_SECONDS = 0.5
     comm = mpidist.Communicator()
     comm.barrier()
     comm.close()
     if comm.rank == 1:
-        recorder._recorders.clear()  # it tells nobody what it has seen
+        recorder.Recorder.finish = lambda self: None  # sends no totals
         MPI.Finalize()
         os._exit(0)
     """
     job = run_script(program, 2, env={"MPIDIST_TRACE": str(tmp_path), "MPIDIST_REPORT": "1"})
     assert "collectives of 1 of 2 ranks (without 1)" in job.stderr
-    assert "the traces are not merged: rank 1 did not tell that their files are complete; once all" in job.stderr
-    assert f"python -m mpidist trace {tmp_path}" in job.stderr
+    assert "the traces are not merged: rank 1 did not report the end of the program. When " in job.stderr
+    assert f"run: python -m mpidist trace {tmp_path}" in job.stderr
     assert [call["name"] for call in calls_of(events_of(trace_path(tmp_path, 0)))] == ["barrier", "close"]
     assert of(events_of(trace_path(tmp_path, 1)), name="process_name")
+
+
+def test_a_hanging_file_system_blocks_nothing(tmp_path: Path) -> None:
+    program = """
+    import threading, mpidist, mpidist.collectives.observe.record as record
+    from mpidist.collectives.observe.trace import TraceFile
+    record.END_SECONDS, TraceFile.write = 0.2, lambda self, is_saving: threading.Event().wait()
+    comm = mpidist.Communicator()
+    for _ in range(10_000):
+        comm.barrier()
+    print("done")
+    """
+    job = run_script(program, 2, env={"MPIDIST_TRACE": str(tmp_path)})
+    assert (job.returncode, job.stdout) == (0, "done\n" * 2)
+    assert "the traces are not merged: the file of rank 0 is incomplete" in job.stderr
 
 
 def test_a_forked_child_leaves_the_file_alone(tmp_path: Path) -> None:
@@ -344,30 +362,62 @@ def test_a_forked_child_leaves_the_file_alone(tmp_path: Path) -> None:
 # Files -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_whole_between_pieces_and_says_what_it_dropped(tmp_path: Path) -> None:
-    file = TraceFile(str(tmp_path), 3, 4, most_events=5)
-    path = trace_path(tmp_path, 3)
+def add(ring: EntryRing, number: int, begin: int = 1000, end: int = 1500) -> None:
+    ring.begin(Kind.PHASE, number, "a", f'"{number}"', track=1, begin=begin, end=end)
+
+
+def dropped(path: Path) -> int:
+    return int(json.loads(path.read_text())["otherData"]["dropped"])
+
+
+def test_a_file_is_whole_between_writes(tmp_path: Path) -> None:
+    file, path = TraceFile(str(tmp_path), 3, 4, most_events=5), trace_path(tmp_path, 3)
     assert [event["args"] for event in events_of(path)] == [
         {"name": events_of(path)[0]["args"]["name"]},
         {"sort_index": 3},
     ]
     for number in range(3):
-        file.write([Span(f'"{number}"', "phase", 1, 1000 * number, 1000 * number + 500) for _ in range(2)])
+        for _ in range(2):
+            add(file.ring, number, 1000 * number, 1000 * number + 500)
+        file.write(False)
         assert len(of(events_of(path), cat="phase")) == min(2 * number + 2, 5)
-    file.close()
     assert of(events_of(path), cat="phase")[-1] == {
         "ts": 2.0, "dur": 0.5, "ph": "X", "pid": 3, "tid": 1, "cat": "phase", "name": '"2"'
     }  # fmt: skip
-    assert json.loads(path.read_text())["otherData"]["dropped"] == 1
+    assert dropped(path) == 1
 
 
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"MPIDIST_TRACE='.*file/x': .*; expected a folder that every rank can write to"):
-        TraceFile(str(tmp_path / "file" / "x"), 0, 1)
+def test_lost_entries_are_counted(tmp_path: Path) -> None:
+    file, path = TraceFile(str(tmp_path), 0, 1, slots=4), trace_path(tmp_path, 0)
+    running = file.ring.begin(Kind.COLLECTIVE, 1, "a", "barrier")
+    file.write(False)
+    for number in range(2, 8):
+        add(file.ring, number)
+    file.ring.finish(running)
+    file.write(False)
+    assert [event["name"] for event in of(events_of(path), ph="X")] == ['"4"', '"5"', '"6"', '"7"']
+    assert dropped(path) == 3
 
 
-def test_nothing_is_watched_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_entry_is_written_once(tmp_path: Path) -> None:
+    file, path = TraceFile(str(tmp_path), 0, 1, slots=4), trace_path(tmp_path, 0)
+    running = file.ring.begin(Kind.COLLECTIVE, 1, "a", "barrier", begin=1)
+    for is_saving in (False, True, True):
+        file.write(is_saving)
+    file.ring.finish(running)
+    file.write(False)
+    names = [event["name"] for event in events_of(path) if "ts" in event]
+    assert names == ["unfinished barrier", "unfinished barrier", "barrier"], "begin and end of an event, and a span"
+
+
+def test_an_unwritable_file_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = TraceFile(str(tmp_path), 0, 1, slots=4)
+    trace_path(tmp_path, 0).unlink()
+    assert [file.write_in_thread() for _ in range(2)] == [False, False]
+    assert capsys.readouterr().err.count("the trace of rank 0 cannot be written, and the program continues") == 1
+
+
+def test_nothing_is_recorded_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MPIDIST_TRACE", "MPIDIST_REPORT"):
         monkeypatch.delenv(name, raising=False)
     with Communicator() as comm:
@@ -403,15 +453,12 @@ def test_the_report_of_a_program() -> None:
     assert gathering.split()[1:4] == ["1", "8", "B"]
 
 
-def test_what_is_hidden_is_what_nobody_waited_for() -> None:
+def test_works_are_hidden_unless_the_program_waits() -> None:
+    reduced = Counter(calls=10, nbytes=2048, time=4_000_000, works=3_000_000)
     by_rank = {
-        0: {
-            "all_reduce": OperationTotals(
-                calls=10, nbytes=2048, time=4_000_000, for_others=900_000, works=3_000_000, waited=0
-            )
-        },
-        1: {"all_reduce": OperationTotals(calls=10, nbytes=2048, time=4_000_000, works=3_000_000, waited=1_500_000)},
-        2: {"barrier": OperationTotals(calls=1, time=1000)},
+        0: {"all_reduce": reduced + Counter(for_others=900_000)},
+        1: {"all_reduce": reduced + Counter(waited=1_500_000)},
+        2: {"barrier": Counter(calls=1, time=1000)},
     }
     lines = report_text(by_rank, 4, 1.5).splitlines()
     assert lines[0] == "collectives of 3 of 4 ranks (without 3), means over ranks, in 1.5 s"

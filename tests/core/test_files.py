@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from mpidist.collectives.node import shared_memory
+from mpidist.collectives.observe.record import FlightFile, flight_path
+from mpidist.collectives.observe.trace import TraceFile, merge, trace_path
 from mpidist.collectives.reduce import tuning_file
 from mpidist.collectives.reduce.table import SHIPPED
-from mpidist.collectives.watch import trace_files
-from mpidist.collectives.watch.flight_record import FlightFile, flight_path
 from mpidist.core.files import open_regular, replacing
 from mpidist.estimator import evaluations
 
@@ -24,13 +24,13 @@ FLIGHT = "MPIDIST_FLIGHT_RECORD"
 
 
 def write_trace(folder: Path) -> Path:
-    trace_files.TraceFile(str(folder), 0, 1).close()
-    return trace_files.trace_path(folder, 0)
+    TraceFile(str(folder), 0, 1)
+    return trace_path(folder, 0)
 
 
 def write_merged_trace(folder: Path) -> Path:
     write_trace(folder)
-    return trace_files.merge(folder)
+    return merge(folder)
 
 
 def write_flight_record(folder: Path) -> Path:
@@ -76,7 +76,7 @@ def test_a_symbolic_link_is_not_written_through(tmp_path: Path, write: Callable[
 
 @pytest.mark.parametrize(
     ("make", "variable"),
-    [(lambda folder: trace_files.TraceFile(folder, 0, 1), "MPIDIST_TRACE"), (lambda f: FlightFile(f, 0, 1), FLIGHT)],
+    [(lambda f: TraceFile(f, 0, 1), "MPIDIST_TRACE"), (lambda f: FlightFile(f, 0, 1), FLIGHT)],
     ids=["trace", "flight record"],
 )
 def test_what_is_no_folder_is_named(tmp_path: Path, make: Callable[[str], object], variable: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,16 +16,15 @@ from mpidist.checkpoint.agreement import Agreement
 from mpidist.cli.doctor_checks import findings
 from mpidist.cli.doctor_facts.facts import CoreFacts, GpuFacts, Interface, SharedMemoryFacts
 from mpidist.cli.doctor_text import report
+from mpidist.cli.flight import merged_text
 from mpidist.collectives.channel.executor import ChannelStatus
 from mpidist.collectives.channel.mismatch import Told, mismatch_text, news_text
 from mpidist.collectives.move import expectations
 from mpidist.collectives.mpi import communicator_names
+from mpidist.collectives.observe.record import Entry, Flight, FlightHead, Kind, State
+from mpidist.collectives.observe.report import report_text as totals_text
 from mpidist.collectives.watch.deadlock import Wait, WaitState, find_deadlock
-from mpidist.collectives.watch.flight_record import DONE, MESSAGE, RUNNING, Flight, FlightEntry
-from mpidist.collectives.watch.flight_text import merged_text
 from mpidist.collectives.watch.hang_text import RankStatus, report_text
-from mpidist.collectives.watch.recorder import OperationTotals
-from mpidist.collectives.watch.recorder import report_text as totals_text
 from mpidist.core.errors import PeerError
 from mpidist.core.wording import group_lines, groups_of, names_text, numbered_ranks, ranks_text, said_lines
 from mpidist.estimator.roles import cast_of
@@ -226,36 +226,43 @@ def test_no_deadlock_of_many_is_found_in_time() -> None:
 # Records --------------------------------------------------------------------------------------------------------------
 
 
-def entry(number: int, text: str = LATE, state: int = DONE, communicator: str = "communicator 1") -> FlightEntry:
-    return FlightEntry(max(number, 1), number, 1.0, 2.0 if state else 0.0, state, communicator, text, SITE)
+def entry(
+    number: int,
+    text: str = LATE,
+    state: int = State.DONE,
+    communicator: str = "communicator 1",
+    kind: int = Kind.COLLECTIVE,
+) -> Entry:
+    end = 2.0 if state else 0.0
+    return Entry(max(number, 1), number, 0, 1.0, end, "", state, kind, 0, communicator, text, SITE)
 
 
-def flights(entries_of: Callable[[int], list[FlightEntry]], ranks: Iterable[int] = EVERYBODY) -> Iterator[Flight]:
+def flights(entries_of: Callable[[int], list[Entry]], ranks: Iterable[int] = EVERYBODY) -> Iterator[Flight]:
     """Yield them one after the other, as from a folder."""
     for rank in ranks:
-        yield Flight(rank, RANKS, f"n{rank // PER_NODE:04}", rank, entries_of(rank))
+        yield Flight(FlightHead(rank, RANKS, f"n{rank // PER_NODE:04}", rank, 0), entries_of(rank))
 
 
 def test_flight_records() -> None:
-    def entries(rank: int) -> list[FlightEntry]:
+    def entries(rank: int) -> list[Entry]:
         if rank == ODD:
-            return [*map(entry, range(1, 19)), entry(19, "barrier", RUNNING)]
-        return [*map(entry, range(1, 19)), entry(19, state=RUNNING)]
+            return [*map(entry, range(1, 19)), entry(19, "barrier", State.RUNNING)]
+        return [*map(entry, range(1, 19)), entry(19, state=State.RUNNING)]
 
     lines = fitting(lambda: merged_text(flights(entries, EVERYBODY[:-1]), 10))
     assert lines[1] == "  without rank 9999: no file to read"
-    place = lines.index("  the ranks went apart at number 19:")
+    place = lines.index("  the ranks diverged at number 19:")
     assert lines[place + 1] == f"    rank {ODD}: barrier, at {SITE}"
 
 
 def test_flight_records_of_ranks_that_all_differ() -> None:
-    made_so = flights(lambda rank: [entry(1), entry(2 + rank % 50), entry(60, EACH[rank], RUNNING)])
+    made_so = flights(lambda rank: [entry(1), entry(2 + rank % 50), entry(60, EACH[rank], State.RUNNING)])
     lines = fitting(lambda: merged_text(made_so, 10), lines=80)
     assert any("more lines, of" in line for line in lines)
 
 
 def test_flight_records_are_not_kept() -> None:
-    def entries(rank: int) -> list[FlightEntry]:
+    def entries(rank: int) -> list[Entry]:
         made = [entry(number, f"all_reduce of float64({number},)") for number in range(1, 21)]
         return made[: -1 if rank == ODD else 20]
 
@@ -263,14 +270,17 @@ def test_flight_records_are_not_kept() -> None:
     text = merged_text(flights(entries), 10)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert f"    rank {ODD}: has not come to it" in text
+    assert f"    rank {ODD}: did not reach it" in text
     assert most < 8 << 20, "of 10,000 records of 20 entries, 200 bytes or more each"
 
 
 def test_flight_records_of_many_communicators() -> None:
-    def entries(rank: int) -> list[FlightEntry]:
+    def entries(rank: int) -> list[Entry]:
         name = f"communicator 1 of node {rank // PER_NODE}"
-        return [entry(n, state=RUNNING if rank == ODD and n == 9 else DONE, communicator=name) for n in range(1, 10)]
+        return [
+            entry(n, state=State.RUNNING if rank == ODD and n == 9 else State.DONE, communicator=name)
+            for n in range(1, 10)
+        ]
 
     lines = fitting(lambda: merged_text(flights(entries), 10), lines=60)
     assert lines[2] == f"communicator 1 of node {ODD // PER_NODE}", "the one that is not well"
@@ -278,15 +288,17 @@ def test_flight_records_of_many_communicators() -> None:
 
 
 def test_flight_records_of_messages() -> None:
-    made_so = flights(
-        lambda rank: [entry(MESSAGE, f"send to rank {rank + 1}", RUNNING if rank == ODD else DONE) for _ in range(3)]
-    )
-    lines = fitting(lambda: merged_text(made_so, 3), lines=46)
+    def entries(rank: int) -> list[Entry]:
+        state = State.RUNNING if rank == ODD else State.DONE
+        return [entry(0, f"send to rank {rank + 1}", state, kind=Kind.MESSAGE) for _ in range(3)]
+
+    lines = fitting(lambda: merged_text(flights(entries), 3), lines=46)
     assert f"rank {ODD}: send to rank {ODD + 1}" in lines[4]
 
 
 def test_the_report_of_totals() -> None:
-    by_rank = {rank: {LATE: OperationTotals(3, 8, 1000, 900 if rank != ODD else 0)} for rank in range(0, RANKS, 2)}
+    counts = Counter(calls=3, nbytes=8, time=1000, for_others=900)
+    by_rank = {rank: {LATE: counts} for rank in range(0, RANKS, 2)}
     lines = fitting(lambda: totals_text(by_rank, RANKS, 5.0))
     assert "(without 1,3,5," in lines[0]
     assert lines[0].endswith("... (5000)), means over ranks, in 5.0 s")

@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import pytest
 
-from mpidist.collectives.watch.flight_record import FlightEntry, read_folder
+from mpidist.collectives.observe.record import Entry, read_flights
 from tests.support.ranks import jobs
 
 pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
@@ -58,9 +58,9 @@ def run(tmp_path: Path, **variables: str) -> str:
     return done.stderr
 
 
-def entries(folder: Path) -> list[FlightEntry]:
+def entries(folder: Path) -> list[Entry]:
     problems: list[str] = []
-    found = [entry for flight in read_folder(str(folder), problems) for entry in flight.entries]
+    found = [entry for flight in read_flights(str(folder), problems) for entry in flight.entries]
     assert problems == []
     return found
 

@@ -1,34 +1,26 @@
-"""The observers of a new channel: trace, flight record, status and guard, as settings say."""
+"""The observers of a new channel: flight record, trace, report, status and guard."""
 
 from __future__ import annotations
 
 from mpidist.collectives.channel.channel import Channel
-from mpidist.collectives.watch.channel_trace import ChannelTrace
-from mpidist.collectives.watch.flight_record import FlightObserver
+from mpidist.collectives.observe.job_status import report_channel
+from mpidist.collectives.observe.recorder import record_channel
 from mpidist.collectives.watch.guard import Guard
-from mpidist.collectives.watch.recorder import recorder_for
 from mpidist.collectives.watch.side_thread import side_thread
-from mpidist.collectives.watch.status_writer import watch_status
 from mpidist.core import settings
 
 
 def watch_channel(channel: Channel) -> None:
-    """Add the observers that settings ask for to a channel (collective)."""
-    recorder = recorder_for(channel.comm)
-    if recorder is not None:
-        if recorder.makes_spans:
-            channel.observers.add(ChannelTrace(recorder, channel.name))
-        if recorder.flight is not None:
-            core = channel.node.core
-            channel.observers.add(FlightObserver(recorder.flight, channel.name, core), sees_fast_path=core is not None)
+    """Add all of them to a channel (collective)."""
+    record_channel(channel)
     guard_channel(channel)
 
 
 def guard_channel(channel: Channel) -> None:
-    """Add those that say where ranks wait: the status file, and a guard.
+    """Add those that show where ranks wait: the status file, and a guard.
 
-    That takes several ranks, and threads that may call MPI.
+    A guard needs several ranks, and threads that may call MPI.
     """
-    watch_status(channel)
+    report_channel(channel)
     if channel.size > 1 and settings.GUARD.read() and side_thread.is_allowed():
         channel.observers.add(Guard(channel))
