@@ -19,10 +19,10 @@ from mpidist.collectives.channel.executor import ChannelStatus
 from mpidist.collectives.channel.mismatch import Told, mismatch_text, news_text
 from mpidist.collectives.move import expectations
 from mpidist.collectives.mpi import communicator_names
-from mpidist.collectives.watch.deadlock import Wait, WaitState, find_deadlock
+from mpidist.collectives.observe.deadlock import Wait, WaitState, find_deadlock
+from mpidist.collectives.observe.hang_report import Answer, report_text
 from mpidist.collectives.watch.flight_record import DONE, MESSAGE, RUNNING, Flight, FlightEntry
 from mpidist.collectives.watch.flight_text import merged_text
-from mpidist.collectives.watch.hang_text import RankStatus, report_text
 from mpidist.collectives.watch.recorder import OperationTotals
 from mpidist.collectives.watch.recorder import report_text as totals_text
 from mpidist.core.errors import PeerError
@@ -157,9 +157,9 @@ def test_all_to_all_that_fits_nowhere() -> None:
 # Who waits for whom ---------------------------------------------------------------------------------------------------
 
 
-def status(rank: int, number: int = 17, *, waits: bool = True, text: str = LATE, line: int = 41) -> RankStatus:
+def status(rank: int, number: int = 17, *, waits: bool = True, text: str = LATE, line: int = 41) -> Answer:
     seconds = 60.0 + rank / RANKS * 9
-    return RankStatus(
+    return Answer(
         ChannelStatus(number, number, text, waits, seconds, False),
         where=f"/home/me/projects/training/net/train.py:{line} (step)",
         process=f"process {20_000 + rank} on n{rank // PER_NODE:04}",
@@ -171,7 +171,7 @@ def test_a_hang_for_one_rank() -> None:
     answers[ODD] = status(ODD, 16, waits=False, line=30)
     lines = fitting(lambda: report_text(17, answers, RANKS))
     assert lines[1] == (
-        f"  rank {ODD}: has not come to it: its last collective was number 16, {LATE}, 64 s ago; its program is at "
+        f"  rank {ODD}: has not reached it: its last collective was number 16, {LATE}, 64 s ago; its program is at "
         f"/home/me/projects/training/net/train.py:30 (step) (process {20_000 + ODD} on n0588)"
     )
     assert lines[2].startswith(f"  ranks 0-{ODD - 1},{ODD + 1}-9999: waiting for them at ")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mpidist.collectives.channel.channel import Channel
+from mpidist.collectives.observe.hangs import HangObserver
+from mpidist.collectives.rpc import service
 from mpidist.collectives.watch.channel_trace import ChannelTrace
 from mpidist.collectives.watch.flight_record import FlightObserver
-from mpidist.collectives.watch.guard import Guard
 from mpidist.collectives.watch.recorder import recorder_for
-from mpidist.collectives.watch.side_thread import side_thread
 from mpidist.collectives.watch.status_writer import watch_status
 from mpidist.core import settings
 
@@ -30,5 +30,5 @@ def guard_channel(channel: Channel) -> None:
     That takes several ranks, and threads that may call MPI.
     """
     watch_status(channel)
-    if channel.size > 1 and settings.GUARD.read() and side_thread.is_allowed():
-        channel.observers.add(Guard(channel))
+    if channel.size > 1 and settings.GUARD.read() and service.is_allowed():
+        channel.observers.add(HangObserver(channel))
