@@ -27,7 +27,7 @@ Handlers = Mapping[str, Callable[..., object]]
 
 
 class Call(NamedTuple):
-    """The sender of a message, and a function that answers a request, also later and several times."""
+    """The sender of a message, and a function that answers a request, once or several times."""
 
     source: int
     reply: Callable[[object], None]
