@@ -27,7 +27,7 @@ Handlers = Mapping[str, Callable[..., object]]
 
 
 class Call(NamedTuple):
-    """The sender of a message, and a function that answers a request, once or several times."""
+    """The sender of a message, and a function that answers a request. It may answer several times."""
 
     source: int
     reply: Callable[[object], None]
@@ -97,7 +97,7 @@ class Endpoint:
         comm: Communicator of the ranks. Drain ``mailbox.count`` before you free it (see ``mpi.mailbox.drain``).
         tag: Tag of the messages. No other messages on ``comm`` may use it.
         handlers: Functions by name of message. The service thread calls them with a Call and the arguments.
-        service: ServiceThread thread, or a simulation of it.
+        service: Service thread, or a simulation of it.
     """
 
     def __init__(self, comm: Comm, tag: int, handlers: Handlers, service: ServiceThread = service) -> None:

@@ -1,8 +1,7 @@
 """StepAgreement: the ranks agree, in their service threads, on a step after which all act.
 
-Steps themselves send no messages. A rank that wants an act notifies rank 0, which holds every rank at the end of its
-current step and collects the number of steps that each has done. The target is the step after the largest number: no
-rank has finished it, and none passes the end of a step before it has the target.
+Steps send no messages. A rank that wants an act notifies rank 0, which holds every rank at the end of its current step
+and collects the number of steps that each has done. The target is the step after the largest number.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ class StepAgreement:
         self._rank = self._size = 0
         if comm is not None and comm.Get_size() > 1:
             if not service.is_allowed():
-                raise RuntimeError(
-                    "MPI was started without MPI_THREAD_MULTIPLE, which ranks need to agree on a step. Import mpidist "
-                    "before mpi4py.MPI, or set mpi4py.rc.thread_level = 'multiple'"
-                )
+                raise RuntimeError("agreeing on steps needs MPI_THREAD_MULTIPLE. Import mpidist before mpi4py.MPI")
             self._comm = duplicate(comm, "preparing to agree on steps")
             self._rank, self._size = comm.Get_rank(), comm.Get_size()
             handlers: Handlers = {"want": self._want, "hold": self._hold, "count": self._count, "target": self._set}
@@ -88,30 +84,25 @@ class StepAgreement:
             self._comm.Free()
             self._comm = None
 
-    # In the service thread --------------------------------------------------------------------------------------
-
     def _want(self, _: Call, act: str) -> None:
         if act not in self._counts:
             self._counts[act] = []
-            self._notify_all("hold", act)
+            for rank in range(self._size):
+                self._endpoint.notify(rank, "hold", act)
 
     def _hold(self, _: Call, act: str) -> None:
         with self._changed:
             self._targets.setdefault(act, None)
-            steps = self.steps
-        self._endpoint.notify(0, "count", act, steps)
+            self._endpoint.notify(0, "count", act, self.steps)
 
     def _count(self, _: Call, act: str, steps: int) -> None:
         counts = self._counts[act]
         counts.append(steps)
         if len(counts) == self._size:
-            self._notify_all("target", act, max(counts) + 1)
+            for rank in range(self._size):
+                self._endpoint.notify(rank, "target", act, max(counts) + 1)
 
     def _set(self, _: Call, act: str, step: int) -> None:
         with self._changed:
             self._targets[act] = step
             self._changed.notify_all()
-
-    def _notify_all(self, name: str, *args: object) -> None:
-        for rank in range(self._size):
-            self._endpoint.notify(rank, name, *args)

@@ -124,6 +124,14 @@ class Job:
         self.printed.clear()
         return World(ranks, per_node, stopped, odd or {})
 
+    def report(self, world: World, ranks: Iterable[int]) -> str:
+        """Return the only report that is printed when ranks have waited for long."""
+        for rank in ranks:
+            world.observers[rank].tells(OPERATION)
+        world.run()
+        (report,) = self.printed
+        return report
+
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Job:
@@ -140,12 +148,7 @@ def message() -> Any:
 
 def test_ten_thousand_ranks_have_one_asker(job: Job) -> None:
     world = job.make(RANKS, PER_NODE, odd={4711: LATE})
-    for observer in world.observers:
-        if observer is not world.observers[4711]:
-            observer.tells(OPERATION)
-    world.run()
-    (report,) = job.printed
-    lines = report.splitlines()
+    lines = job.report(world, {*range(RANKS)} - {4711}).splitlines()
     assert lines[0] == f"ranks 0-4710,4712-9999 of 10000 have waited 60 s for the other ranks in {TEXT}, " + (
         "collective number 17:"
     )
@@ -190,21 +193,14 @@ def test_every_rank_gets_the_report_in_time(job: Job, per_node: int) -> None:
 
 def test_a_node_without_leaders_differs_from_a_slow_one(job: Job) -> None:
     world = job.make(64, 8, [16, 24, 25])
-    world.observers[40].tells(OPERATION)
-    world.run()
-    (report,) = job.printed
-    lines = {line.split(":")[0].strip(): line for line in report.splitlines()[1:]}
+    lines = {line.split(":")[0].strip(): line for line in job.report(world, [40]).splitlines()[1:]}
     assert set(lines) == {"ranks 16,24-25", "ranks 26-31", "ranks 0-15,17-23,32-63"}
     assert "ranks 16,24-25: gave no answer within 1.5 s" in lines["ranks 16,24-25"]
     assert lines["ranks 26-31"].endswith("could not be asked, because the ranks that pass questions on gave no answer")
 
 
 def test_a_node_reports_alone_without_askers(job: Job) -> None:
-    world = job.make(64, 8, [0, 8])
-    for rank in range(16, 24):
-        world.observers[rank].tells(OPERATION)
-    world.run()
-    (report,) = job.printed
+    report = job.report(job.make(64, 8, [0, 8]), range(16, 24))
     assert report.startswith("ranks 16-23 of 64 have waited")
     assert "  ranks 0,8: gave no answer within 1.5 s" in report
     assert "  ranks 1-7,9-15,24-63: could not be asked" in report
@@ -236,21 +232,13 @@ def test_ranks_with_the_same_question_ask_together(job: Job) -> None:
 
 
 def test_questions_leave_nothing_behind(job: Job) -> None:
-    class Hear:
-        def __call__(self, report: Report) -> None:
-            pass
-
     world = job.make(64, 8, [8])
     left = []
     for _ in range(3):
-        for rank, question in (
-            (63, Question(MESSAGE)),
-            (63, Question(MESSAGE, other=5)),
-            (62, Question(MESSAGE, other=5)),
-            (61, Question(MESSAGE, other=8)),
-            (60, Question(DEADLOCK, 17)),
-        ):
-            hear = Hear()
+        asked = [(63, None), (63, 5), (62, 5), (61, 8)]
+        questions = [*((rank, Question(MESSAGE, other=other)) for rank, other in asked), (60, Question(DEADLOCK, 17))]
+        for rank, question in questions:
+            hear = partial(ignore)
             left.append(weakref.ref(hear))
             world.observers[rank].inquire(question, hear)
         world.run()
@@ -263,28 +251,17 @@ def test_questions_leave_nothing_behind(job: Job) -> None:
 def test_a_late_asker_prints_the_only_report(job: Job, ranks: int, per_node: int, late: float) -> None:
     world = job.make(ranks, per_node)
     world.late[0] = late
-    for observer in world.observers[1:]:
-        observer.tells(OPERATION)
-    world.run()
-    assert len(job.printed) == 1
+    assert job.report(world, range(1, ranks))
 
 
 def test_an_asker_that_resumes_prints_no_second_report(job: Job) -> None:
     world = job.make(64, 8, odd={0: LATE})
     world.stopped_until[0] = 10.0
-    for observer in world.observers[1:]:
-        observer.tells(OPERATION)
-    world.run()
-    (report,) = job.printed
-    assert "rank 0: gave no answer" in report
+    assert "rank 0: gave no answer" in job.report(world, range(1, 64))
 
 
 def test_a_rank_without_leaders_has_a_report_printed(job: Job) -> None:
-    world = job.make(64, 8, [16, 17])
-    world.observers[20].tells(OPERATION)
-    world.run()
-    (report,) = job.printed
-    assert "ranks 16-17: gave no answer" in report
+    assert "ranks 16-17: gave no answer" in job.report(job.make(64, 8, [16, 17]), [20])
 
 
 def test_a_closed_communicator_reports_nothing(job: Job) -> None:
@@ -338,10 +315,7 @@ def test_answers_are_cut_into_messages() -> None:
 
 
 def test_askers_connect_to_the_first_two_ranks_of_nodes() -> None:
-    nodes = [range(3), range(3, 4), range(4, 9)]
-    known = {rank: Connections(rank, nodes).known for rank in range(9)}
-    assert known[0] == {1, 2, 3, 4, 5}
-    assert known[3] == {0, 1, 4, 5}
+    known = {rank: Connections(rank, [range(3), range(3, 4), range(4, 9)]).known for rank in range(9)}
+    assert [known[0], known[3], known[6]] == [{1, 2, 3, 4, 5}, {0, 1, 4, 5}, {4, 5, 7, 8}]
     assert known[5] == {0, 3, 4, 6, 7, 8}
-    assert known[6] == {4, 5, 7, 8}
     assert all(rank in known[other] for rank, others in known.items() for other in others)
