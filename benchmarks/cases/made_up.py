@@ -12,9 +12,9 @@ from benchmarks.measuring.rows import Figure
 from mpidist.cli.doctor_facts.machine import facts_of_this_rank
 from mpidist.collectives.channel.executor import ChannelStatus
 from mpidist.collectives.channel.mismatch import mismatch_text
-from mpidist.collectives.watch.deadlock import Wait, WaitState
-from mpidist.collectives.watch.hang_text import RankStatus, report_text
-from mpidist.collectives.watch.inquiry import packed_answers
+from mpidist.collectives.observe.deadlock import Wait, WaitState
+from mpidist.collectives.observe.hang_report import Answer, report_text
+from mpidist.collectives.observe.hangs import send_answers
 from mpidist.topology import import_mpi
 from mpidist.topology.topology import PLACE, map_of_ranks
 
@@ -51,8 +51,10 @@ def run(ranks: int) -> list[Figure]:
 def _answers(first: int, ranks: int) -> Iterator[bytes]:
     """Yield the messages of a node: its first rank's own answer, and those of the others."""
     answers = [(rank, _status(rank)) for rank in range(first, first + ranks)]
+    parts: list[bytes] = []
     for some in (answers[:1], answers[1:]):
-        yield from (pickle.dumps(("answer", (17, part))) for part in packed_answers(some))
+        send_answers(parts.append, some)
+    yield from (pickle.dumps(("", 17, (part,))) for part in parts)
 
 
 def _made(name: str, make: Callable[[], object]) -> list[Figure]:
@@ -77,7 +79,7 @@ def _calls(ranks: int) -> list[tuple[str, str, str]]:
     return [("plan", _TEXT if rank < ranks - 1 else "barrier", _SITE) for rank in range(ranks)]
 
 
-def _status(rank: int) -> RankStatus:
+def _status(rank: int) -> Answer:
     wait = WaitState(rank, Wait("communicator 1", 17, _TEXT, _SITE), {"communicator 1 of ranks 0-9999": 17})
     status = ChannelStatus(17, 17, _TEXT, True, 60.0, False)
-    return RankStatus(status, wait, _SITE, f"process {rank} on node{rank // RANKS_PER_NODE:05}")
+    return Answer(status, wait, _SITE, f"process {rank} on node{rank // RANKS_PER_NODE:05}")

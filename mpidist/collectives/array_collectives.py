@@ -36,12 +36,12 @@ from mpidist.collectives.gpu.staging import on_host
 from mpidist.collectives.move.movement_plan import BroadcastPlan, DealPlan, GatherPlan
 from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.node.core import Resume
+from mpidist.collectives.observe.attach import observe_channel
 from mpidist.collectives.reading import check_writable, delivering
 from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.collectives.reduce.registry import check_options, gpu_names
 from mpidist.collectives.reduce.table import Table, check_table
 from mpidist.collectives.reduce.tuning_file import agreed_table
-from mpidist.collectives.watch.attach import watch_channel
 from mpidist.collectives.world_channel import world_channel
 from mpidist.core.callsite import user_call_site
 from mpidist.core.enums import ReduceOp
@@ -91,7 +91,7 @@ class ArrayCollectives:
         self._uses_world_channel = world_channel.agree_to_make(owner, comm)
         base = world_topology().world if comm is None else comm
         self._channel = Channel(base, self._options.timeout_seconds, owner, advice=advice)
-        watch_channel(self._channel)
+        observe_channel(self._channel)
         self.rank: int = self._channel.rank
         self.size: int = self._channel.size
         self._plans: dict[Any, Any] = {}

@@ -37,7 +37,7 @@ from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.node import packing
 from mpidist.collectives.node.chunks import borders
 from mpidist.collectives.reading import delivering, read, read_out, restore
-from mpidist.collectives.watch.step_agreement import StepAgreement
+from mpidist.collectives.step_agreement import StepAgreement
 from mpidist.core.enums import ReduceOp
 from mpidist.core.message_tags import TAGS_OF_PROGRAMS
 from mpidist.core.options import CommunicationOptions

@@ -9,7 +9,7 @@ from mpidist.collectives.channel.channel import Channel, open_channels
 from mpidist.collectives.channel.operation import Operation, describe
 from mpidist.collectives.channel.shutdown import check_not_forked
 from mpidist.collectives.mpi.waiting import Comm
-from mpidist.collectives.watch.attach import guard_channel
+from mpidist.collectives.observe.attach import observe_waits
 from mpidist.topology import import_mpi, world_topology
 
 _NAME = "all ranks"
@@ -45,7 +45,7 @@ class WorldChannel:
         making = describe(f"making a {product}", "" if comm is None else "a communicator of all ranks")
         if self._channel is None:
             self._channel = Channel(world_topology().world, None, "channel of all ranks", _NAME)
-            guard_channel(self._channel)
+            observe_waits(self._channel)
         self._users += 1
         try:
             self._channel.run(Operation(self._channel.open(making), making))

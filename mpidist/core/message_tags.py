@@ -7,7 +7,7 @@ TAGS_OF_ARRAYS = LEADERS = (1 << 14) - 1
 # Those of programs have a tag of their own, twice.
 TAGS_OF_PROGRAMS = 8190
 HEADS_OF_PROGRAMS, DATA_OF_PROGRAMS = LEADERS + 1, LEADERS + 1 + TAGS_OF_PROGRAMS
-PARTS, CONNECTIONS, SIDE_THREAD, NCCL_START = range(32764, 32768)
+PARTS, CONNECTIONS, SERVICE, NCCL_START = range(32764, 32768)
 # Of the making of a communicator, which are no messages of it.
 GROUPS = 1
 # On the private duplicate of the world.

@@ -20,7 +20,7 @@ from mpidist.arrays.dtypes import Array, as_dtype
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import Communicator, FinishedWork, Work
 from mpidist.collectives.reading import restore
-from mpidist.collectives.watch.step_agreement import StepAgreement
+from mpidist.collectives.step_agreement import StepAgreement
 from mpidist.core import context, nest
 from mpidist.core.context import Frame
 from mpidist.core.enums import ReduceOp, VariableSynchronization

@@ -40,7 +40,7 @@ def make_with_few_descriptors(left: int) -> list[str]:
 @pytest.mark.parametrize("left", [0, 1, 6])
 def test_an_error_on_all_ranks_and_it_goes_on(left: int) -> None:
     found = run(make_with_few_descriptors, 3, left)
-    text = "rank 1 has fewer than 8 file descriptors left, which making a communicator takes; type: ulimit -n 4096"
+    text = "rank 1 has fewer than 8 file descriptors left, too few to make a communicator. Run: ulimit -n 4096"
     assert found[1] == [f"OSError: [Errno 24] Too many open files: {text}", "3"]
     assert found[0] == found[2] == [f"PeerError: {text}", "3"]
 

@@ -1,4 +1,4 @@
-"""Steps that ranks agree on: the same one on all, after the wish, whatever the ranks are doing then."""
+"""Agreed steps: all ranks act after the same step, whatever they do when an act is requested."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import time
 import pytest
 
 from mpidist.collectives import Communicator
-from mpidist.collectives.watch.step_agreement import StepAgreement
+from mpidist.collectives.step_agreement import StepAgreement
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 
 
 @pytest.mark.one_rank
-def test_a_lone_process_agrees_with_itself() -> None:
+def test_a_single_process_agrees_with_itself() -> None:
     agreement = StepAgreement(None)
     assert agreement.step_done() == []
     agreement.ask_for("a save")
@@ -33,26 +33,24 @@ def test_all_ranks_get_the_same_step(asker: str, together: bool) -> None:
         agreement = comm.step_agreement()
         pace = random.Random(comm.rank)
         asks = {"first": comm.rank == 0, "last": comm.rank == comm.size - 1, "all": True}[asker]
-        wish = threading.Timer(0.05 * (1 + comm.rank), agreement.ask_for, ("a save",))
+        request = threading.Timer(0.05 * (1 + comm.rank), agreement.ask_for, ("a save",))
         if asks:
-            wish.start()
+            request.start()
         found = None
-        steps = 0
-        # Ranks that step alone must all come to the step that is found, so they stop only then.
+        # Every rank must reach the agreed step, so none stops before.
         while found is None:
             time.sleep(0.002 * pace.random())
             if together:
                 comm.barrier()
-            steps += 1
             if agreement.step_done():
-                found = steps
-        wish.cancel()
+                found = agreement.steps
+        request.cancel()
         assert len(set(comm.all_gather_object(found))) == 1
         assert agreement.step_done() == []
         agreement.close()
 
 
-def test_two_wishes_are_kept_apart() -> None:
+def test_two_acts_are_kept_apart() -> None:
     with Communicator() as comm:
         agreement = comm.step_agreement()
         found: list[tuple[int, str]] = []
@@ -61,9 +59,9 @@ def test_two_wishes_are_kept_apart() -> None:
         while len(found) < 2:
             comm.barrier()
             due = agreement.step_done()
-            found += [(agreement.steps, what) for what in due]
+            found += [(agreement.steps, act) for act in due]
             if due == ["first"] and comm.rank == 0:
                 agreement.ask_for("second")
-        assert [what for _, what in found] == ["first", "second"]
+        assert [act for _, act in found] == ["first", "second"]
         assert len(set(comm.all_gather_object(tuple(found)))) == 1
         agreement.close()

@@ -17,14 +17,14 @@ from mpidist.cli.doctor_checks import findings
 from mpidist.cli.doctor_facts.facts import CoreFacts, GpuFacts, Interface, SharedMemoryFacts
 from mpidist.cli.doctor_text import report
 from mpidist.cli.flight import merged_text
+from mpidist.collectives.channel import mismatch
 from mpidist.collectives.channel.executor import ChannelStatus
 from mpidist.collectives.channel.mismatch import Told, mismatch_text, news_text
-from mpidist.collectives.move import expectations
 from mpidist.collectives.mpi import communicator_names
+from mpidist.collectives.observe.deadlock import Wait, WaitState, find_deadlock
+from mpidist.collectives.observe.hang_report import Answer, report_text
 from mpidist.collectives.observe.record import Entry, Flight, FlightHead, Kind, State
 from mpidist.collectives.observe.report import report_text as totals_text
-from mpidist.collectives.watch.deadlock import Wait, WaitState, find_deadlock
-from mpidist.collectives.watch.hang_text import RankStatus, report_text
 from mpidist.core.errors import PeerError
 from mpidist.core.wording import group_lines, groups_of, names_text, numbered_ranks, ranks_text, said_lines
 from mpidist.estimator.roles import cast_of
@@ -149,7 +149,7 @@ def test_news_of_many() -> None:
 
 def test_all_to_all_that_fits_nowhere() -> None:
     everyone = [([(other, 2, 3) for other in range(4)], RANKS, SITE) for _ in EVERYBODY]
-    lines = fitting(lambda: expectations._message(everyone))
+    lines = fitting(lambda: mismatch._rows_message(everyone))
     assert lines[1] == "  rank 0 gives rank 0 2 rows"
     assert lines[-1] == "  and 99999996 more such pairs"
 
@@ -157,9 +157,9 @@ def test_all_to_all_that_fits_nowhere() -> None:
 # Who waits for whom ---------------------------------------------------------------------------------------------------
 
 
-def status(rank: int, number: int = 17, *, waits: bool = True, text: str = LATE, line: int = 41) -> RankStatus:
+def status(rank: int, number: int = 17, *, waits: bool = True, text: str = LATE, line: int = 41) -> Answer:
     seconds = 60.0 + rank / RANKS * 9
-    return RankStatus(
+    return Answer(
         ChannelStatus(number, number, text, waits, seconds, False),
         where=f"/home/me/projects/training/net/train.py:{line} (step)",
         process=f"process {20_000 + rank} on n{rank // PER_NODE:04}",
@@ -171,7 +171,7 @@ def test_a_hang_for_one_rank() -> None:
     answers[ODD] = status(ODD, 16, waits=False, line=30)
     lines = fitting(lambda: report_text(17, answers, RANKS))
     assert lines[1] == (
-        f"  rank {ODD}: has not come to it: its last collective was number 16, {LATE}, 64 s ago; its program is at "
+        f"  rank {ODD}: has not reached it: its last collective was number 16, {LATE}, 64 s ago; its program is at "
         f"/home/me/projects/training/net/train.py:30 (step) (process {20_000 + ODD} on n0588)"
     )
     assert lines[2].startswith(f"  ranks 0-{ODD - 1},{ODD + 1}-9999: waiting for them at ")

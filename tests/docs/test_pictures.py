@@ -68,7 +68,7 @@ def test_a_hang(scripts: Any, tmp_path: Path) -> None:
     script = scripts("draw_hang")
     events, printed = record(script, tmp_path)
     picture = script.drawn(events, script.report_in(printed))
-    assert "rank 1: has not come to it" in picture
+    assert "rank 1: has not reached it" in picture
     assert texts_without_numbers(picture) == texts_without_numbers(script.PICTURE.read_text())
 
 

@@ -61,7 +61,7 @@ EXCEPTED = {
     ),
     Transcript("README.md", "4 replicas: loss 0.00002, w [ 1. -2.  3.]"): "compared by tests/test_readme.py",
     Transcript("docs/doctor.md", "mpidist 0.1.0 doctor: 6 ranks, 3 hosts"): "needs hosts: tests/cluster/test_doctor.py",
-    Transcript("docs/hangs.md", _WAITS + "collective number 17:"): "a job that hangs: tests/collectives/test_guard.py",
+    Transcript("docs/hangs.md", _WAITS + "collective number 17:"): "a job that hangs: tests/collectives/test_hangs.py",
     Transcript("docs/hangs.md", _RECEIVES): "a job that hangs: tests/collectives/test_point_to_point.py",
     Transcript("docs/hangs.md", "communicator 1 of ranks 0-3"): "after a kill: tests/collectives/test_flight_record.py",
     Transcript("docs/top.md", "job of 4 ranks on node7: train.py"): "a job that hangs: tests/cli/test_top.py",

@@ -385,10 +385,10 @@ _COLLECTIVES = (
     ),
     Fault(
         "a node whose first rank gives no answer is not asked",
-        "mpidist/collectives/watch/inquiry.py",
-        "lambda: ask_nodes(1)",
-        "lambda: ask_nodes(0)",
-        ("tests/collectives/test_questions.py",),
+        "mpidist/collectives/observe/hangs.py",
+        "else query(1)",
+        "else query(0)",
+        ("tests/collectives/test_hang_queries.py",),
     ),
     Fault(
         "the error of a work that nobody waited for yet is dropped",

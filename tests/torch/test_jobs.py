@@ -282,7 +282,7 @@ def test_monitored_barrier_names_who_is_missing() -> None:
         try:
             dist.monitored_barrier(timeout=timedelta(seconds=1))
         except CollectiveTimeoutError as error:
-            print("rank 1: has not come to it" in str(error))
+            print("rank 1: has not reached it" in str(error))
         dist.distributed_c10d._get_default_store().set("late", "yes")
     else:
         dist.distributed_c10d._get_default_store().wait(["late"])

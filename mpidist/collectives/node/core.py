@@ -17,7 +17,7 @@ from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.mpi.waiting import Steps, looks_before_yield, pause
 from mpidist.collectives.node.mapping import address_of
 from mpidist.collectives.node.native import (
-    Event,
+    ChunkEvent,
     Functions,
     MpiFunctions,
     PushSizes,
@@ -409,7 +409,7 @@ class Core:
 
     def event(self) -> tuple[str, int, int]:
         """Return name, number of the chunk, and nanoseconds of the step that was watched."""
-        event = Event()
+        event = ChunkEvent()
         self._library.nc_get_event(self._address, ctypes.byref(event))
         return _EVENTS[event.what], event.chunk, event.nanoseconds
 

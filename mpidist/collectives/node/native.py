@@ -43,7 +43,7 @@ class SlotSizes(Structure):
     )
 
 
-class Event(Structure):
+class ChunkEvent(Structure):
     """nc_event of mpidist.h."""
 
     _fields_ = (("what", c_int), ("chunk", c_size_t), ("nanoseconds", c_int64))
@@ -67,7 +67,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "nc_abandon": (None, c_void_p, c_int64, c_char_p),
     "nc_allow_push": (None, c_void_p, c_int, POINTER(PushSizes)),
     "nc_control_bytes": (c_size_t, c_int),
-    "nc_get_event": (None, c_void_p, POINTER(Event)),
+    "nc_get_event": (None, c_void_p, POINTER(ChunkEvent)),
     "nc_halve_from": (None, c_void_p, c_size_t),
     "nc_lead": (c_int, c_void_p, POINTER(MpiFunctions), POINTER(c_int32), c_int, c_int, c_int),
     "nc_limit_finalize": (c_int, c_int, c_char_p, c_int, c_char_p),

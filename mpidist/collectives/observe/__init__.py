@@ -1,1 +1,1 @@
-"""Records of the collectives of this rank: flight record, trace, report and status."""
+"""Observers of the collectives: hang reports, records, traces."""

@@ -13,7 +13,7 @@ _STOPPING_SECONDS = scaled(1.0)
 # tqdm keeps one monitor thread for the life of the process.
 _KEPT = ("TMonitor",)
 # They serve all communicators that are open, those that tests share, too.
-_OF_COMMUNICATORS = ("mpidist-progress", "mpidist-side")
+_OF_COMMUNICATORS = ("mpidist-progress", "mpidist-service")
 # They live as long as a strategy, which several tests may share, and end where it is collected.
 _OF_STRATEGIES = "mpidist-replica-"
 

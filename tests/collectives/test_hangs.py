@@ -1,4 +1,4 @@
-"""What ranks that wait for one another say: who has not come, what each does, and on which line of its program."""
+"""Hang reports: which ranks keep a collective waiting, what each of them does, and on which line of its program."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import re
 import pytest
 
 from mpidist.collectives.channel.executor import ChannelStatus
-from mpidist.collectives.watch.hang_text import RankStatus, report_text
+from mpidist.collectives.observe.hang_report import Answer, report_text
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.programs import run_program
-from tests.support.speed import deadlines
+from tests.support.speed import deadlines, scaled
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
@@ -42,14 +42,14 @@ print("done")
 """
 
 
-def test_one_report_names_all_that_are_waited_for() -> None:
+def test_one_report_names_all_late_ranks() -> None:
     job = run_program(LATE, 5, env={"MPIDIST_WARN_AFTER": "0.5"})
     assert job.returncode == 0, job.stderr
     assert job.stdout.split() == ["done"] * 5
     assert job.stderr.count("for the other ranks") == 1
     assert "ranks 0,4 of 5 have waited" in job.stderr
     assert "for the other ranks in all_reduce SUM of float64(5,), collective number 3:\n" in job.stderr
-    last = "has not come to it: its last collective was number 2, all_reduce SUM of float64(2,)"
+    last = "has not reached it: its last collective was number 2, all_reduce SUM of float64(2,)"
     lines = {line.split(":")[0].strip(): line for line in job.stderr.splitlines() if line.startswith("  rank")}
     assert set(lines) == {"rank 1", "rank 2", "rank 3", "ranks 0,4"}
     assert last in lines["rank 1"]
@@ -65,10 +65,10 @@ def test_the_error_of_a_deadline_has_the_report() -> None:
     assert job.returncode != 0
     error = job.stderr[job.stderr.index("CollectiveTimeoutError") :]
     assert re.search(r"rank 0 of 2 has waited \d+ s for the other ranks in all_reduce SUM of float64\(5,\)", error)
-    assert "  rank 1: has not come to it: its last collective was number 2" in error
+    assert "  rank 1: has not reached it: its last collective was number 2" in error
 
 
-def test_without_the_guard_each_rank_speaks_for_itself() -> None:
+def test_without_the_guard_each_rank_reports() -> None:
     job = run_program(LATE, 3, env={"MPIDIST_WARN_AFTER": "1", "MPIDIST_GUARD": "0"})
     assert job.returncode == 0, job.stderr
     assert re.search(r"rank 0 of 3 has waited \d+ s for the other ranks in all_reduce SUM of float64\(5,\)", job.stderr)
@@ -86,32 +86,32 @@ comm.close()
 """
 
 
-def test_a_work_that_nobody_moves_on_is_told_from_one_that_was_not_issued() -> None:
+def test_a_work_that_nobody_advances_is_named() -> None:
     job = run_program(UNMOVED, 2, env={"MPIDIST_WARN_AFTER": "1", "MPIDIST_PROGRESS_THREAD": "0"})
     assert job.returncode == 0, job.stderr
-    assert "rank 1: has issued it, and does not move it on: its program is at" in job.stderr
+    assert "rank 1: has started it but does not advance it: its program is at" in job.stderr
 
 
-# Ranks that stop, until a child of theirs lets them go on, or ends them.
+# Ranks given as arguments stop until a child process resumes or kills them, or hold Python's lock for a while.
 STOP = """
-import os, signal, sys, time, numpy, mpidist
+import ctypes, os, signal, sys, time, numpy, mpidist
 comm = mpidist.Communicator()
-if str(comm.rank) in sys.argv[1:]:
+how, seconds, *ranks = sys.argv[1:]
+if str(comm.rank) in ranks and how == "lock":
+    ctypes.PyDLL(None).sleep(int(seconds))
+elif str(comm.rank) in ranks:
     child = os.fork()
     if child == 0:
-        time.sleep({seconds})
-        os.kill(os.getppid(), signal.{then})
+        time.sleep(float(seconds))
+        os.kill(os.getppid(), getattr(signal, how))
         os._exit(0)
     os.kill(os.getpid(), signal.SIGSTOP)
 """
-
-SOME_ARE_STOPPED = f"""{STOP.format(seconds=5, then="SIGCONT")}
+WAIT = f"""{STOP}
 comm.all_reduce("SUM", numpy.ones(5))
 comm.close()
 """
-
-# Longer than all others take to have their error.
-SOME_ARE_STOPPED_LONG = f"""{STOP.format(seconds=8, then="SIGKILL")}
+FAIL = f"""{STOP}
 start = time.monotonic()
 try:
     comm.all_reduce("SUM", numpy.ones(5))
@@ -122,26 +122,32 @@ time.sleep(20)
 """
 
 
+@pytest.mark.parametrize("how", ["SIGCONT", "lock"])
 @pytest.mark.parametrize("ranks_per_node", [None, pytest.param(1, marks=pytest.mark.long)])
-def test_another_rank_asks_where_the_first_does_not_answer(ranks_per_node: int | None) -> None:
-    job = run_program(SOME_ARE_STOPPED, 3, "0", env={"MPIDIST_WARN_AFTER": "0.5"}, ranks_per_node=ranks_per_node)
+def test_another_rank_asks_if_the_first_hangs(how: str, ranks_per_node: int | None) -> None:
+    env = {"MPIDIST_WARN_AFTER": "0.5"}
+    job = run_program(WAIT, 3, how, "5", "0", env=env, ranks_per_node=ranks_per_node)
     assert job.returncode == 0, job.stderr
     assert "ranks 1-2 of 3 have waited" in job.stderr
+    assert job.stderr.count("mpidist: rank") == 1
+    assert "mpidist: none of" not in job.stderr
     assert "rank 0: gave no answer" in job.stderr
 
 
 @pytest.mark.long
-def test_where_the_first_of_two_nodes_do_not_answer_a_node_speaks_for_itself() -> None:
-    job = run_script(SOME_ARE_STOPPED, 4, "0", "1", env={"MPIDIST_WARN_AFTER": "0.5"}, ranks_per_node=1)
+def test_without_askers_a_node_reports_alone() -> None:
+    env = {"MPIDIST_WARN_AFTER": "0.5"}
+    job = run_script(WAIT, 4, "SIGCONT", "5", "0", "1", env=env, ranks_per_node=1)
     assert job.returncode == 0, job.stderr
     assert "rank 2 of 4 has waited" in job.stderr
     assert "ranks 0-1: gave no answer" in job.stderr
-    assert "rank 3: could not be asked from here" in job.stderr
+    assert "rank 3: could not be asked" in job.stderr
 
 
 @pytest.mark.long
-def test_the_second_rank_of_a_node_answers_where_the_first_is_stopped() -> None:
-    job = run_script(SOME_ARE_STOPPED, 6, "3", env={"MPIDIST_WARN_AFTER": "0.5"}, ranks_per_node=3)
+def test_the_second_rank_answers_if_the_leader_hangs() -> None:
+    env = {"MPIDIST_WARN_AFTER": "0.5"}
+    job = run_script(WAIT, 6, "SIGCONT", "5", "3", env=env, ranks_per_node=3)
     assert job.returncode == 0, job.stderr
     assert "ranks 0-2,4-5 of 6 have waited" in job.stderr
     assert "rank 3: gave no answer" in job.stderr
@@ -149,12 +155,12 @@ def test_the_second_rank_of_a_node_answers_where_the_first_is_stopped() -> None:
 
 
 @pytest.mark.long
-def test_the_error_of_a_deadline_comes_where_leaders_are_stopped() -> None:
+def test_the_error_arrives_in_time_if_leaders_hang() -> None:
     env = {**deadlines(1), "MPIDIST_ABORT_ON_EXCEPTION": "0"}
-    job = run_script(SOME_ARE_STOPPED_LONG, 6, "0", "4", env=env, ranks_per_node=2)
+    job = run_script(FAIL, 6, "SIGKILL", "8", "0", "4", env=env, ranks_per_node=2)
     waited = [line.split() for line in job.stdout.splitlines()]
     assert sorted(int(rank) for rank, _, _ in waited) == [1, 2, 3, 5], job.stderr
-    assert all(float(seconds) < 1 + 4.5 + 1 for _, seconds, _ in waited), waited
+    assert all(float(seconds) < scaled(1) + 2.5 + 1 for _, seconds, _ in waited), waited
     assert all(report == "True" for _, _, report in waited), waited
 
 
@@ -172,40 +178,38 @@ world.close()
 
 
 @pytest.mark.long
-def test_each_communicator_speaks_for_itself() -> None:
+def test_each_communicator_has_its_own_report() -> None:
     job = run_script(SUBSET, 4, env={"MPIDIST_WARN_AFTER": "1"})
     assert job.returncode == 0, job.stderr
     assert "rank 0 of 2 has waited" in job.stderr
     assert re.search(r"ranks 0-1 of 4 have waited \d+ s for the other ranks in barrier", job.stderr)
-    assert "ranks 2-3: has not come to it" not in job.stderr
+    assert "ranks 2-3: has not reached it" not in job.stderr
 
 
-def test_a_report_without_waiting_ranks_names_none() -> None:
-    late = RankStatus(ChannelStatus(6, 6, "barrier", False, 70.0, False), None, "train.py:9", "process 2 on b")
+def test_a_report_without_waiting_ranks() -> None:
+    late = Answer(ChannelStatus(6, 6, "barrier", False, 70.0, False), None, "train.py:9", "process 2 on b")
     (head, *_) = report_text(7, {0: late}, 2).splitlines()
-    assert head == "none of the 2 ranks says that it waits in collective number 7:"
+    assert head == "none of 2 ranks reports that it waits in collective number 7:"
 
 
 def test_reports_of_many_ranks_are_short() -> None:
     waiting = {
-        rank: RankStatus(ChannelStatus(7, 7, "barrier", True, 60.0, False), None, "train.py:3 (step)", "process 1 on a")
+        rank: Answer(ChannelStatus(7, 7, "barrier", True, 60.0, False), None, "train.py:3 (step)", "process 1 on a")
         for rank in range(900)
     }
     found = {
         **waiting,
-        900: RankStatus(
-            ChannelStatus(6, 6, "barrier", False, 70.0, False), None, "train.py:9 (load)", "process 2 on b"
-        ),
-        901: RankStatus(ChannelStatus(9, 9, "reduce", True, 70.0, False), None, "train.py:9 (load)", "process 3 on b"),
-        902: RankStatus(ChannelStatus(0, 0, "", False, 70.0, True), process="process 4 on b"),
+        900: Answer(ChannelStatus(6, 6, "barrier", False, 70.0, False), None, "train.py:9 (load)", "process 2 on b"),
+        901: Answer(ChannelStatus(9, 9, "reduce", True, 70.0, False), None, "train.py:9 (load)", "process 3 on b"),
+        902: Answer(ChannelStatus(0, 0, "", False, 70.0, True), process="process 4 on b"),
     }
     assert report_text(7, found, 904).splitlines() == [
         "ranks 0-899 of 904 have waited 60 s for the other ranks in barrier, collective number 7:",
-        "  rank 900: has not come to it: its last collective was number 6, barrier, 70 s ago; its program is at "
+        "  rank 900: has not reached it: its last collective was number 6, barrier, 70 s ago; its program is at "
         "train.py:9 (load) (process 2 on b)",
         "  rank 901: waiting in number 9, reduce, at train.py:9 (load) (process 3 on b)",
-        "  rank 902: has ended its program; it has made no collective yet (process 4 on b)",
+        "  rank 902: has ended its program; it has issued no collective yet (process 4 on b)",
         "  rank 903: gave no answer within 1.5 s: its host cannot be reached, its process has ended or was stopped, or "
-        "runs code that keeps Python's lock",
+        "runs code that holds Python's lock",
         "  ranks 0-899: waiting for them at train.py:3 (step)",
     ]
