@@ -23,7 +23,7 @@ from mpidist.core.errors import (
 )
 from mpidist.core.files import NotAFileError
 from mpidist.core.first_use import on_first_use
-from mpidist.topology.environments import LauncherVariableError
+from mpidist.topology.launchers import LauncherVariableError
 
 if TYPE_CHECKING:
     from mpidist.checkpoint.format_rules import DamagedCheckpointError

@@ -22,7 +22,7 @@ from mpidist.checkpoint.checkpoint import Checkpoint, tracked_by
 from mpidist.checkpoint.manager import CheckpointManager
 from mpidist.core.context import get_strategy, outside
 from mpidist.core.protocols import StrategyLike
-from mpidist.topology.signals import SIGNALS_TO_SAVE
+from mpidist.topology.exit import SIGNALS_TO_SAVE
 from mpidist.topology.topology import has_world, world_topology
 
 _log = logging.getLogger("mpidist")

@@ -40,7 +40,7 @@ from mpidist.core.enums import ReduceOp
 from mpidist.core.message_tags import TAGS_OF_PROGRAMS
 from mpidist.core.options import CommunicationOptions
 from mpidist.topology import import_mpi
-from mpidist.topology.limited_calls import create_group
+from mpidist.topology.start import create_group
 
 T = TypeVar("T")
 

@@ -8,26 +8,22 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-E = TypeVar("E", bound=Exception)
+E = TypeVar("E", bound=BaseException)
 
-# Set on an error that other ranks have as well, and print where nobody catches it.
-_OTHERS_PRINT = "_mpidist_others_print"
+# Set on an error that several ranks raise.
+_PRINTS = "_mpidist_prints"
 
 
-def leave_to_others(error: E) -> E:
-    """Note that other ranks have this error and print it; return it."""
-    setattr(error, _OTHERS_PRINT, True)
+def shared_error(error: E, prints: bool) -> E:
+    """Note whether this rank prints an error that several ranks raise, and return it."""
+    setattr(error, _PRINTS, prints)
     return error
 
 
-def shared_text(error: BaseException, text: str) -> str:
-    """Return a text about an error without the words that are this rank's alone."""
-    return text.replace(error.own_words, "") if isinstance(error, CollectiveTimeoutError) else text
-
-
-def is_left_to_others(error: BaseException) -> bool:
-    """Return whether other ranks have the same error and are to print it."""
-    return hasattr(error, _OTHERS_PRINT)
+def prints_here(error: BaseException) -> bool | None:
+    """Return whether this rank prints an uncaught error that several ranks raise. None for any other error."""
+    prints: bool | None = getattr(error, _PRINTS, None)
+    return prints
 
 
 class MismatchError(ValueError):
@@ -73,16 +69,11 @@ class CollectiveTimeoutError(TimeoutError):
         self.rank = rank
         self.report = report
         text = (
-            f"{self.own_words} in collective number {sequence}, {operation}, and the "
+            f"rank {rank} waited {waited_seconds:.1f} s in collective number {sequence}, {operation}, and the "
             "other ranks did not complete it. Expected: every rank makes the same calls in the same order. "
             f"Look for a rank that stopped, or that skips this call; to allow more time set {more_time}."
         )
         super().__init__(text if report is None else f"{text}\n{report}")
-
-    @property
-    def own_words(self) -> str:
-        """The beginning of the text, which differs among ranks."""
-        return f"rank {self.rank} waited {self.waited_seconds:.1f} s"
 
 
 class MessageTimeoutError(CollectiveTimeoutError):
@@ -98,7 +89,7 @@ class MessageTimeoutError(CollectiveTimeoutError):
     def __init__(self, message: str, call_site: str, waited_seconds: float, rank: int) -> None:
         super().__init__(message, 0, waited_seconds, rank)
         self.args = (
-            f"{self.own_words} in {message}, at {call_site}. Expected: the other side calls "
+            f"rank {rank} waited {waited_seconds:.1f} s in {message}, at {call_site}. Expected: the other side calls "
             "recv or send with the same tag. Look for a rank that stopped, or that skips this call; to allow more time "
             "set MPIDIST_TIMEOUT=SECONDS or CommunicationOptions(timeout_seconds=...).",
         )
@@ -116,7 +107,7 @@ class RequestTimeoutError(CollectiveTimeoutError):
     def __init__(self, request: str, waited_seconds: float, rank: int) -> None:
         super().__init__(request, 0, waited_seconds, rank)
         self.args = (
-            f"{self.own_words} for {request}. Look for a server that stopped, or that never "
+            f"rank {rank} waited {waited_seconds:.1f} s for {request}. Look for a server that stopped, or that never "
             "came to Server(resolver).join(), and for another worker if the request waits for one; to allow more time "
             "set MPIDIST_TIMEOUT=SECONDS.",
         )

@@ -59,44 +59,48 @@ def on_first_use(module: str, homes: Mapping[str, str], in_place_of: Mapping[str
 
 
 class _HookFinder(MetaPathFinder):
-    """Imports a hook right after the library that it is for."""
+    """Passes the loader of a library to a hook."""
 
     def __init__(self) -> None:
-        self.hooks: dict[str, str] = {}
+        self.hooks: dict[str, Callable[[Loader], None]] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the library's spec, with a loader that also imports the hook."""
         if fullname not in self.hooks:
             return None
         found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, found), None)
         if spec is not None and spec.loader is not None:
-            _import_afterwards(spec.loader, self.hooks[fullname])
+            self.hooks[fullname](spec.loader)
         return spec
-
-
-def _import_afterwards(loader: Loader, hook: str) -> None:
-    execute = loader.exec_module
-
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        # Not imported(): this thread holds the lock of the library's import.
-        import_module(hook)
-
-    # On the object: code that looks at loaders sees the class that it expects.
-    loader.exec_module = exec_module  # type: ignore[method-assign]
 
 
 _hook_finder = _HookFinder()
 
 
-def hook_into(library: str, hook: str) -> None:
-    """Import the module ``hook`` once the program has imported ``library``."""
-    if library in sys.modules:
-        imported(hook)
-        return
+def hook_loader(library: str, hook: Callable[[Loader], None]) -> None:
+    """Pass the loader of a library to ``hook`` when the program imports the library."""
     _hook_finder.hooks[library] = hook
     if _hook_finder not in sys.meta_path:
         sys.meta_path.insert(0, _hook_finder)
+
+
+def hook_into(library: str, follower: str) -> None:
+    """Import the module ``follower`` once the program has imported ``library``."""
+
+    def hook(loader: Loader) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            # Not imported(), because this thread holds the lock of the library's import.
+            import_module(follower)
+
+        # On the object, so that the loader keeps its class.
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+
+    if library in sys.modules:
+        imported(follower)
+    else:
+        hook_loader(library, hook)

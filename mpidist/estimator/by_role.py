@@ -17,7 +17,7 @@ from mpidist.estimator.roles import Cast, Line, News, find_cast, ranks_of
 from mpidist.estimator.specs import EvalResult, EvalSpec, TrainContext, TrainSpec, check_function, check_train_jobs
 from mpidist.parameter_server.link import release_servers
 from mpidist.parameter_server.server import Server
-from mpidist.topology.signals import signals_left_to_others
+from mpidist.topology.exit import signals_left_to_others
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from mpidist.core.errors import PeerError, RankLostError
 from mpidist.core.wording import names_text, said_lines
 from mpidist.estimator.specs import TrainSpec
 from mpidist.topology import world_topology
-from mpidist.topology.limited_calls import duplicate
+from mpidist.topology.start import duplicate
 
 if TYPE_CHECKING:
     from mpi4py import MPI

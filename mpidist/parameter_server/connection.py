@@ -23,7 +23,7 @@ from mpidist.parameter_server import messages
 from mpidist.parameter_server.messages import Kind, Request, RequestPart
 from mpidist.parameter_server.pickling import pack
 from mpidist.topology import import_mpi
-from mpidist.topology.faults import says_rank_is_lost
+from mpidist.topology.exit import says_rank_is_lost
 
 if TYPE_CHECKING:
     from mpi4py import MPI

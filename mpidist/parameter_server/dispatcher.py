@@ -29,7 +29,7 @@ from mpidist.parameter_server.messages import CALL, RESULT, STOP, ByteExchange
 from mpidist.parameter_server.names import Names
 from mpidist.parameter_server.pickling import Find, PickledError, unpack
 from mpidist.parameter_server.remote_value import PerWorkerValues, Recipe, with_remote_traceback
-from mpidist.topology.faults import says_rank_is_lost
+from mpidist.topology.exit import says_rank_is_lost
 
 # Functions that may wait for a worker before schedule() waits, as in TensorFlow.
 QUEUE_LENGTH = 256 << 10

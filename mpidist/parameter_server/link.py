@@ -17,7 +17,7 @@ from mpidist.core.wording import names_text
 from mpidist.parameter_server.connection import Connection
 from mpidist.strategies.replica_devices import agreed_devices
 from mpidist.topology import world_topology
-from mpidist.topology.limited_calls import duplicate
+from mpidist.topology.start import duplicate
 
 if TYPE_CHECKING:
     from mpi4py import MPI

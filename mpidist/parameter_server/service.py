@@ -23,7 +23,7 @@ from mpidist.parameter_server import messages
 from mpidist.parameter_server.messages import Kind
 from mpidist.parameter_server.store import NOT_YET, Loan, Store
 from mpidist.topology import import_mpi
-from mpidist.topology.faults import lost_ranks, says_rank_is_lost
+from mpidist.topology.exit import lost_ranks, says_rank_is_lost
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -21,7 +21,7 @@ from mpidist.core import message_tags
 from mpidist.core.daemon_thread import DaemonThread
 from mpidist.core.deadline import Deadline, Stopwatch
 from mpidist.topology import world_topology
-from mpidist.topology.limited_calls import duplicate
+from mpidist.topology.start import duplicate
 from mpidist.torch.foreign import Foreign
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ from mpidist.core.errors import PeerError
 from mpidist.core.message_tags import DATA_OF_PROGRAMS, HEADS_OF_PROGRAMS
 from mpidist.core.wording import tell_user
 from mpidist.topology import import_mpi
-from mpidist.topology.faults import revoke, revoking
-from mpidist.topology.limited_calls import duplicate, limited
+from mpidist.topology.exit import revoke, revoking
+from mpidist.topology.start import duplicate, limited
 
 T = TypeVar("T")
 

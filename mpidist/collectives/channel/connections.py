@@ -16,7 +16,7 @@ from mpidist.collectives.mpi.waiting import Comm
 from mpidist.core import message_tags
 from mpidist.core.errors import PeerError
 from mpidist.topology import import_mpi
-from mpidist.topology.limited_calls import limited
+from mpidist.topology.start import limited
 
 # A connection takes a file descriptor at either end. In larger jobs they are opened by the first question.
 _MOST_RANKS = 256

@@ -23,9 +23,9 @@ from mpidist.collectives.node.core import LOST, WRITE_SECONDS, Core
 from mpidist.core import settings
 from mpidist.core.callsite import user_call_site
 from mpidist.core.deadline import Deadline, Stopwatch
-from mpidist.core.errors import CollectiveTimeoutError, PeerError, RankLostError, leave_to_others
+from mpidist.core.errors import CollectiveTimeoutError, PeerError, RankLostError, shared_error
 from mpidist.core.wording import numbered_ranks, tell_user
-from mpidist.topology.faults import can_go_on, says_rank_is_lost
+from mpidist.topology.exit import can_go_on, says_rank_is_lost
 
 T = TypeVar("T")
 
@@ -473,12 +473,11 @@ class Executor:
         """Give an operation up at its deadline, and return the error of all works."""
         self._give_up(steps, f"an earlier collective, {operation.text}, did not finish within its deadline")
         found = [explain(operation) for explain in self._observers.explanation]
-        report = next((text for text in found if text is not None), None)
+        report, printing_rank = next((each for each in found if each is not None), (None, self._rank))
         more_time = self._handshake.advice.time
         error = CollectiveTimeoutError(operation.text, operation.number, waited, self._rank, report, more_time)
         self._settle_all(error)
-        # All that wait have the same report. Where nobody does on the first node, the others print it a little later.
-        return error if report is None or self._handshake.is_on_first_node else leave_to_others(error)
+        return shared_error(error, prints=self._rank == printing_rank)
 
     def _give_up(self, steps: Steps[object], reason: str) -> None:
         # Requests are still open, and MPI may write to their buffers: the communicator is never used again,

@@ -29,7 +29,7 @@ from mpidist.collectives.mpi.waiting import Steps, until_done
 from mpidist.collectives.node.core import MISMATCH, Core
 from mpidist.collectives.node.node import Node
 from mpidist.core.callsite import user_call_site
-from mpidist.core.errors import MismatchError, PeerError, leave_to_others
+from mpidist.core.errors import MismatchError, PeerError, shared_error
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
@@ -130,8 +130,6 @@ class Handshake:
     def __init__(self, comm: MPI.Intracomm, node: Node, advice: Advice) -> None:
         self._comm, self.advice = comm, advice
         self._exchange = _ByReduction(comm) if node.core is None else _ByCore(node.core)
-        self._first_node = node.ranks[0]
-        self.is_on_first_node = comm.Get_rank() in self._first_node
         self._is_over = True
         self._identity = 0
         self.tally: Tally | None = None
@@ -206,11 +204,11 @@ class Handshake:
         mine = ("plan", text, call_site or user_call_site())
         everyone = yield from gather_equal_objects(self._comm, mine)
         self._note_left(everyone)
+        prints = self._comm.Get_rank() in printing_ranks(everyone)
         news = news_text(everyone)
         if news:
             remedy = f". {self.advice.calls}" if self.left else ""
-            raise PeerError(f"rank {self._comm.Get_rank()} was in {text} (at {mine[2]}) when {news}{remedy}")
+            error = PeerError(f"rank {self._comm.Get_rank()} was in {text} (at {mine[2]}) when {news}{remedy}")
+            raise shared_error(error, prints)
         calls = {rank: text for rank, (_, text, _) in enumerate(everyone)}
-        error = MismatchError(mismatch_text(everyone, self.advice), calls)
-        is_to_print = self._comm.Get_rank() in printing_ranks(everyone, self._first_node)
-        raise error if is_to_print else leave_to_others(error)
+        raise shared_error(MismatchError(mismatch_text(everyone, self.advice), calls), prints)

@@ -83,8 +83,8 @@ class Observer:
         """Return whether this observer reports a wait longer than ``MPIDIST_WARN_AFTER``."""
         return False
 
-    def explanation(self, operation: Operation[object]) -> str | None:
-        """Return why the others do not come, for the error of a deadline, if known."""
+    def explanation(self, operation: Operation[object]) -> tuple[str, int] | None:
+        """Return the report for the error of a deadline, and the rank to print it."""
 
     def message_began(self, operation: Operation[object]) -> None:
         """Take note that a message is to go or come, in the calling thread.

@@ -50,10 +50,12 @@ class _Report(NamedTuple):
     Attributes:
         text: The report.
         hopeless: Of a message that can never come, why.
+        printing_rank: First of the ranks that wait for the same collective.
     """
 
     text: str
     hopeless: str = ""
+    printing_rank: int = 0
 
 
 class Guard(Observer):
@@ -108,12 +110,13 @@ class Guard(Observer):
         self._have_asked(Question(PRINT, operation.number))
         return True
 
-    def explanation(self, operation: Operation[object]) -> str | None:
-        """Return why the collective does not go on, if another rank tells in time."""
+    def explanation(self, operation: Operation[object]) -> tuple[str, int] | None:
+        """Return the report, if it comes in time, and the rank that prints it."""
         question = Question(REPORT, operation.number)
         self._have_asked(question)
         wait_at_most(_LONGEST_SECONDS, lambda: question in self._reports, 0.01)
-        return self._reports[question].text if question in self._reports else None
+        report = self._reports.get(question)
+        return None if report is None else (report.text, report.printing_rank)
 
     def message_tells(self, operation: Operation[object], rank: int | None) -> bool:
         """Print where the other side of a message is, or all that may be it."""
@@ -247,7 +250,9 @@ class Guard(Observer):
         else:
             report = report_text(question.number, answers, self._size, unasked)
             if question.purpose == REPORT:
-                self._tell(question, _Report(report))
+                statuses = {rank: each.status for rank, each in answers.items()}
+                waits = [rank for rank, each in statuses.items() if each.waits and each.number == question.number]
+                self._tell(question, _Report(report, printing_rank=min(waits, default=0)))
                 return
             folder = settings.FLIGHT_RECORD.read()
             more = "" if folder is None else f"\n  what came before: python -m mpidist flight {folder}"

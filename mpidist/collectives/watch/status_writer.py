@@ -40,7 +40,7 @@ from mpidist.core.daemon_thread import DaemonThread
 from mpidist.core.files import folder_to_write, remove_unfinished
 from mpidist.core.wording import error_text, tell_user
 from mpidist.topology import import_mpi
-from mpidist.topology.abort import is_interactive
+from mpidist.topology.exit import is_interactive
 from mpidist.topology.topology import has_world, world_topology
 
 # How many files a second a file system is to take from all ranks, and how often one is written at most.

@@ -14,7 +14,7 @@ from mpidist.collectives.mpi.waiting import Comm
 from mpidist.collectives.watch.side_thread import SideLine, side_thread
 from mpidist.core.deadline import Deadline
 from mpidist.core.errors import CollectiveTimeoutError
-from mpidist.topology.limited_calls import duplicate
+from mpidist.topology.start import duplicate
 
 
 class _Round:

@@ -1,21 +1,21 @@
-"""The one table of launch environments: the variables and start commands of each launcher.
+"""Launchers and batch systems: their variables, their commands, and Slurm's lists.
 
-By it ``read_launcher`` returns the facts that the launcher gave this process, ``read_batch_system`` the system whose
-job it is in, and ``command_for`` the command that starts ranks as one world. The launch check, ``doctor`` and
-``launch`` use nothing else.
+The launch check, ``doctor`` and ``launch`` read launchers' variables only through this table.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
+from math import prod
 
 from mpidist.core.errors import LaunchError
 from mpidist.core.wording import whole_number
 from mpidist.topology.mpi_library import CRAY_MPICH, INTEL_MPI, MPICH, MVAPICH, OPEN_MPI, MpiLibrary, mpirun_beside
-from mpidist.topology.slurm_lists import expand_tasks_per_node
 
 Environ = Mapping[str, str]
 
@@ -30,93 +30,61 @@ class LauncherVariableError(LaunchError):
 
 @dataclass(frozen=True)
 class LauncherInfo:
-    """The facts that a launcher put into the environment of this process.
+    """The facts of a launcher about this process. Unknown ones are None."""
 
-    Attributes:
-        name: The launcher; ``LAUNCHERS[name]`` is its row of the table.
-        rank: Rank of this process in the job.
-        size: Number of ranks of the job; None where the launcher does not say.
-        local_rank: Rank among the processes of this node; None where the launcher does not say.
-        local_size: Number of processes of this node; None where the launcher does not say.
-        size_variable: The environment variable that ``size`` was read from, or ``rank`` where there is no size.
-    """
-
-    name: str
+    name: str  # key in LAUNCHERS
     rank: int
     size: int | None
     local_rank: int | None
     local_size: int | None
-    size_variable: str
+    size_variable: str  # or that of the rank, if the size is unknown
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """One row of the table: a launcher, its variables, and its commands.
-
-    Attributes:
-        name: For messages.
-        rank: Variable of the rank; a process without it is none of this launcher's.
-        size: Variable of the number of ranks; None where there is none.
-        local_rank: Variable of the rank on this node; None where there is none.
-        local_size: Variable of the number of ranks on this node; None where there is none.
-        needs: Further variables without which a process is none of this launcher's.
-        needs_size: Whether that holds for ``size``, too; where not, the size is unknown without the variable.
-        starts: The command that starts ranks of an MPI library (by vendor) as one world, without ``-n`` and program.
-            An MPI library that is missing here needs its own mpirun.
-        kind: Variable that says which of several ways of starting was taken, such as srun's ``--mpi``; or None.
-        shell: Variable that an interactive shell and its children have if this launcher started the shell as a rank; or
-            None.
-        from_shell: The option with which it starts ranks from such a shell, which holds the job's resources.
-        library: The MPI library that it belongs to, and that alone it starts; or None.
-        command: The command that starts ranks where ``starts`` does not have the library.
-        unbound: The options for ``{ranks}`` ranks, ``{each}`` on each of ``{hosts}`` hosts, that may run on any core.
-        passes: The option that gives all ranks ``{variable}``, which is NAME=VALUE, or NAME for that of the shell; one
-            without ``{variable}`` gives them all that the shell has, empty where that needs no option.
-        all_gpus: The options with which each rank sees ``{gpus}`` GPUs of its node; empty where it hides none.
-        near_gpus: The options that deal ranks over the sockets of a node in order, as GPUs are; or empty.
-        as_root: The option without which root may not use it; empty where root may.
-        own_machine: Variables with which it starts more ranks than there are cores, and binds none of them, by the
-            first major version of its MPI library that reads them. An option of the user's has precedence.
-    """
+    """One row of the table: a launcher, its variables, and its commands."""
 
     name: str
     rank: str
     size: str | None
     local_rank: str | None = None
     local_size: str | None = None
+    # Further variables that every process of this launcher has.
     needs: tuple[str, ...] = ()
+    # Whether every process has ``size``, too. If not, the size may be unknown.
     needs_size: bool = True
+    # Commands that start ranks as one world, by vendor of the MPI library. Others need their own mpirun.
     starts: Mapping[str, str] = field(default_factory=dict)
+    # Variable of the chosen way to start ranks, such as srun's --mpi.
     kind: str | None = None
+    # Variable of an interactive shell that it started as a rank, and the option to start ranks from such a shell.
     shell: str | None = None
     from_shell: str = ""
+    # The only MPI library that it starts.
     library: str | None = None
+    # Command for libraries that ``starts`` lacks.
     command: str = "mpirun"
+    # Options for {ranks} ranks, {each} on each of {hosts} hosts, that may run on any core.
     unbound: str = "-n {ranks}"
+    # Option that passes {variable} (NAME=VALUE, or NAME) to all ranks. Without {variable} it passes all variables.
     passes: str = ""
+    # Options that show {gpus} GPUs of the node to each rank, and that place ranks in the order of the GPUs.
     all_gpus: str = ""
     near_gpus: str = ""
     as_root: str = ""
+    # Variables to start more ranks than cores, unbound, by the first major version of the library that reads them.
     own_machine: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class BatchSystem:
-    """A system that gives hosts to jobs, whichever command starts the ranks.
-
-    Attributes:
-        name: For messages.
-        job: Variable that a process in a job of this system has.
-        hosts: Variable with the hosts of the job, or with the name of a file that lists them.
-        launcher: The row of its own launcher; None where that is one of several.
-        without: The command that submits a job without ``{host}``; empty where there is no such option.
-    """
+    """A system that assigns hosts to jobs, with any launcher."""
 
     name: str
-    job: str
-    hosts: str
-    launcher: str | None
-    without: str = ""
+    job: str  # variable of every process of a job
+    hosts: str  # variable with the hosts, or with the name of a file that lists them
+    launcher: str | None  # None if it has several
+    without: str = ""  # command that submits a job without {host}
 
 
 _MPICH = Launcher(
@@ -131,9 +99,8 @@ _MPICH = Launcher(
     unbound="-n {ranks} -bind-to none",
     passes="-genvall",
 )
-# Under mpirun in a Slurm job the SLURM_* of a rank are those of mpirun's own daemon or of the batch script (every rank
-# is task 0), and srun --mpi=pmi2, flux run and PALS write PMI_RANK too: so the order is from the launcher that is
-# started last to the one that is started first, and bare PMI and PMIx come at the end.
+# Launchers run inside one another, so the innermost comes first. Under mpirun in a Slurm job, SLURM_* describe mpirun's
+# daemon or the batch script, in which every rank is task 0. srun --mpi=pmi2, flux run and PALS set PMI_RANK, too.
 _LAUNCHERS = (
     Launcher(
         "Open MPI mpirun",  # Spectrum MPI and its jsrun as well
@@ -145,7 +112,7 @@ _LAUNCHERS = (
         unbound="-n {ranks} --bind-to none",
         passes="-x {variable}",
         as_root="--allow-run-as-root",
-        # 5 reads the variables of PRRTE, 4 its own.
+        # Open MPI 5 reads the variables of PRRTE, 4 its own.
         own_machine={
             0: {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_hwloc_base_binding_policy": "none"},
             5: {
@@ -167,7 +134,7 @@ _LAUNCHERS = (
         own_machine={0: {"I_MPI_PIN": "off"}},
     ),
     _MPICH,
-    # It starts resource sets, by default of one task and one core each; --bind is about the cores inside of a set.
+    # Starts resource sets, by default of one task and one core. --bind applies to the cores inside a set.
     Launcher(
         "LSF jsrun",
         "JSM_NAMESPACE_RANK",
@@ -194,7 +161,7 @@ _LAUNCHERS = (
         unbound="-n {ranks} -o cpu-affinity=off",
         all_gpus="-o gpu-affinity=off",
     ),
-    # Its PMI adds PMI_SIZE where the ranks use it; with --pmi=pmix or --pmi=none nothing says how many there are.
+    # With --pmi=pmix or --pmi=none, PMI_SIZE is missing.
     Launcher(
         "PALS mpiexec",
         "PALS_RANKID",
@@ -207,8 +174,7 @@ _LAUNCHERS = (
         unbound="-n {ranks} --cpu-bind none",
         passes="--envall",
     ),
-    # A batch script and an interactive shell have SLURM_PROCID and SLURM_NTASKS of the whole allocation although one
-    # process runs; only the variables of a step tell of processes that srun started.
+    # Needs the variables of a step. Batch scripts and interactive shells have SLURM_PROCID and SLURM_NTASKS, too.
     Launcher(
         "srun",
         "SLURM_PROCID",
@@ -237,20 +203,20 @@ _LAUNCHERS = (
 OWN_WORLD_SIZE = "WORLD_SIZE_OF_MPIDIST"
 """The WORLD_SIZE that mpidist set for programs of PyTorch. Child processes of a rank inherit both variables."""
 
-# From here on it numbers the steps that are not started by a user's srun: of the batch script, of salloc, and others.
+# First number of steps that Slurm creates itself, for the batch script, salloc and others.
 _STEPS_OF_SLURM_ITSELF = 0xFFFFFFF0
 
 LAUNCHERS: Mapping[str, Launcher] = {row.name: row for row in reversed(_LAUNCHERS)}
-"""The rows of the table by name. ``read_launcher`` has an order of its own."""
+"""The rows of the table by name."""
 
 BATCH_SYSTEMS: tuple[BatchSystem, ...] = (
-    # An instance of Flux often lives in a job of another system, so it is asked first.
+    # First, because Flux often runs in a job of another system.
     BatchSystem("Flux", "FLUX_URI", "FLUX_JOB_NNODES", "flux run"),
     BatchSystem("Slurm", "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "srun", "sbatch --exclude={host} job.sbatch"),
     BatchSystem("PBS", "PBS_JOBID", "PBS_NODEFILE", None),
     BatchSystem("LSF", "LSB_JOBID", "LSB_MCPU_HOSTS", "LSF jsrun"),
 )
-"""In the order in which ``read_batch_system`` looks for them."""
+"""In the order of precedence."""
 
 LAUNCHER_VARIABLES: frozenset[str] = frozenset(
     name
@@ -258,28 +224,20 @@ LAUNCHER_VARIABLES: frozenset[str] = frozenset(
     for name in (row.rank, row.size, row.local_rank, row.local_size, row.kind, row.shell, *row.needs)
     if name is not None
 )
-"""Every variable of the table."""
+"""All variables of the table."""
 
 
 def read_launcher(environ: Environ = os.environ) -> LauncherInfo | None:
-    """Return the launcher's facts about this process, or None without a launcher.
-
-    Args:
-        environ: The environment to read; ``os.environ`` by default.
+    """Return the launcher's facts about this process. None without a launcher.
 
     Raises:
-        LauncherVariableError: One of the variables holds something other than a whole number, or two contradict each
-            other.
+        LauncherVariableError: A variable is no whole number, or contradicts another one.
 
     >>> read_launcher({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}).size
     4
     """
-    for row in _LAUNCHERS:
-        if all(environ.get(name) for name in (row.rank, *row.needs)):
-            info = _read(row, environ)
-            if info is not None:
-                return info
-    return None
+    rows = (row for row in _LAUNCHERS if all(environ.get(name) for name in (row.rank, *row.needs)))
+    return next((info for row in rows if (info := _read(row, environ)) is not None), None)
 
 
 def _read(row: Launcher, environ: Environ) -> LauncherInfo | None:
@@ -303,9 +261,7 @@ def _number(environ: Environ, name: str | None) -> int | None:
     try:
         return whole_number(text)
     except ValueError:
-        raise LauncherVariableError(
-            str(name), f"{name}={text!r}: expected the whole number that a launcher writes there, digits alone"
-        ) from None
+        raise LauncherVariableError(str(name), f"{name}={text!r}: expected a whole number, digits alone") from None
 
 
 def _check_rank(rank_variable: str, rank: int, size_variable: str | None, size: int | None) -> None:
@@ -313,27 +269,24 @@ def _check_rank(rank_variable: str, rank: int, size_variable: str | None, size: 
         raise LauncherVariableError(
             rank_variable,
             f"{rank_variable}={rank} and {size_variable or 'SLURM_STEP_TASKS_PER_NODE'}={size} contradict each other: "
-            "a rank is less than the number of ranks. They are left over from another job, or were set by hand",
+            "a rank is less than the number of ranks. They come from another job, or were set by hand",
         )
 
 
 def _tasks_of_this_node(environ: Environ) -> int | None:
-    node, text = _number(environ, "SLURM_NODEID"), environ.get("SLURM_STEP_TASKS_PER_NODE")
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    node, text = _number(environ, "SLURM_NODEID"), environ.get(name)
     if node is None or not text:
         return None
     try:
         tasks = expand_tasks_per_node(text)
     except ValueError as error:
-        name = "SLURM_STEP_TASKS_PER_NODE"
         raise LauncherVariableError(name, f"{name}: {error}") from None
     return tasks[node] if node < len(tasks) else None
 
 
 def read_batch_system(environ: Environ = os.environ) -> BatchSystem | None:
-    """Return the batch system in whose job this process is, or None outside of one.
-
-    Args:
-        environ: The environment to read; ``os.environ`` by default.
+    """Return the batch system of this process's job. None outside of a job.
 
     >>> read_batch_system({"PBS_JOBID": "7.head", "PBS_NODEFILE": "/var/spool/7"}).name
     'PBS'
@@ -342,14 +295,10 @@ def read_batch_system(environ: Environ = os.environ) -> BatchSystem | None:
 
 
 def in_shell(launcher: str, environ: Environ = os.environ) -> bool:
-    """Return whether this process is in a shell that a launcher started as a rank.
+    """Return whether this process runs in a shell that a launcher started as a rank.
 
-    Such as that of ``srun --pty bash``. The job's resources belong to that shell, and commands that start ranks wait
-    for it, an mpirun for ever. The shell that ``salloc`` starts by srun, on sites that are set up so, holds nothing.
-
-    Args:
-        launcher: The name of a row of ``LAUNCHERS``.
-        environ: The environment to read; ``os.environ`` by default.
+    A shell of ``srun --pty bash`` holds the job's resources, so commands that start ranks wait for it, and an mpirun
+    forever. A shell that ``salloc`` starts by srun, as some sites configure it, holds no resources.
 
     >>> in_shell("srun", {"SLURM_PTY_PORT": "39465", "SLURM_STEP_ID": "0"})
     True
@@ -361,24 +310,17 @@ def in_shell(launcher: str, environ: Environ = os.environ) -> bool:
 
 
 def command_for(launcher: str, vendor: str, environ: Environ = os.environ) -> str | None:
-    """Return the command that starts ranks of an MPI library as one world. ``-n`` follows.
+    """Return the command, without ``-n``, that starts ranks of an MPI library as one world.
 
-    Args:
-        launcher: The name of a row of ``LAUNCHERS``, as in ``LauncherInfo.name``.
-        vendor: The MPI library, as ``mpidist.topology.mpi_library.vendor_of`` names it.
-        environ: The environment to read; ``os.environ`` by default.
-
-    Returns:
-        None where this launcher does not start that library (use the library's own mpirun), or where the job was
-        started in just this way already, so that the command cannot have been missing.
+    None if the launcher does not start that library, or if the job was started by this very command.
 
     >>> command_for("srun", "Open MPI", {})
     'srun --mpi=pmix'
     """
     row = LAUNCHERS[launcher]
     command = row.starts.get(vendor)
-    taken = environ.get(row.kind) if row.kind else None
-    if command is None or (taken and command.endswith("=" + taken.partition("_v")[0])):
+    used = environ.get(row.kind) if row.kind else None
+    if command is None or (used and command.endswith("=" + used.partition("_v")[0])):
         return None
     return f"{command} {row.from_shell}" if in_shell(launcher, environ) else command
 
@@ -386,10 +328,9 @@ def command_for(launcher: str, vendor: str, environ: Environ = os.environ) -> st
 def has_loose_barriers(environ: Environ = os.environ) -> bool:
     """Return whether PMIx's barriers of this job hold the ranks of one node only.
 
-    Slurm's collectives without data go up a tree that is no tree where the job has fewer nodes than TreeWidth: every
-    node is its root, and waits for nobody (``reverse_tree_info`` in Slurm's src/common/reverse_tree.c). So one rank is
-    out of MPI_Init and sends while another is still in it, where Open MPI crashes (open-mpi/ompi issue 12495). In a
-    ring they are barriers.
+    If a job has fewer nodes than TreeWidth, Slurm treats each node as the root of the tree, so its barriers do not wait
+    for other nodes (``reverse_tree_info`` in Slurm's src/common/reverse_tree.c). A rank then leaves MPI_Init and sends
+    while another one is still in it, and Open MPI crashes (open-mpi/ompi issue 12495). With a ring they wait.
 
     >>> has_loose_barriers({"PMIX_NAMESPACE": "slurm.pmix.7.0"})
     True
@@ -400,16 +341,12 @@ def has_loose_barriers(environ: Environ = os.environ) -> bool:
 
 
 def mpirun_of(vendor: str) -> Launcher | None:
-    """Return the row of the mpirun that belongs to an MPI library, or None.
-
-    >>> mpirun_of("Open MPI").command
-    'mpirun'
-    """
+    """Return the row of the mpirun of an MPI library, or None."""
     return next((row for row in LAUNCHERS.values() if row.library == vendor), None)
 
 
 def own_machine(vendor: str, version: tuple[int, ...]) -> Mapping[str, str]:
-    """Return the variables with which mpirun fits a machine of one's own; see ``Launcher``.
+    """Return the variables with which mpirun fits a personal machine; see ``Launcher``.
 
     >>> own_machine("Intel MPI", (2021, 18)), own_machine("MPICH", (5, 0))
     ({'I_MPI_PIN': 'off'}, {})
@@ -421,27 +358,113 @@ def own_machine(vendor: str, version: tuple[int, ...]) -> Mapping[str, str]:
 
 
 def one_world(info: LauncherInfo, library: MpiLibrary) -> str:
-    """Return sentences with the commands that make one world of a launcher's ranks."""
+    """Return sentences with the commands that start the ranks as one world."""
     count = "" if info.size is None else f" -n {info.size}"
+    own = mpirun_beside(library)
+    own_mpirun = f"the mpirun that belongs to {library} (compare: which mpirun)" if own is None else str(own)
     command = command_for(info.name, library.vendor)
     if command is not None:
-        shows = " ('srun --mpi=list' shows what this Slurm has)" if info.name == "srun" else ""
+        lists = " ('srun --mpi=list' lists the values of this Slurm)" if info.name == "srun" else ""
         instead = "after 'exit', in salloc, use" if in_shell(info.name) else "use"
-        return f"Type: {command}{count} python ...{shows}; or {instead} {_own_mpirun(library)}{count} python ..."
+        return f"Type: {command}{count} python ...{lists}; or {instead} {own_mpirun}{count} python ..."
     kind = LAUNCHERS[info.name].kind
-    taken = os.environ.get(kind) if kind else None
-    tried = f"It was {info.name} --mpi={taken} already, which this library does not understand here. " if taken else ""
+    used = os.environ.get(kind) if kind else None
+    tried = f"It was {info.name} --mpi={used} already, which this library does not support here. " if used else ""
     found = shutil.which("mpirun")
-    which = f"The mpirun in PATH is {found}. " if found else "There is no mpirun in PATH. "
+    on_path = f"The mpirun in PATH is {found}. " if found else "PATH has no mpirun. "
     system = read_batch_system()
-    where = "" if system is None else f" inside the {system.name} job"
+    place = "" if system is None else f" inside the {system.name} job"
     if in_shell(info.name):
-        where = " in salloc, after 'exit' from this shell,"
-    return (
-        f"{tried}{which}Start the job{where} with the launcher of the library: {_own_mpirun(library)}{count} python ..."
-    )
+        place = " in salloc, after 'exit' from this shell,"
+    return f"{tried}{on_path}Start the job{place} with the launcher of the library: {own_mpirun}{count} python ..."
 
 
-def _own_mpirun(library: MpiLibrary) -> str:
-    own = mpirun_beside(library)
-    return f"the mpirun that belongs to {library} (compare: which mpirun)" if own is None else str(own)
+# Slurm's compressed lists ---------------------------------------------------------------------------------------
+
+MOST_TASKS = 1 << 22
+"""Limit of the tasks of one job: several times the cores of the largest machines."""
+_MOST_HOSTS = 1 << 16  # Slurm's own limit of one list
+_MOST_SHOWN = 200
+# A part and its end, which is a comma, or a bracket without its pair.
+_PART = re.compile(r"((?:[^\[\],]|\[[^\[\]]*\])*)([,\[\]])")
+_BRACKET = re.compile(r"\[([^\[\]]*)\]")
+# Slurm writes "(null)" for unknown values, so names of hosts have no round brackets.
+_NAME = re.compile(r"[^\[\](),\s]*")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+
+
+def expand_hostlist(hostlist: str) -> list[str]:
+    """Return the hosts of a list such as ``SLURM_JOB_NODELIST``, in its order, with zero padding.
+
+    Raises:
+        ValueError: The list is malformed, or has more than 65,536 hosts.
+
+    >>> expand_hostlist("n[08-10],m5,o[3-4,6]")
+    ['n08', 'n09', 'n10', 'm5', 'o3', 'o4', 'o6']
+    >>> expand_hostlist("rack[0-1]n[1-2]-ib")
+    ['rack0n1-ib', 'rack0n2-ib', 'rack1n1-ib', 'rack1n2-ib']
+    """
+    hosts: list[str] = []
+    for match in _PART.finditer(f"{hostlist},"):
+        part, end = match.groups()
+        # Names and the contents of brackets, by turns.
+        pieces = _BRACKET.split(part)
+        if not part or end != "," or not all(_NAME.fullmatch(name) for name in pieces[::2]):
+            raise _bad_hostlist(hostlist, f"{_shown(part + end.strip(','))} where the name of a host was expected")
+        choices: list[list[str]] = []
+        for number, piece in enumerate(pieces):
+            choices.append(_expand_bracket(hostlist, piece) if number % 2 else [piece])
+            if len(hosts) + prod(map(len, choices)) > _MOST_HOSTS:
+                raise _bad_hostlist(hostlist, f"more than {_MOST_HOSTS} of them, up to {_shown(part)}")
+        hosts += map("".join, product(*choices))
+    return hosts
+
+
+def _expand_bracket(hostlist: str, bracket: str) -> list[str]:
+    numbers: list[str] = []
+    for item in bracket.split(","):
+        match = _RANGE.fullmatch(item)
+        low, high = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if int(high) < int(low):
+            expected = "where a number, or a range such as 08-10, was expected"
+            raise _bad_hostlist(hostlist, f"{_shown(item)} in the bracket {_shown(f'[{bracket}]')} {expected}")
+        if len(numbers) + int(high) - int(low) >= _MOST_HOSTS:
+            raise _bad_hostlist(hostlist, f"more than {_MOST_HOSTS} of them, up to {_shown(item)}")
+        numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
+    return numbers
+
+
+def _bad_hostlist(hostlist: str, problem: str) -> ValueError:
+    return ValueError(f"the list of hosts {_shown(hostlist)} has {problem}; a valid example: 'n[01-03],m5'")
+
+
+def _shown(text: str) -> str:
+    """Return a text in quotes, cut if it is long."""
+    return repr(text) if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]!r}... ({len(text)} characters)"
+
+
+def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
+    """Return the number of tasks of each node from a list such as ``SLURM_STEP_TASKS_PER_NODE``.
+
+    Raises:
+        ValueError: The list is malformed, or has too many nodes or tasks.
+
+    >>> expand_tasks_per_node("3(x2),2,1")
+    [3, 3, 2, 1]
+    """
+    tasks: list[int] = []
+    total = 0
+    for item in tasks_per_node.split(","):
+        match = _TASKS.fullmatch(item)
+        each, repeat = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
+        total += each * repeat
+        problem = ""
+        if repeat < 1:
+            problem = f"{_shown(item)} where a number such as 2 or 3(x2) was expected"
+        elif len(tasks) + repeat > _MOST_HOSTS or total > MOST_TASKS:
+            problem = f"more than {_MOST_HOSTS} nodes or {MOST_TASKS} tasks, up to {_shown(item)}"
+        if problem:
+            raise ValueError(f"the list of tasks per node {_shown(tasks_per_node)} has {problem}")
+        tasks += [each] * repeat
+    return tasks
