@@ -228,14 +228,7 @@ LAUNCHER_VARIABLES: frozenset[str] = frozenset(
 
 
 def read_launcher(environ: Environ = os.environ) -> LauncherInfo | None:
-    """Return the launcher's facts about this process. None without a launcher.
-
-    Raises:
-        LauncherVariableError: A variable is no whole number, or contradicts another one.
-
-    >>> read_launcher({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}).size
-    4
-    """
+    """Return the launcher's facts about this process. None without a launcher."""
     rows = (row for row in _LAUNCHERS if all(environ.get(name) for name in (row.rank, *row.needs)))
     return next((info for row in rows if (info := _read(row, environ)) is not None), None)
 
@@ -286,11 +279,7 @@ def _tasks_of_this_node(environ: Environ) -> int | None:
 
 
 def read_batch_system(environ: Environ = os.environ) -> BatchSystem | None:
-    """Return the batch system of this process's job. None outside of a job.
-
-    >>> read_batch_system({"PBS_JOBID": "7.head", "PBS_NODEFILE": "/var/spool/7"}).name
-    'PBS'
-    """
+    """Return the batch system of this process's job. None outside of a job."""
     return next((system for system in BATCH_SYSTEMS if environ.get(system.job)), None)
 
 
@@ -299,9 +288,6 @@ def in_shell(launcher: str, environ: Environ = os.environ) -> bool:
 
     A shell of ``srun --pty bash`` holds the job's resources, so commands that start ranks wait for it, and an mpirun
     forever. A shell that ``salloc`` starts by srun, as some sites configure it, holds no resources.
-
-    >>> in_shell("srun", {"SLURM_PTY_PORT": "39465", "SLURM_STEP_ID": "0"})
-    True
     """
     row = LAUNCHERS[launcher]
     if row.shell is None or not environ.get(row.shell):
@@ -313,9 +299,6 @@ def command_for(launcher: str, vendor: str, environ: Environ = os.environ) -> st
     """Return the command, without ``-n``, that starts ranks of an MPI library as one world.
 
     None if the launcher does not start that library, or if the job was started by this very command.
-
-    >>> command_for("srun", "Open MPI", {})
-    'srun --mpi=pmix'
     """
     row = LAUNCHERS[launcher]
     command = row.starts.get(vendor)

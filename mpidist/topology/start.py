@@ -205,19 +205,11 @@ def import_mpi() -> ModuleType:
 
 
 def check_world(size: int) -> None:
-    """Raise an error if the launcher started more ranks than the MPI world has. Local.
+    """Raise LaunchError if the MPI world of ``size`` ranks is smaller than the job. Local.
 
     If a launcher does not fit the MPI library, or does not start MPI at all (torchrun), N ranks become N worlds of one
-    rank. Each would then train alone and exit with code 0.
-
-    Args:
-        size: Size of ``MPI.COMM_WORLD``.
-
-    Raises:
-        LaunchError: The world is smaller than the job, or has one rank although WORLD_SIZE is more. A larger world is
-            valid: a part of a heterogeneous Slurm job knows only its own size. If the size of the job is unknown, ranks
-            beyond the world raise it.
-        ValueError: ``MPIDIST_ABORT_ON_EXCEPTION`` is neither 0 nor 1.
+    rank. Each would then train alone and exit with code 0. A larger world is valid, because a part of a heterogeneous
+    Slurm job knows only its own size.
     """
     # import_mpi has not read it if the program imported MPI after mpidist.
     settings.ABORT_ON_EXCEPTION.read()
@@ -397,16 +389,12 @@ def _run_watchdog(reading: int, rank: int, seconds: tuple[float, float], texts: 
 def duplicate(
     comm: MPI.Intracomm, doing: str, absent: Callable[[MPI.Intracomm], str | None] = lambda _: None
 ) -> MPI.Intracomm:
-    """Return a duplicate of ``comm`` (collective; MPI_Comm_idup).
+    """Return a duplicate of ``comm`` (collective; MPI_Comm_idup), or raise RankLostError on all ranks.
 
     Args:
         comm: Communicator to duplicate.
         doing: Purpose of the duplicate, for the report.
-        absent: Returns lines about absent ranks, for the error.
-
-    Raises:
-        CollectiveTimeoutError: Not all ranks arrived within ``MPIDIST_TIMEOUT``.
-        RankLostError: A rank was lost. Raised on all ranks.
+        absent: Returns lines about absent ranks, for the error at the deadline.
     """
     copy, request = comm.Idup()
     if not can_go_on():
@@ -434,7 +422,7 @@ def finish(
     doing: str,
     absent: Callable[[MPI.Intracomm], str | None] = lambda _: None,
 ) -> None:
-    """Wait for the request of a collective on ``comm``. Arguments and errors as in :func:`duplicate`."""
+    """Wait for the request of a collective on ``comm``. Arguments as in :func:`duplicate`."""
     deadline = Deadline(
         lambda waited: (
             f"rank {comm.Get_rank()} of {comm.Get_size()} has waited {waited:.0f} s for the other ranks in {doing}, at "
@@ -448,15 +436,7 @@ def finish(
 
 
 def create_group(comm: MPI.Intracomm, ranks: Sequence[int], name: str) -> MPI.Intracomm:
-    """Return a communicator of some ranks of ``comm``, in this order (collective over them; MPI_Comm_create_group).
-
-    MPI has only a blocking form. If a rank never arrives, the others report it and end the job.
-
-    Args:
-        comm: The communicator.
-        ranks: Ranks of ``comm``, including the caller.
-        name: Name of the group in the report.
-    """
+    """Return a communicator of some ranks of ``comm``, in this order (collective over them)."""
     everyone = comm.Get_group()
     group = everyone.Incl(ranks)
     with limited(f"waiting for all {len(ranks)} ranks of {name} to make a communicator"):
@@ -468,13 +448,9 @@ def create_group(comm: MPI.Intracomm, ranks: Sequence[int], name: str) -> MPI.In
 
 @contextmanager
 def limited(doing: str) -> Iterator[None]:
-    """Report a long MPI call in the block, and end the job at its deadline.
+    """Report a blocking MPI call in the block, and end the job at its deadline.
 
-    The times are ``MPIDIST_WARN_AFTER`` and ``MPIDIST_TIMEOUT``. The job ends, because a thread in such a call cannot
-    receive an exception.
-
-    Args:
-        doing: Description of the block, after "is".
+    A thread in such a call cannot receive an exception. ``doing`` describes the block, after "is".
     """
     site, limit = user_call_site(), settings.TIMEOUT.read()
     over = threading.Event()

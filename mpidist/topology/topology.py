@@ -221,13 +221,8 @@ def devices_of_each(devices_seen: Sequence[Sequence[str]]) -> list[tuple[int, ..
     more processes than devices, each gets one, in turn. Processes that see different devices, assigned by the
     launcher, use all they see.
 
-    Args:
-        devices_seen: Bus ids that each process of the node sees, by local rank.
-
-    >>> devices_of_each([["a", "b", "c"], ["a", "b", "c"]]), devices_of_each([["a", "b"], ["c", "d"]])
-    ([(0, 1), (2,)], [(0, 1), (0, 1)])
-    >>> devices_of_each([["a", "b"]] * 3)
-    [(0,), (1,), (0,)]
+    >>> devices_of_each([["a", "b", "c"], ["a", "b", "c"]])
+    [(0, 1), (2,)]
     """
     groups = [frozenset(seen) for seen in devices_seen]
     devices = []
