@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from mpidist.cli import COMMANDS
-from mpidist.core.version import __version__
+from mpidist.core import __version__
 from mpidist.topology.launchers import LauncherVariableError, read_launcher
 
 

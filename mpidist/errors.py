@@ -22,7 +22,7 @@ from mpidist.core.errors import (
     RequestTimeoutError,
 )
 from mpidist.core.files import NotAFileError
-from mpidist.core.first_use import on_first_use
+from mpidist.core.lazy import on_first_use
 from mpidist.topology.launchers import LauncherVariableError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import sys
 from mpidist.cli.json_output import add_json_argument, json_text
 from mpidist.collectives.watch.flight_record import read_folder
 from mpidist.collectives.watch.flight_text import merged_text
-from mpidist.core.wording import names_text
+from mpidist.core.text import names_text
 
 HELP = "show the last collectives of all ranks (MPIDIST_FLIGHT_RECORD), and where they went apart"
 _USAGE_ERROR = 2

@@ -22,7 +22,7 @@ from mpidist.collectives.watch.status_files import (
     StatusFolder,
 )
 from mpidist.collectives.watch.status_writer import process_born
-from mpidist.core.wording import groups_of, names_text, ranks_text
+from mpidist.core.text import groups_of, names_text, ranks_text
 
 GONE, SILENT, ABSENT = "gone", "silent", "absent"
 """More states: the process is gone; nothing was written lately; nothing at all."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 from mpidist.cluster_resolver.cluster_resolver import RankedResolver
 from mpidist.cluster_resolver.cluster_spec import deal_tasks
 from mpidist.core.errors import LaunchError
-from mpidist.core.wording import whole_number
+from mpidist.core.text import whole_number
 from mpidist.topology.launchers import MOST_TASKS, LauncherInfo, expand_hostlist, expand_tasks_per_node, read_launcher
 
 _List = TypeVar("_List")

@@ -21,9 +21,9 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from mpidist.collectives.channel.shutdown import abort_job
 from mpidist.collectives.mpi.waiting import Naps
 from mpidist.core import message_tags, settings
-from mpidist.core.daemon_thread import start_daemon
+from mpidist.core.concurrency import start_daemon
 from mpidist.core.errors import RankLostError
-from mpidist.core.wording import error_text, tell_user
+from mpidist.core.text import error_text, tell_user
 from mpidist.parameter_server.link import Link
 from mpidist.parameter_server.messages import CALL, RESULT, STOP, ByteExchange
 from mpidist.parameter_server.names import Names

@@ -13,7 +13,7 @@ from mpidist.collectives import Communicator
 from mpidist.collectives.channel.shutdown import abort_job, before_the_end
 from mpidist.core import settings
 from mpidist.core.errors import CollectiveTimeoutError, RankLostError
-from mpidist.core.wording import names_text
+from mpidist.core.text import names_text
 from mpidist.parameter_server.connection import Connection
 from mpidist.strategies.replica_devices import agreed_devices
 from mpidist.topology import world_topology

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
 from mpidist.collectives.mpi.waiting import Naps, drive
 from mpidist.core import context, message_tags
+from mpidist.core.concurrency import Deadline
 from mpidist.core.context import variable_creator_scope
-from mpidist.core.deadline import Deadline
 from mpidist.core.errors import RankLostError
 from mpidist.input import Dataset, DistributedDataset
 from mpidist.parameter_server.link import SERVER, Link, Task, resolver_of, served, survey

@@ -23,8 +23,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from mpidist.core import settings
-from mpidist.core.callsite import is_of_package, is_of_program, path_in_package
 from mpidist.core.errors import LaunchError, PeerError, prints_here
+from mpidist.core.text import is_of_package, is_of_program, path_in_package
 from mpidist.topology.launchers import read_launcher
 
 if TYPE_CHECKING:

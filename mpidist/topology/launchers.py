@@ -14,7 +14,7 @@ from itertools import product
 from math import prod
 
 from mpidist.core.errors import LaunchError
-from mpidist.core.wording import whole_number
+from mpidist.core.text import whole_number
 from mpidist.topology.mpi_library import CRAY_MPICH, INTEL_MPI, MPICH, MVAPICH, OPEN_MPI, MpiLibrary, mpirun_beside
 
 Environ = Mapping[str, str]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpidist.core.errors import LaunchError
-from mpidist.core.wording import pip_install
+from mpidist.core.text import pip_install
 
 OPEN_MPI = "Open MPI"
 MPICH = "MPICH"

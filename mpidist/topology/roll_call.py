@@ -12,11 +12,9 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpidist.core.callsite import main_thread_frame, program_line
-from mpidist.core.daemon_thread import DaemonThread
-from mpidist.core.deadline import POLL_SECONDS, wait_at_most
+from mpidist.core.concurrency import POLL_SECONDS, DaemonThread, wait_at_most
 from mpidist.core.message_tags import ROLL_CALL, ROLL_CALL_ANSWER
-from mpidist.core.wording import group_lines, groups_of, numbered_ranks
+from mpidist.core.text import group_lines, groups_of, main_thread_frame, numbered_ranks, program_line
 from mpidist.topology.exit import says_rank_is_lost
 
 if TYPE_CHECKING:

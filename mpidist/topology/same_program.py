@@ -13,9 +13,9 @@ from array import array
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from mpidist.core import __version__
 from mpidist.core.errors import LaunchError, shared_error
 from mpidist.core.settings import SETTINGS
-from mpidist.core.version import __version__
 from mpidist.native.build_library import PACKAGE, build_id
 from mpidist.topology.start import finish, import_mpi
 

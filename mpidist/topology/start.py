@@ -20,12 +20,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 from mpidist.core import message_tags, settings
-from mpidist.core.callsite import user_call_site
-from mpidist.core.daemon_thread import start_daemon
-from mpidist.core.deadline import POLL_SECONDS, Deadline, Stopwatch
+from mpidist.core.concurrency import POLL_SECONDS, Deadline, Stopwatch, start_daemon
 from mpidist.core.errors import CollectiveTimeoutError, LaunchError, RankLostError
-from mpidist.core.first_use import hook_loader
-from mpidist.core.wording import tell_user
+from mpidist.core.lazy import hook_loader
+from mpidist.core.text import tell_user, user_call_site
 from mpidist.topology.exit import STDERR, agree, can_go_on, end_job, is_fault_tolerant, means_loss, revoke
 from mpidist.topology.finalize import note_abort_status, own_finalize
 from mpidist.topology.launchers import (

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from mpidist.collectives.channel.progress import progress
 from mpidist.collectives.channel.work import Work
-from mpidist.core.daemon_thread import is_own_thread
-from mpidist.core.deadline import Stopwatch
+from mpidist.core.concurrency import Stopwatch, is_own_thread
 from mpidist.torch.foreign import Foreign
 from mpidist.torch.ordering import HOST_ORDER, Order
 

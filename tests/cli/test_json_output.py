@@ -17,7 +17,7 @@ from mpidist.collectives.reduce.tuning_file import Setup
 from mpidist.collectives.tuning import Timing, Tuned
 from mpidist.collectives.watch.flight_record import FlightFile
 from mpidist.collectives.watch.trace_files import TraceFile
-from mpidist.core.version import __version__
+from mpidist.core import __version__
 
 pytestmark = pytest.mark.one_rank
 

@@ -10,7 +10,7 @@ import pytest
 from mpidist.collectives.channel import short_calls
 from mpidist.collectives.node import core, packing
 from mpidist.collectives.watch import flight_record
-from mpidist.core.enums import ReduceOp
+from mpidist.core.options import ReduceOp
 from mpidist.native.build_library import SOURCES
 
 pytestmark = pytest.mark.one_rank

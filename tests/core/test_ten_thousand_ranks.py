@@ -20,13 +20,13 @@ from mpidist.collectives.channel.mismatch import Told, mismatch_text, news_text
 from mpidist.collectives.move import expectations
 from mpidist.collectives.mpi import communicator_names
 from mpidist.collectives.watch.deadlock import Wait, WaitState, find_deadlock
-from mpidist.collectives.watch.flight_record import DONE, MESSAGE, RUNNING, Flight, FlightEntry
+from mpidist.collectives.watch.flight_record import CALL_DONE, CALL_RUNNING, MESSAGE, Flight, FlightEntry
 from mpidist.collectives.watch.flight_text import merged_text
 from mpidist.collectives.watch.hang_text import RankStatus, report_text
 from mpidist.collectives.watch.recorder import OperationTotals
 from mpidist.collectives.watch.recorder import report_text as totals_text
 from mpidist.core.errors import PeerError
-from mpidist.core.wording import group_lines, groups_of, names_text, numbered_ranks, ranks_text, said_lines
+from mpidist.core.text import group_lines, groups_of, names_text, numbered_ranks, ranks_text, said_lines
 from mpidist.estimator.roles import cast_of
 from mpidist.parameter_server.link import Task, check_tasks
 from mpidist.strategies.replica_devices import _check_kinds, _Rank
@@ -226,7 +226,7 @@ def test_no_deadlock_of_many_is_found_in_time() -> None:
 # Records --------------------------------------------------------------------------------------------------------------
 
 
-def entry(number: int, text: str = LATE, state: int = DONE, communicator: str = "communicator 1") -> FlightEntry:
+def entry(number: int, text: str = LATE, state: int = CALL_DONE, communicator: str = "communicator 1") -> FlightEntry:
     return FlightEntry(max(number, 1), number, 1.0, 2.0 if state else 0.0, state, communicator, text, SITE)
 
 
@@ -239,8 +239,8 @@ def flights(entries_of: Callable[[int], list[FlightEntry]], ranks: Iterable[int]
 def test_flight_records() -> None:
     def entries(rank: int) -> list[FlightEntry]:
         if rank == ODD:
-            return [*map(entry, range(1, 19)), entry(19, "barrier", RUNNING)]
-        return [*map(entry, range(1, 19)), entry(19, state=RUNNING)]
+            return [*map(entry, range(1, 19)), entry(19, "barrier", CALL_RUNNING)]
+        return [*map(entry, range(1, 19)), entry(19, state=CALL_RUNNING)]
 
     lines = fitting(lambda: merged_text(flights(entries, EVERYBODY[:-1]), 10))
     assert lines[1] == "  without rank 9999: no file to read"
@@ -249,7 +249,7 @@ def test_flight_records() -> None:
 
 
 def test_flight_records_of_ranks_that_all_differ() -> None:
-    made_so = flights(lambda rank: [entry(1), entry(2 + rank % 50), entry(60, EACH[rank], RUNNING)])
+    made_so = flights(lambda rank: [entry(1), entry(2 + rank % 50), entry(60, EACH[rank], CALL_RUNNING)])
     lines = fitting(lambda: merged_text(made_so, 10), lines=80)
     assert any("more lines, of" in line for line in lines)
 
@@ -270,7 +270,10 @@ def test_flight_records_are_not_kept() -> None:
 def test_flight_records_of_many_communicators() -> None:
     def entries(rank: int) -> list[FlightEntry]:
         name = f"communicator 1 of node {rank // PER_NODE}"
-        return [entry(n, state=RUNNING if rank == ODD and n == 9 else DONE, communicator=name) for n in range(1, 10)]
+        return [
+            entry(n, state=CALL_RUNNING if rank == ODD and n == 9 else CALL_DONE, communicator=name)
+            for n in range(1, 10)
+        ]
 
     lines = fitting(lambda: merged_text(flights(entries), 10), lines=60)
     assert lines[2] == f"communicator 1 of node {ODD // PER_NODE}", "the one that is not well"
@@ -279,7 +282,9 @@ def test_flight_records_of_many_communicators() -> None:
 
 def test_flight_records_of_messages() -> None:
     made_so = flights(
-        lambda rank: [entry(MESSAGE, f"send to rank {rank + 1}", RUNNING if rank == ODD else DONE) for _ in range(3)]
+        lambda rank: [
+            entry(MESSAGE, f"send to rank {rank + 1}", CALL_RUNNING if rank == ODD else CALL_DONE) for _ in range(3)
+        ]
     )
     lines = fitting(lambda: merged_text(made_so, 3), lines=46)
     assert f"rank {ODD}: send to rank {ODD + 1}" in lines[4]

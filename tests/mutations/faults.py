@@ -241,7 +241,7 @@ _CORE = (
         "mpidist/core/options.py",
         "if getattr(other, f.name) != getattr(_DEFAULTS, f.name)",
         "if getattr(other, f.name) != getattr(self, f.name)",
-        ("tests/core/test_options_and_devices.py",),
+        ("tests/core/test_options.py",),
     ),
 )
 
@@ -378,7 +378,7 @@ _COLLECTIVES = (
     ),
     Fault(
         "a deadline that is earlier than the report of a long wait never comes",
-        "mpidist/core/deadline.py",
+        "mpidist/core/concurrency.py",
         "        if waited > self._limit and",
         "        if waited > max(self._limit, self._warn) and",
         ("tests/collectives/test_mismatch.py",),

@@ -21,10 +21,9 @@ from mpidist.collectives.mpi.agreed import is_common
 from mpidist.collectives.mpi.waiting import Comm, Steps, drive
 from mpidist.collectives.node.core import LOST, WRITE_SECONDS, Core
 from mpidist.core import settings
-from mpidist.core.callsite import user_call_site
-from mpidist.core.deadline import Deadline, Stopwatch
+from mpidist.core.concurrency import Deadline, Stopwatch
 from mpidist.core.errors import CollectiveTimeoutError, PeerError, RankLostError, shared_error
-from mpidist.core.wording import numbered_ranks, tell_user
+from mpidist.core.text import numbered_ranks, tell_user, user_call_site
 from mpidist.topology.exit import can_go_on, says_rank_is_lost
 
 T = TypeVar("T")

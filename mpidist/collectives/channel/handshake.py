@@ -28,8 +28,8 @@ from mpidist.collectives.mpi.objects import gather_equal_objects
 from mpidist.collectives.mpi.waiting import Steps, until_done
 from mpidist.collectives.node.core import MISMATCH, Core
 from mpidist.collectives.node.node import Node
-from mpidist.core.callsite import user_call_site
 from mpidist.core.errors import MismatchError, PeerError, shared_error
+from mpidist.core.text import user_call_site
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpidist.core.errors import MORE_TIME
-from mpidist.core.wording import group_lines, groups_of, numbered_ranks
+from mpidist.core.text import group_lines, groups_of, numbered_ranks
 
 
 @dataclass(frozen=True)

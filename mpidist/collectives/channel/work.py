@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.mpi.agreed import is_common
 from mpidist.collectives.mpi.waiting import Steps
-from mpidist.core.wording import tell_user
+from mpidist.core.text import tell_user
 
 if TYPE_CHECKING:
     # A plain ``Work`` in a user's program is one of any result. Type checkers know the default, Python 3.10 does not.

@@ -14,9 +14,8 @@ from functools import lru_cache
 from mpidist.collectives.mpi.gathering import exchange_lengths
 from mpidist.collectives.mpi.objects import gather_objects
 from mpidist.collectives.mpi.waiting import Comm, Steps
-from mpidist.core.callsite import user_call_site
 from mpidist.core.errors import MismatchError
-from mpidist.core.wording import cut_text
+from mpidist.core.text import cut_text, user_call_site
 
 _BITS = 62
 # Of the pairs of ranks in a message.

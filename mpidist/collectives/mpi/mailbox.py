@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from mpidist.collectives.mpi.waiting import all_done
-from mpidist.core.deadline import Deadline, wait_until
+from mpidist.core.concurrency import Deadline, wait_until
 from mpidist.core.errors import CollectiveTimeoutError
 from mpidist.topology import import_mpi
 from mpidist.topology.exit import says_rank_is_lost

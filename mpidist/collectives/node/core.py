@@ -17,8 +17,8 @@ from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.mpi.waiting import Steps, looks_before_yield, pause
 from mpidist.collectives.node.mapping import address_of
 from mpidist.collectives.node.native import Functions, mpi_functions
-from mpidist.core.enums import ReduceOp
 from mpidist.core.message_tags import LEADERS
+from mpidist.core.options import ReduceOp
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:

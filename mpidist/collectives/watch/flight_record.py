@@ -22,10 +22,9 @@ from pathlib import Path
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.node.core import Core
-from mpidist.core.callsite import user_call_site
 from mpidist.core.files import folder_to_write, replacing
 from mpidist.core.settings import FLIGHT_RECORD
-from mpidist.core.wording import names_text
+from mpidist.core.text import names_text, user_call_site
 
 ENTRIES = 1000
 # Of messages, behind those of collectives.

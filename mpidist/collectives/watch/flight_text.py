@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sys import intern
 
 from mpidist.collectives.watch.flight_record import CALL_DONE, CALL_FAILED, CALL_RUNNING, MESSAGE, Flight, FlightEntry
-from mpidist.core.wording import group_lines, groups_of, numbered_ranks
+from mpidist.core.text import group_lines, groups_of, numbered_ranks
 
 _STATES = {CALL_RUNNING: "had not ended", CALL_FAILED: "failed"}
 # A communicator more is shown where there are fewer lines so far; messages, and calls of one number, at the most.

@@ -26,10 +26,9 @@ from mpidist.collectives.watch.hang_text import ANSWER_SECONDS, RankStatus, plac
 from mpidist.collectives.watch.inquiry import DEADLOCK, MESSAGE, PRINT, REPORT, Answers, Inquiries, Question
 from mpidist.collectives.watch.side_thread import SideLine, side_thread
 from mpidist.core import settings
-from mpidist.core.callsite import main_thread_frame, program_line
-from mpidist.core.deadline import wait_at_most
+from mpidist.core.concurrency import wait_at_most
 from mpidist.core.errors import MismatchError
-from mpidist.core.wording import numbered_ranks, tell_user
+from mpidist.core.text import main_thread_frame, numbered_ranks, program_line, tell_user
 
 # How long a rank that is to have others asked may take to say that it will: a hub, and one of this node. Where one of
 # this node is only late, two of them pass the question on, and it is asked once.

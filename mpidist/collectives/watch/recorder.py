@@ -17,8 +17,8 @@ from mpidist.collectives.watch import trace_files
 from mpidist.collectives.watch.flight_record import FlightFile
 from mpidist.collectives.watch.trace_files import Span, TraceFile
 from mpidist.core import message_tags, settings
-from mpidist.core.deadline import wait_at_most
-from mpidist.core.wording import numbered_ranks, ranks_text, tell_user
+from mpidist.core.concurrency import wait_at_most
+from mpidist.core.text import numbered_ranks, ranks_text, tell_user
 from mpidist.topology import import_mpi, world_topology
 
 Totals = dict[str, "OperationTotals"]

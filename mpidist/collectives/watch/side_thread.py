@@ -16,8 +16,7 @@ from mpidist.collectives.channel.shutdown import after_the_end
 from mpidist.collectives.mpi.mailbox import Mailbox
 from mpidist.collectives.mpi.waiting import Comm
 from mpidist.core import message_tags
-from mpidist.core.daemon_thread import DaemonThread
-from mpidist.core.deadline import Stopwatch
+from mpidist.core.concurrency import DaemonThread, Stopwatch
 
 _IDLE_SECONDS, _BUSY_SECONDS = 0.25, 0.005
 # After a message there are often more.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mpidist.core.files import open_regular, replacing
-from mpidist.core.wording import names_text
+from mpidist.core.text import names_text
 
 RUNNING, ENDED, FAILED = "running", "ended", "failed"
 """The states of a program."""

@@ -34,11 +34,10 @@ from mpidist.collectives.watch.status_files import (
     status_path,
     write_report,
 )
-from mpidist.core import settings, step_count
-from mpidist.core.callsite import is_of_package, main_thread_frame, program_line
-from mpidist.core.daemon_thread import DaemonThread
+from mpidist.core import context, settings
+from mpidist.core.concurrency import DaemonThread
 from mpidist.core.files import folder_to_write, remove_unfinished
-from mpidist.core.wording import error_text, tell_user
+from mpidist.core.text import error_text, is_of_package, main_thread_frame, program_line, tell_user
 from mpidist.topology import import_mpi
 from mpidist.topology.exit import is_interactive
 from mpidist.topology.topology import has_world, world_topology
@@ -220,7 +219,7 @@ class StatusWriter:
 
 
 def _sum(parts: list[RankTotals]) -> RankTotals:
-    return RankTotals(step_count.made, sum(part.collectives for part in parts), sum(part.nbytes for part in parts))
+    return RankTotals(context.steps_made, sum(part.collectives for part in parts), sum(part.nbytes for part in parts))
 
 
 def process_born(process: int) -> int:

@@ -12,7 +12,7 @@ import threading
 from mpidist.collectives.mpi.mailbox import drain
 from mpidist.collectives.mpi.waiting import Comm
 from mpidist.collectives.watch.side_thread import SideLine, side_thread
-from mpidist.core.deadline import Deadline
+from mpidist.core.concurrency import Deadline
 from mpidist.core.errors import CollectiveTimeoutError
 from mpidist.topology.start import duplicate
 

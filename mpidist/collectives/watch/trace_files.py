@@ -25,7 +25,7 @@ import numpy as np
 from mpidist.arrays.dtypes import Array
 from mpidist.core.files import folder_to_write, open_regular, replacing
 from mpidist.core.settings import TRACE
-from mpidist.core.wording import names_text, numbered_ranks
+from mpidist.core.text import names_text, numbered_ranks
 
 # About 300 MB, as much as viewers still open.
 MOST_EVENTS = 1_000_000

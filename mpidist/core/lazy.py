@@ -1,4 +1,4 @@
-"""Imports on demand: names on first use (PEP 562), and hooks into libraries."""
+"""Imports on first use (PEP 562), advice for missing names, and hooks into libraries."""
 
 from __future__ import annotations
 
@@ -13,39 +13,61 @@ from typing import Any
 
 Hooks = tuple[Callable[[str], Any], Callable[[], list[str]]]
 
+_STARTS = "the first strategy or Communicator starts everything; delete this line"
+_ENDS = "the end of the program ends everything; delete this line"
+_VARIABLES = "variables created in `with strategy.scope():` have the first rank's values everywhere; delete this line"
+_COLLECTIVE = "type: comm = mpidist.Communicator(), and comm.{}"
+_OPTIMIZER = "type: with strategy.scope(): optimizer = mpidist.optimizers.SGD(...)"
+_ON_NODE = (
+    "mpidist assigns the GPUs of a node by itself; for other purposes type: from mpi4py import MPI, and "
+    "MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).{}()"
+)
+ADVICE = {
+    **dict.fromkeys(("init", "init_process_group", "is_initialized", "Init"), _STARTS),
+    **dict.fromkeys(("finalize", "shutdown", "destroy_process_group", "Finalize"), _ENDS),
+    **dict.fromkeys(("get_rank", "Get_rank"), "type: mpidist.rank()"),
+    **dict.fromkeys(("get_world_size", "world_size", "Get_size"), "type: mpidist.size()"),
+    **dict.fromkeys(("local_rank", "get_local_rank"), _ON_NODE.format("Get_rank")),
+    "local_size": _ON_NODE.format("Get_size"),
+    "COMM_WORLD": "type: mpidist.Communicator(), or from mpi4py import MPI, and MPI.COMM_WORLD",
+    **dict.fromkeys(("all_reduce", "allreduce", "Allreduce"), _COLLECTIVE.format('all_reduce("SUM", x)')),
+    **dict.fromkeys(("all_gather", "allgather", "Allgather"), _COLLECTIVE.format("all_gather(x)")),
+    **dict.fromkeys(("broadcast", "bcast", "Bcast"), _COLLECTIVE.format("broadcast(x, root=0)")),
+    **dict.fromkeys(("barrier", "Barrier"), _COLLECTIVE.format("barrier()")),
+    **dict.fromkeys(("DistributedOptimizer", "DistributedDataParallel"), _OPTIMIZER),
+    **dict.fromkeys(("broadcast_parameters", "broadcast_variables"), _VARIABLES),
+    "jax": "type: import mpidist.jax",
+}
+"""Advice for names that Horovod, torch.distributed and mpi4py have, and mpidist does not import."""
 
-# Python lets two threads that import a room and a module of it, in the other order, have one of them half made.
+# If two threads import a package and its module in opposite order, Python gives one of them an unfinished module.
 _lock = threading.RLock()
 
 
 def imported(module: str) -> ModuleType:
-    """Import a module; one thread at a time."""
+    """Import a module, one thread at a time."""
     with _lock:
         return import_module(module)
 
 
-def on_first_use(module: str, homes: Mapping[str, str], in_place_of: Mapping[str, str] | None = None) -> Hooks:
+def on_first_use(module: str, homes: Mapping[str, str], advice: Mapping[str, str] | None = None) -> Hooks:
     """Return ``__getattr__`` and ``__dir__`` for a module that imports names on first use.
 
-    The module names the same objects under ``if TYPE_CHECKING``, where type checkers and editors find them.
+    The module imports the same names under ``if TYPE_CHECKING``, for type checkers and editors.
 
     Args:
-        module: Its ``__name__``; its ``__all__`` lists all names, those that are imported at once too.
-        homes: The late names that come from each module, separated by blanks; submodules come from the module itself.
-        in_place_of: Advice on names that it does not have, and that users may look for in it.
-
-    Raises:
-        AttributeError: From ``__getattr__``, for a name that the module does not have.
+        module: Its ``__name__``. Its ``__all__`` lists all names.
+        homes: Names from each module, separated by blanks. Submodules come from the module itself.
+        advice: Advice on missing names, by name.
     """
-
     home_of = {name: home for home, names in homes.items() for name in names.split()}
 
     def getattr_of_module(name: str) -> Any:
         home = home_of.get(name)
         if home is None:
-            advice = (in_place_of or {}).get(name)
-            text = f"module {module!r} has no attribute {name!r}" + ("" if advice is None else f": {advice}")
-            # Of these two Python makes its "Did you mean".
+            hint = (advice or {}).get(name)
+            text = f"module {module!r} has no attribute {name!r}" + ("" if hint is None else f": {hint}")
+            # Python derives its "Did you mean" from name and obj.
             raise AttributeError(text, name=name, obj=sys.modules[module])
         value = imported(f"{module}.{name}") if home == module else getattr(imported(home), name)
         setattr(sys.modules[module], name, value)
