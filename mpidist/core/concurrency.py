@@ -129,7 +129,7 @@ os.register_at_fork(after_in_child=_reset_in_child)
 
 
 class Stopwatch:
-    """Seconds since its creation, without those of a suspended process.
+    """Seconds since its creation, without suspensions of the process.
 
     A job that was suspended (``scontrol suspend``, ``docker pause``) must not reach its deadlines when it resumes. So
     each gap between two readings counts as at most one second. A wait must read its stopwatch more often.

@@ -107,7 +107,7 @@ class ExtendedLike(Protocol):
         """Return a block around rank-local work that raises its errors on every rank."""
 
     def announce(self, error: Exception, doing: str) -> None:
-        """Announce an error to the other ranks, in place of this rank's collective."""
+        """Announce an error to the other ranks instead of calling the next collective."""
 
     def step_agreement(self) -> Any:
         """Return the object by which ranks agree on a step (collective)."""

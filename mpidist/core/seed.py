@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-# Separates the seeds of pipelines from those of generators, which also start from the process's seed.
+# Separates pipelines from generators, whose seeds also start from the process's seed.
 _PIPELINES = 2
 
 

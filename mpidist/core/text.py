@@ -261,7 +261,7 @@ def _line_of(frame: FrameType) -> str:
 
 def pip_install(extra: str) -> str:
     """Return the command that installs an extra from this installation's checkout or wheel."""
-    # First, because Python imports a checkout in its own folder, whatever is installed.
+    # First, because Python imports a checkout in its own folder even if another mpidist is installed.
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / "pyproject.toml").exists():
         return f"pip install -e {shlex.quote(f'{checkout}[{extra}]')}"

@@ -37,7 +37,7 @@ class LauncherInfo:
     size: int | None
     local_rank: int | None
     local_size: int | None
-    size_variable: str  # or that of the rank, if the size is unknown
+    size_variable: str  # variable of the rank if the size is unknown
 
 
 @dataclass(frozen=True)

@@ -304,7 +304,7 @@ def _watch_loader(info: LauncherInfo, seconds: tuple[float, float], loader: Load
 
 
 def check_library(info: LauncherInfo, module: str) -> None:
-    """Raise LaunchError if Open MPI's mpirun started a rank whose MPICH has no PMIx. MPI_Init would abort it."""
+    """Raise LaunchError if Open MPI's mpirun started a rank with an MPICH without PMIx. MPI_Init would abort."""
     if LAUNCHERS[info.name].library != OPEN_MPI:
         return
     library = library_before_start(module)
@@ -358,7 +358,7 @@ def _fork_watchdog(reading: int, writing: int, seconds: tuple[float, float], tex
         return
     try:
         warnings.simplefilter("ignore")
-        # A grandchild, so that nobody has to reap it. It has a process group of its own.
+        # A grandchild in its own process group, so that this process need not reap it.
         if os.fork() == 0:
             os.setsid()
             os.close(writing)
