@@ -13,7 +13,7 @@ import warnings
 from functools import partial
 from typing import Any
 
-# Of the launchers in mpidist/topology/environments.py, which reads them properly.
+# Of the launchers in mpidist/topology/launchers.py, which reads them properly.
 RANK_VARIABLES = (
     "OMPI_COMM_WORLD_RANK",
     "PMI_RANK",

@@ -8,7 +8,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 from api_pages import MOCKED  # noqa: E402
 
-from mpidist.core.version import __version__ as release  # noqa: E402, F401
+from mpidist.core import __version__ as release  # noqa: E402, F401
 
 project = "mpidist"
 project_copyright = "the mpidist authors"

@@ -5,7 +5,7 @@ Write a program once against a strategy and start it with ``mpirun -n N python t
 
 from typing import TYPE_CHECKING
 
-from mpidist.core.advice import IN_PLACE_OF
+from mpidist.core import __version__
 from mpidist.core.context import (
     experimental_set_strategy,
     get_loss_reduction,
@@ -13,12 +13,10 @@ from mpidist.core.context import (
     in_cross_replica_context,
     variable_creator_scope,
 )
-from mpidist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
 from mpidist.core.errors import CollectiveTimeoutError, LaunchError, MismatchError, OutOfRangeError, PeerError
-from mpidist.core.first_use import on_first_use
-from mpidist.core.options import RunOptions
+from mpidist.core.lazy import ADVICE, on_first_use
+from mpidist.core.options import ReduceOp, RunOptions, VariableAggregation, VariableSynchronization
 from mpidist.core.settings import warn_about_unknown
-from mpidist.core.version import __version__
 from mpidist.topology import install_excepthook, prepare_environment, rank, size
 
 prepare_environment()
@@ -101,11 +99,11 @@ else:
             "mpidist.training.random": "common_rng replica_rng set_seed",
             "mpidist.values": "DistributedValues IndexedSlices Variable",
         },
-        IN_PLACE_OF,
+        ADVICE,
     )
 
 # Not for programs, and not to be shown to those who look what there is.
-del IN_PLACE_OF, TYPE_CHECKING, install_excepthook, on_first_use, prepare_environment, warn_about_unknown
+del ADVICE, TYPE_CHECKING, install_excepthook, on_first_use, prepare_environment, warn_about_unknown
 
 __all__ = [
     "AUTOTUNE",

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from mpidist.cli import COMMANDS
-from mpidist.core.version import __version__
-from mpidist.topology.environments import LauncherVariableError, read_launcher
+from mpidist.core import __version__
+from mpidist.topology.launchers import LauncherVariableError, read_launcher
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

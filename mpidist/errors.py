@@ -22,8 +22,8 @@ from mpidist.core.errors import (
     RequestTimeoutError,
 )
 from mpidist.core.files import NotAFileError
-from mpidist.core.first_use import on_first_use
-from mpidist.topology.environments import LauncherVariableError
+from mpidist.core.lazy import on_first_use
+from mpidist.topology.launchers import LauncherVariableError
 
 if TYPE_CHECKING:
     from mpidist.checkpoint.format_rules import DamagedCheckpointError

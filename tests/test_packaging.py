@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
+from mpidist.core import __version__
 from mpidist.core.settings import SETTINGS
-from mpidist.core.version import __version__
 from mpidist.native.build_library import build_id
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
@@ -92,7 +92,7 @@ def test_advice_names_the_wheel_installed_from(exists: bool, wheel: zipfile.ZipF
         origin.touch()
     wheel.extractall(tmp_path)
     (tmp_path / f"mpidist-{__version__}.dist-info/direct_url.json").write_text(f'{{"url": "{origin.as_uri()}"}}')
-    program = "from mpidist.core.wording import pip_install; print(pip_install('half'))"
+    program = "from mpidist.core.text import pip_install; print(pip_install('half'))"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True, text=True, check=True,

@@ -21,8 +21,8 @@ from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.gpu.staging import StagingRing, staging_bytes
 from mpidist.collectives.mpi.waiting import drive
 from mpidist.collectives.reduce.device_packs import nccl_reduction
-from mpidist.core.deadline import Deadline
-from mpidist.core.enums import ReduceOp
+from mpidist.core.concurrency import Deadline
+from mpidist.core.options import ReduceOp
 from mpidist.experimental import CommunicationOptions
 
 COUNT_OF_A_CALL = 1024

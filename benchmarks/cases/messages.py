@@ -17,7 +17,7 @@ from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.reduce import algorithms  # noqa: F401  # which register themselves
 from mpidist.collectives.reduce.cost_model import Round, recursive_doubling, recursive_halving
 from mpidist.collectives.reduce.registry import wire_algorithms
-from mpidist.core.enums import ReduceOp
+from mpidist.core.options import ReduceOp
 
 # Bytes of a whole, and of what each rank has for each other: enough not to be left to MPI.
 _WHOLE, _PART = 128 << 10, 8 << 10

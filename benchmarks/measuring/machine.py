@@ -18,7 +18,7 @@ from mpidist.collectives.gpu.nccl_library import nccl_problem
 from mpidist.collectives.node import native
 from mpidist.collectives.node.node import Node
 from mpidist.core.settings import NATIVE
-from mpidist.core.wording import ranks_text
+from mpidist.core.text import ranks_text
 from mpidist.native.build_library import has_platform
 from mpidist.topology import allowed_cores, world_topology
 

@@ -19,7 +19,7 @@ from mpidist.collectives.node.node import LANES_BETWEEN_NODES
 from mpidist.collectives.reduce import algorithms  # noqa: F401  # which register themselves
 from mpidist.collectives.reduce.cost_model import Network
 from mpidist.collectives.reduce.registry import Wire, wire_algorithms
-from mpidist.core.enums import ReduceOp
+from mpidist.core.options import ReduceOp
 
 
 class Slices(NamedTuple):

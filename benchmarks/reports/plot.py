@@ -11,7 +11,7 @@ from benchmarks.measuring.rows import COPY, OURS, Row, states_of
 from benchmarks.measuring.sizes import size_text
 from benchmarks.measuring.timing import NEAR, UNKNOWN
 from benchmarks.reports.files import Results
-from mpidist.core.wording import pip_install
+from mpidist.core.text import pip_install
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,7 +16,7 @@ from benchmarks.predicting.steps import Step
 from benchmarks.reports.text import aligned, time_text
 from mpidist.collectives.reduce.cost_model import Network
 from mpidist.collectives.reduce.table import network_text
-from mpidist.core.wording import pip_install
+from mpidist.core.text import pip_install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import mpidist
-from mpidist.core.wording import pip_install
+from mpidist.core.text import pip_install
 
 # Widths of layers, rows on each rank, and how many rounds are timed.
 _NETWORKS = {

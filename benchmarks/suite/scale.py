@@ -16,7 +16,7 @@ from benchmarks.measuring.rows import MPI, OURS
 from benchmarks.measuring.sizes import size_text, sizes_of_text
 from benchmarks.reports.files import RESULTS, Results, load
 from benchmarks.reports.text import publish
-from mpidist.core.wording import pip_install
+from mpidist.core.text import pip_install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,7 +20,7 @@ from benchmarks.measuring.wire import bits_per_second
 from benchmarks.reports.files import RESULTS, Results
 from benchmarks.reports.text import publish
 from benchmarks.reports.torch import results_text
-from mpidist.core.wording import pip_install
+from mpidist.core.text import pip_install
 from mpidist.topology import world_topology
 
 

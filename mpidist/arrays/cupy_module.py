@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from mpidist.core.errors import DeviceError
-from mpidist.core.wording import pip_install
+from mpidist.core.text import pip_install
 
 # What NVIDIA's driver puts into a Linux machine: the control device, its folder, and the device of WSL.
 _DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")

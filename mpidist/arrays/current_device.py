@@ -11,7 +11,7 @@ import threading
 from types import ModuleType, TracebackType
 
 from mpidist.arrays.cuda_driver import CudaDriver
-from mpidist.core.daemon_thread import is_own_thread
+from mpidist.core.concurrency import is_own_thread
 
 
 class _Thread(threading.local):

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mpidist.core.enums import ReduceOp
-from mpidist.core.wording import pip_install
+from mpidist.core.options import ReduceOp
+from mpidist.core.text import pip_install
 
 DType = np.dtype[Any]
 # A NumPy array or a CuPy array; what differs between them goes through ``device_ops``.

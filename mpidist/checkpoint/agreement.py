@@ -10,9 +10,9 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from mpidist.core.context import StrategyLike
 from mpidist.core.errors import PeerError
-from mpidist.core.protocols import StrategyLike
-from mpidist.core.wording import numbered_ranks, said_lines
+from mpidist.core.text import numbered_ranks, said_lines
 
 if TYPE_CHECKING:
     from mpidist.strategies import StrategyExtended

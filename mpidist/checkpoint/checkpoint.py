@@ -24,8 +24,15 @@ from mpidist.checkpoint.restoring import check_fit_of_all, check_states, fill, r
 from mpidist.checkpoint.status import LoadStatus, Waiting
 from mpidist.checkpoint.storage import checkpoints_in
 from mpidist.checkpoint.writer import Job, Pending
-from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_scope_of, is_default, outside
-from mpidist.core.protocols import StrategyLike
+from mpidist.core.context import (
+    StrategyLike,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_scope_of,
+    is_default,
+    outside,
+)
 from mpidist.values.composite import is_by_position
 from mpidist.values.placement import on_host
 

@@ -22,10 +22,10 @@ from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import Array, check_transportable, is_transportable
 from mpidist.checkpoint.format_rules import DEEPEST, is_state
 from mpidist.core import nest
-from mpidist.core.enums import VariableAggregation, VariableSynchronization
-from mpidist.core.first_use import imported
+from mpidist.core.context import StrategyLike
+from mpidist.core.lazy import imported
 from mpidist.core.nest import NestKind
-from mpidist.core.protocols import StrategyLike
+from mpidist.core.options import VariableAggregation, VariableSynchronization
 from mpidist.values.composite import AnyVariable, Slots, slot_keys
 
 if TYPE_CHECKING:

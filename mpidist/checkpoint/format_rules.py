@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.core.enums import VariableAggregation, VariableSynchronization
+from mpidist.core.options import VariableAggregation, VariableSynchronization
 
 Rule = Callable[[object], bool]
 

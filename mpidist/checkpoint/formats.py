@@ -24,9 +24,9 @@ import numpy as np
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.checkpoint import format_rules
 from mpidist.checkpoint.format_rules import DamagedCheckpointError, check, parse
+from mpidist.core import __version__
 from mpidist.core.files import NotAFileError, open_regular
-from mpidist.core.version import __version__
-from mpidist.core.wording import pip_install
+from mpidist.core.text import pip_install
 from mpidist.values.placement import on_host
 
 MANIFEST = "manifest.json"

@@ -20,9 +20,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from mpidist.checkpoint.checkpoint import Checkpoint, tracked_by
 from mpidist.checkpoint.manager import CheckpointManager
-from mpidist.core.context import get_strategy, outside
-from mpidist.core.protocols import StrategyLike
-from mpidist.topology.signals import SIGNALS_TO_SAVE
+from mpidist.core.context import StrategyLike, get_strategy, outside
+from mpidist.topology.exit import SIGNALS_TO_SAVE
 from mpidist.topology.topology import has_world, world_topology
 
 _log = logging.getLogger("mpidist")

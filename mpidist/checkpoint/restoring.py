@@ -14,7 +14,7 @@ from mpidist.checkpoint.collecting import Leaves, is_on_read, keys_above
 from mpidist.checkpoint.format_rules import DamagedCheckpointError
 from mpidist.checkpoint.formats import MANIFEST, Manifest
 from mpidist.checkpoint.shared_reading import Values
-from mpidist.core.enums import VariableAggregation
+from mpidist.core.options import VariableAggregation
 from mpidist.values import Variable
 from mpidist.values.composite import AnyVariable, cut_for, parts_of
 from mpidist.values.placement import place_of

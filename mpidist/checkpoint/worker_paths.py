@@ -10,8 +10,7 @@ import os
 import shutil
 
 from mpidist.checkpoint.agreement import extended_of
-from mpidist.core.context import get_strategy
-from mpidist.core.protocols import StrategyLike
+from mpidist.core.context import StrategyLike, get_strategy
 
 
 def write_dirpath(dirpath: str | os.PathLike[str], strategy: StrategyLike | None = None) -> str:

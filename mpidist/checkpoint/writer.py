@@ -27,10 +27,10 @@ from mpidist.checkpoint.formats import MANIFEST, FileRecord, Manifest, Tensor
 from mpidist.checkpoint.parts import Plan
 from mpidist.checkpoint.storage import is_checkpoint, read_manifest
 from mpidist.core import settings
-from mpidist.core.deadline import Stopwatch
+from mpidist.core.concurrency import Stopwatch
 from mpidist.core.errors import PeerError
 from mpidist.core.files import open_regular
-from mpidist.core.wording import numbered_ranks
+from mpidist.core.text import numbered_ranks
 
 _log = logging.getLogger("mpidist")
 _LONGEST_NAP_SECONDS = 0.1

@@ -27,8 +27,8 @@ from mpidist.cli.tune import seconds
 from mpidist.core import settings
 from mpidist.core.errors import LaunchError
 from mpidist.topology import import_mpi
-from mpidist.topology.abort import end_job_after_output
-from mpidist.topology.environments import LauncherInfo, LauncherVariableError, command_for, read_launcher
+from mpidist.topology.exit import end_job_after_output
+from mpidist.topology.launchers import LauncherInfo, LauncherVariableError, command_for, read_launcher
 from mpidist.topology.mpi_library import MpiLibrary, loaded_library, mpi_install, mpirun_beside
 
 HELP = "look at launcher, ranks, cores, memory, GPUs and network, and say what is wrong; also under mpirun or srun"

@@ -13,8 +13,8 @@ from mpidist.cli.doctor_checks.finding import Finding
 from mpidist.cli.doctor_facts.facts import CoreFacts, Interface, JobFacts, LinkSpeed, RankFacts
 from mpidist.cli.tune import time_text
 from mpidist.collectives.reduce.table import size_text
-from mpidist.core.version import __version__
-from mpidist.core.wording import groups_of, names_text, ranks_text
+from mpidist.core import __version__
+from mpidist.core.text import groups_of, names_text, ranks_text
 
 _WIDTH = 118
 _LABEL = 12

@@ -11,7 +11,7 @@ from sys import intern
 
 from mpidist.cli.json_output import add_json_argument, json_text
 from mpidist.collectives.observe.record import Entry, Flight, Kind, State, read_flights
-from mpidist.core.wording import group_lines, groups_of, names_text, numbered_ranks
+from mpidist.core.text import group_lines, groups_of, names_text, numbered_ranks
 
 HELP = "show the last collectives of all ranks (MPIDIST_FLIGHT_RECORD), and where they diverged"
 _USAGE_ERROR = 2

@@ -19,9 +19,9 @@ from typing import IO, TypeVar
 
 from mpidist.cli.doctor_facts.machine import count_hosts_of_job
 from mpidist.cli.launch import command_for_ranks
-from mpidist.core.daemon_thread import start_daemon
+from mpidist.core.concurrency import start_daemon
 from mpidist.core.errors import PeerError
-from mpidist.core.wording import numbered_ranks, pip_install
+from mpidist.core.text import numbered_ranks, pip_install
 from mpidist.parameter_server.pickling import HAS_CLOUDPICKLE, PickledError, pack, unpack
 
 Result = TypeVar("Result")

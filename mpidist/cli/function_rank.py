@@ -8,7 +8,7 @@ from pathlib import Path
 from mpidist.cli.function_job import CALL, path_of_outcome
 from mpidist.core.files import replacing
 from mpidist.parameter_server.pickling import PickledError, pack, pack_error
-from mpidist.topology.environments import read_launcher
+from mpidist.topology.launchers import read_launcher
 
 
 def main(place: str) -> int:

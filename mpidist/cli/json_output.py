@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Mapping
 
-from mpidist.core.version import __version__
+from mpidist.core import __version__
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mpidist.cli.doctor_facts.machine import THREAD_SETTINGS
 from mpidist.core.errors import LaunchError
-from mpidist.topology import environments
+from mpidist.topology import launchers
 from mpidist.topology.mpi_library import INTEL_MPI, MpiLibrary, find_library, find_mpirun, mpi_install
 
 HELP = "start a program with the mpirun of the MPI library in use, as root and on few cores, too"
@@ -104,8 +104,8 @@ def _shown(variables: Mapping[str, str], command: Sequence[str]) -> str:
 
 
 def _check(options: Sequence[str], program: Sequence[str]) -> None:
-    launcher = environments.read_launcher()
-    if launcher is not None and environments.in_shell(launcher.name):
+    launcher = launchers.read_launcher()
+    if launcher is not None and launchers.in_shell(launcher.name):
         raise ValueError(
             f"this is a shell that {launcher.name} --pty started, and mpirun would wait for what that shell holds. "
             "Expected: a shell of salloc; type: exit; then: salloc -n 4   # or as many; and there launch again"
@@ -120,7 +120,7 @@ def _check(options: Sequence[str], program: Sequence[str]) -> None:
             "mpirun passes standard input to rank 0 alone, so the other ranks would have no program. Write the program "
             "to a file: python -m mpidist launch -n 4 train.py"
         )
-    check_count(options, program, is_needed=environments.read_batch_system() is None)
+    check_count(options, program, is_needed=launchers.read_batch_system() is None)
 
 
 def _library_of(command: str) -> MpiLibrary:
@@ -137,13 +137,13 @@ def _library_of(command: str) -> MpiLibrary:
 
 
 def _mpirun_of(library: MpiLibrary) -> Path:
-    mpirun, system = find_mpirun(library), environments.read_batch_system()
+    mpirun, system = find_mpirun(library), launchers.read_batch_system()
     if mpirun is not None:
         # Intel's mpirun is a shell script that finds out about batch systems, and keeps signals to itself.
         hydra = mpirun.with_name("mpiexec.hydra")
         return hydra if library.vendor == INTEL_MPI and system is None and hydra.exists() else mpirun
     own = None if system is None else system.launcher
-    direct = None if own is None else environments.command_for(own, library.vendor)
+    direct = None if own is None else launchers.command_for(own, library.vendor)
     hint = f"Type: {direct} -n 4 python train.py" if direct else "Start the program as this site's documentation says"
     raise LaunchError(
         f"mpi4py uses {library} ({library.path}), and neither beside it nor in PATH is an mpirun that belongs to it. "
@@ -159,13 +159,13 @@ def additions(library: MpiLibrary, mpirun: Path) -> tuple[dict[str, str], list[s
     than cores are allowed, and no rank is bound to one core, which its BLAS and its progress thread would then share.
     MPICH does so by itself. There each rank's BLAS would start a thread for each core, unless a variable says how many.
     """
-    row = environments.mpirun_of(library.vendor)
+    row = launchers.mpirun_of(library.vendor)
     flags = [row.as_root] if row is not None and row.as_root and os.geteuid() == 0 else []
     wanted: dict[str, str] = {}
-    if environments.read_batch_system() is None:
+    if launchers.read_batch_system() is None:
         if not any(os.environ.get(name) for name in THREAD_SETTINGS):
             wanted["OMP_NUM_THREADS"] = "1"
-        wanted.update(environments.own_machine(library.vendor, library.version))
+        wanted.update(launchers.own_machine(library.vendor, library.version))
     variables = {name: value for name, value in wanted.items() if name not in os.environ}
     folders = os.environ.get("PATH", "").split(os.pathsep)
     if library.vendor == INTEL_MPI and str(mpirun.parent) not in folders:

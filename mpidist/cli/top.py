@@ -31,7 +31,7 @@ from mpidist.collectives.observe.job_status import (
 )
 from mpidist.collectives.reduce.table import size_text
 from mpidist.core.settings import STATUS
-from mpidist.core.wording import groups_of, names_text, ranks_text
+from mpidist.core.text import groups_of, names_text, ranks_text
 
 HELP = "show where the ranks of a running job are (MPIDIST_STATUS), and how it ended"
 _USAGE_ERROR = 2

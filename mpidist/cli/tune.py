@@ -13,7 +13,7 @@ from mpidist.collectives.tuning import run as measure
 from mpidist.core.errors import LaunchError
 from mpidist.core.settings import SETTINGS, TUNING_FILE
 from mpidist.topology import world_topology
-from mpidist.topology.abort import status_of_failure
+from mpidist.topology.exit import status_of_failure
 
 HELP = "measure which algorithm is fastest at which size on this cluster; start it under mpirun or srun"
 _USAGE_ERROR = 2

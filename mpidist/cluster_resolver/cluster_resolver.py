@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
-from mpidist.topology.gpu_sharing import visible_devices
+from mpidist.topology.topology import visible_devices
 
 
 class ClusterResolver(ABC):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpidist.core import settings
-from mpidist.core.wording import whole_number
+from mpidist.core.text import whole_number
 
 TASK_TYPES = ("chief", "worker", "evaluator", "ps")
 

@@ -9,10 +9,8 @@ from mpidist.cluster_resolver.cluster_resolver import ClusterResolver, RankedRes
 from mpidist.cluster_resolver.cluster_spec import deal_tasks
 from mpidist.cluster_resolver.tf_config_cluster_resolver import TFConfigClusterResolver
 from mpidist.core.errors import LaunchError
-from mpidist.topology.gpu_sharing import share_of_each, visible_devices
-from mpidist.topology.launcher import check_world, import_mpi
-from mpidist.topology.limited_calls import create_group, duplicate
-from mpidist.topology.topology import Topology, has_world, world_topology
+from mpidist.topology.start import check_world, create_group, duplicate, import_mpi
+from mpidist.topology.topology import Topology, devices_of_each, has_world, visible_devices, world_topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -167,7 +165,7 @@ class MPIClusterResolver(RankedResolver):
             self._shares = {}
             for node in set(nodes):
                 ranks = [rank for rank in range(self.size) if nodes[rank] == node]
-                self._shares.update(zip(ranks, share_of_each([seen[rank] for rank in ranks]), strict=True))
+                self._shares.update(zip(ranks, map(len, devices_of_each([seen[rank] for rank in ranks])), strict=True))
         return self._shares
 
 

@@ -11,9 +11,8 @@ from typing import TypeVar
 from mpidist.cluster_resolver.cluster_resolver import RankedResolver
 from mpidist.cluster_resolver.cluster_spec import deal_tasks
 from mpidist.core.errors import LaunchError
-from mpidist.core.wording import whole_number
-from mpidist.topology.environments import LauncherInfo, read_launcher
-from mpidist.topology.slurm_lists import MOST_TASKS, expand_hostlist, expand_tasks_per_node
+from mpidist.core.text import whole_number
+from mpidist.topology.launchers import MOST_TASKS, LauncherInfo, expand_hostlist, expand_tasks_per_node, read_launcher
 
 _List = TypeVar("_List")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -43,10 +43,9 @@ from mpidist.collectives.reduce.registry import check_options, gpu_names
 from mpidist.collectives.reduce.table import Table, check_table
 from mpidist.collectives.reduce.tuning_file import agreed_table
 from mpidist.collectives.world_channel import world_channel
-from mpidist.core.callsite import user_call_site
-from mpidist.core.enums import ReduceOp
 from mpidist.core.nest import flat_kind
-from mpidist.core.options import CommunicationOptions, check_communication_options
+from mpidist.core.options import CommunicationOptions, ReduceOp, check_communication_options
+from mpidist.core.text import user_call_site
 from mpidist.topology import import_mpi, world_topology
 
 T = TypeVar("T")

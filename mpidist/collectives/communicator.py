@@ -38,11 +38,10 @@ from mpidist.collectives.node import packing
 from mpidist.collectives.node.chunks import borders
 from mpidist.collectives.reading import delivering, read, read_out, restore
 from mpidist.collectives.step_agreement import StepAgreement
-from mpidist.core.enums import ReduceOp
 from mpidist.core.message_tags import TAGS_OF_PROGRAMS
-from mpidist.core.options import CommunicationOptions
+from mpidist.core.options import CommunicationOptions, ReduceOp
 from mpidist.topology import import_mpi
-from mpidist.topology.limited_calls import create_group
+from mpidist.topology.start import create_group
 
 T = TypeVar("T")
 P = ParamSpec("P")

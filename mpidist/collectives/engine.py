@@ -26,7 +26,7 @@ from mpidist.collectives.reduce.choice import Choice, place_of
 from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.collectives.reduce.registry import Algorithm, Site, host_algorithms
 from mpidist.collectives.reduce.table import Table
-from mpidist.core.enums import ReduceOp
+from mpidist.core.options import ReduceOp
 
 BY_CORE, BY_LEADERS, ALONE = "hierarchical", "leaders", "alone"
 """Names of the algorithms that the native core runs."""

@@ -16,8 +16,7 @@ from mpidist.collectives.channel.progress import mpi_takes_threads
 from mpidist.collectives.channel.shutdown import after_shutdown
 from mpidist.collectives.mpi.mailbox import Mailbox
 from mpidist.collectives.mpi.waiting import Comm
-from mpidist.core.daemon_thread import DaemonThread
-from mpidist.core.deadline import Stopwatch
+from mpidist.core.concurrency import DaemonThread, Stopwatch
 
 # More messages often follow one.
 _IDLE_SECONDS, _BUSY_SECONDS, _BUSY_FOR_SECONDS = 0.25, 0.005, 1.0

@@ -12,9 +12,9 @@ from mpidist.collectives.mpi.mailbox import drain
 from mpidist.collectives.mpi.waiting import Comm
 from mpidist.collectives.rpc import Call, Endpoint, Handlers, service
 from mpidist.core import message_tags
-from mpidist.core.deadline import Deadline
+from mpidist.core.concurrency import Deadline
 from mpidist.core.errors import CollectiveTimeoutError
-from mpidist.topology.limited_calls import duplicate
+from mpidist.topology.start import duplicate
 
 
 class StepAgreement:

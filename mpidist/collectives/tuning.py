@@ -27,11 +27,10 @@ from mpidist.collectives.reduce.measured_network import measured_network
 from mpidist.collectives.reduce.registry import Row, candidates_at, host_algorithms
 from mpidist.collectives.reduce.table import SHIPPED, KiB, Table, size_text
 from mpidist.collectives.reduce.tuning_file import Setup
-from mpidist.core.devices import parse_device
-from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import AlgorithmError, DeviceError
-from mpidist.core.options import CommunicationOptions
+from mpidist.core.options import CommunicationOptions, ReduceOp
 from mpidist.core.settings import TUNING_FILE
+from mpidist.core.text import parse_device
 
 _log = logging.getLogger("mpidist")
 

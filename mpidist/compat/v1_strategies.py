@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from mpidist.core import context
-from mpidist.core.enums import ReduceOp
+from mpidist.core.options import ReduceOp
 from mpidist.input import Dataset, InputContext, InputReplicationMode
 from mpidist.input.batching import last_batching
 from mpidist.input.dataset import graph_and_options

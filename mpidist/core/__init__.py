@@ -1,7 +1,10 @@
-"""Ground floor: enums, errors, nests, devices, settings, the context stack; no MPI, no arrays."""
+"""Errors, options, nests, settings, texts and the current strategy. No MPI, no arrays."""
 
 import sys
 
-# This is the first module that `import mpidist` runs. Later ones import fcntl, which Windows lacks.
+# setup.cfg reads it without importing this file.
+__version__ = "0.1.0"
+
+# `import mpidist` runs this module first. Later modules import fcntl, which Windows lacks.
 if sys.platform == "win32":
     raise ImportError("mpidist needs Linux or macOS. On Windows, use WSL2.")

@@ -1,32 +1,162 @@
-"""The stack of contexts, one per thread: the current strategy and replica context.
+"""The current strategy and replica context of each thread, and their interfaces.
 
-| where                        | get_strategy | has_strategy | get_replica_context | in_cross_replica_context |
+| in                           | get_strategy | has_strategy | get_replica_context | in_cross_replica_context |
 |------------------------------|--------------|--------------|---------------------|--------------------------|
-| nothing active               | default      | False        | default context     | False                    |
-| inside ``default.run(fn)``   | default      | False        | default context     | False                    |
+| no scope                     | default      | False        | default context     | False                    |
+| ``default.run(fn)``          | default      | False        | default context     | False                    |
 | ``with s.scope()``           | s            | True         | None                | True                     |
-| inside ``s.run(fn)``         | s            | True         | context i           | False                    |
+| ``s.run(fn)``                | s            | True         | context i           | False                    |
 | merge_fn, update function    | s            | True         | None                | True                     |
 
-The default strategy registers itself when its module is imported, which happens on first use: this room needs no other.
+The default strategy registers itself when its module is imported, on first use.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from mpidist.core.enums import ReduceOp
-from mpidist.core.first_use import imported
-from mpidist.core.protocols import ReplicaContextLike, StrategyLike
+from mpidist.core.lazy import imported
+from mpidist.core.options import CommunicationOptions, ReduceOp, RunOptions
+
+Result = TypeVar("Result")
+Value = TypeVar("Value")
+# Arguments of a function that replicas call. Distributed values stand for each replica's part.
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
+
+
+# Interfaces -----------------------------------------------------------------------------------------------------
+
+
+class ReplicaContextLike(Protocol):
+    """The part of a ReplicaContext that values and inputs use."""
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """Global id of this replica."""
+
+    @property
+    def local_replica_id(self) -> int:
+        """Index of this replica among those of its rank."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas whose values are combined."""
+
+    @property
+    def strategy(self) -> StrategyLike:
+        """The strategy of the replica."""
+
+    def merge_call(
+        self, merge_fn: Callable[..., Result], args: Sequence[object] = (), kwargs: dict[str, object] | None = None
+    ) -> Result:
+        """Run ``merge_fn`` once for all local replicas, in cross-replica context."""
+
+    def meet(self, call: tuple[object, ...], merge_fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> Result:
+        """Run ``merge_call``. ``call`` must be equal on all local replicas."""
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Value) -> Value:
+        """Reduce over all replicas."""
+
+    def all_reduce_async(self, reduce_op: ReduceOp | str, value: object) -> Any:
+        """Start to reduce over all replicas, and return a handle whose ``wait()`` returns the result."""
+
+
+class ExtendedLike(Protocol):
+    """The part of a StrategyExtended that values, inputs and training use."""
+
+    @property
+    def local_replica_ids(self) -> tuple[int, ...]:
+        """Global ids of the replicas of this rank."""
+
+    @property
+    def worker_devices_by_replica(self) -> tuple[tuple[str, ...], ...]:
+        """Devices of each replica of this rank."""
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this rank writes checkpoints."""
+
+    @property
+    def variable_names(self) -> Any:
+        """The names of its variables (a VariableNames)."""
+
+    @property
+    def is_central(self) -> bool:
+        """Whether all replicas share one copy of each variable."""
+
+    def create_variable(self, array: Any, **properties: object) -> Any:
+        """Create a variable as the strategy stores it (collective)."""
+
+    def reduce_pairs(
+        self,
+        op: ReduceOp,
+        pairs: Sequence[tuple[object, object]],
+        options: CommunicationOptions | None = None,
+        note: str = "",
+    ) -> list[Any]:
+        """Reduce many values. All ranks must agree on ``note``, which describes their use."""
+
+    def broadcast_nest(self, value: Value, root: int = 0, note: str = "") -> Value:
+        """Return, on every rank, the nest of arrays of rank ``root`` (collective)."""
+
+    def shared_errors(self, doing: str) -> AbstractContextManager[None]:
+        """Return a block around rank-local work that raises its errors on every rank."""
+
+    def announce(self, error: Exception, doing: str) -> None:
+        """Announce an error to the other ranks instead of calling the next collective."""
+
+    def step_agreement(self) -> Any:
+        """Return the object by which ranks agree on a step (collective)."""
+
+    def changing(self, label: str, what: str, checksum: Callable[[], int]) -> AbstractContextManager[None]:
+        """Return a block in which each rank changes its own copy. The ranks compare the copies afterwards."""
+
+    def done(self, label: str, what: str, checksum: Callable[[], int]) -> None:
+        """Compare the results of rank-local work without state."""
+
+
+class StrategyLike(Protocol):
+    """The part of a Strategy that lower modules use."""
+
+    @property
+    def extended(self) -> ExtendedLike:
+        """The interface for library writers."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas whose values are combined."""
+
+    def scope(self) -> AbstractContextManager[object]:
+        """Enter the strategy's scope."""
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Value, axis: int | tuple[int, ...] | None) -> Value:
+        """Reduce a value over replicas."""
+
+    def run(
+        self,
+        fn: Callable[..., Result],
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+        options: RunOptions | None = None,
+    ) -> Result:
+        """Call ``fn`` once per local replica."""
+
+    def experimental_local_results(self, value: Value) -> tuple[Value, ...]:
+        """Return the components of this rank."""
+
 
 Strategy = TypeVar("Strategy", bound=StrategyLike)
 
 
+# The stack of each thread ---------------------------------------------------------------------------------------
+
+
 class Frame:
-    """One entry of the stack; ``replica_context`` None means cross-replica context."""
+    """One entry of the stack. Without ``replica_context`` it is a cross-replica context."""
 
     __slots__ = ("replica_context", "strategy", "update_replica_id")
 
@@ -41,7 +171,7 @@ class Frame:
         self.update_replica_id = update_replica_id
 
 
-# The stack of each thread by its number; that of a thread which has ended is there until another gets its number.
+# The stack of each thread by its number. An ended thread's stack stays until its number is reused.
 _stack_of_thread: dict[int, dict[str, Any]] = {}
 
 
@@ -55,11 +185,13 @@ class _Stack(threading.local):
 
 _stack = _Stack()
 _default: list[Frame] = []
+steps_made = 0
+"""Number of calls of ``strategy.run`` in this process."""
 _HOME_OF_DEFAULT = "mpidist.strategies.default"
 
 
 def register_default_strategy(strategy: StrategyLike, replica_context: ReplicaContextLike) -> None:
-    """Make ``strategy`` the result of :func:`get_strategy` where nothing is active."""
+    """Register the strategy that :func:`get_strategy` returns outside of scopes."""
     _default[:] = [Frame(strategy, replica_context)]
 
 
@@ -74,12 +206,12 @@ def current_frame() -> Frame:
 
 
 def replica_frame_elsewhere() -> Frame | None:
-    """Return the frame of a replica that waits for this thread, or None.
+    """Return the frame of a replica that waits for this thread of a library.
 
-    A library has started the thread outside of Python. Of several replicas that of the thread which was the first to
-    run one. None where there is none, and in other threads, which have frames of their own.
+    The library has started the thread outside of Python. With several replicas, it is the frame of the thread that ran
+    a replica first. None in threads that Python started.
     """
-    # Those that Python has started; for others it makes stand-ins when they ask for themselves.
+    # Python creates stand-ins (_DummyThread) for other threads when they query it.
     started = {of.ident for of in threading.enumerate() if not isinstance(of, threading._DummyThread)}
     if threading.get_ident() in started:
         return None
@@ -93,11 +225,7 @@ def push(frame: Frame) -> None:
 
 
 def pop(frame: Frame) -> None:
-    """Leave ``frame``.
-
-    Raises:
-        RuntimeError: It is not the innermost one.
-    """
+    """Leave ``frame``, which must be the innermost one."""
     frames = _stack.frames
     if not frames or frames[-1] is not frame:
         raise RuntimeError(
@@ -108,7 +236,7 @@ def pop(frame: Frame) -> None:
 
 
 def get_strategy() -> StrategyLike:
-    """Return the current strategy of this thread, the default strategy where none is active.
+    """Return the current strategy of this thread, or the default strategy.
 
     >>> get_strategy().num_replicas_in_sync
     1
@@ -122,7 +250,7 @@ def is_default(strategy: StrategyLike) -> bool:
 
 
 def has_strategy() -> bool:
-    """Return whether the current strategy is another than the default one.
+    """Return whether the current strategy differs from the default one.
 
     >>> has_strategy()
     False
@@ -132,7 +260,7 @@ def has_strategy() -> bool:
 
 
 def get_replica_context() -> ReplicaContextLike | None:
-    """Return the context of the replica that runs, or None in cross-replica context.
+    """Return the context of the running replica, or None in cross-replica context.
 
     >>> get_replica_context().replica_id_in_sync_group
     0
@@ -150,7 +278,7 @@ def in_cross_replica_context() -> bool:
 
 
 def get_loss_reduction() -> ReduceOp:
-    """Return ``ReduceOp.SUM``: losses are expected to be divided by the global batch size already.
+    """Return ``ReduceOp.SUM``, because losses must already be divided by the global batch size.
 
     >>> get_loss_reduction()
     <ReduceOp.SUM: 'SUM'>
@@ -159,10 +287,10 @@ def get_loss_reduction() -> ReduceOp:
 
 
 def experimental_set_strategy(strategy: StrategyLike | None) -> None:
-    """Make ``strategy`` current for this thread without a ``with`` block.
+    """Set the current strategy of this thread without a ``with`` block.
 
-    None goes back to the default. Call it on every rank (variables created afterwards are created collectively). A
-    strategy that an earlier call has set is left first.
+    Call it on every rank, because variables are created collectively afterwards. It replaces the strategy of an earlier
+    call. None sets the default strategy.
 
     Raises:
         RuntimeError: A scope is open.
@@ -182,12 +310,8 @@ def experimental_set_strategy(strategy: StrategyLike | None) -> None:
 
 @contextmanager
 def scope(strategy: Strategy) -> Iterator[Strategy]:
-    """Enter the cross-replica context of ``strategy``: the rules of ``Strategy.scope``.
-
-    Raises:
-        RuntimeError: Another strategy's scope is open, or this is a replica context.
-    """
-    frames, top = _stack.frames, current_frame()
+    """Enter the cross-replica context of ``strategy``, with the rules of ``Strategy.scope``."""
+    top = current_frame()
     if is_default(strategy):
         if not is_default(top.strategy):
             raise RuntimeError(
@@ -203,18 +327,14 @@ def scope(strategy: Strategy) -> Iterator[Strategy]:
                 "scope() requires cross-replica context, and this is inside strategy.run(); "
                 "use get_replica_context().merge_call(fn) to get there"
             )
-    frame = Frame(strategy)
-    frames.append(frame)
-    try:
+    with entered(Frame(strategy)):
         yield strategy
-    finally:
-        pop(frame)
 
 
 @contextmanager
 def entered(frame: Frame) -> Iterator[None]:
-    """Run the block inside ``frame``, whatever was active before."""
-    _stack.frames.append(frame)
+    """Run the block inside ``frame``, in any context."""
+    push(frame)
     try:
         yield
     finally:
@@ -223,7 +343,7 @@ def entered(frame: Frame) -> Iterator[None]:
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """Run the block as if no strategy were active (for dataset_fn and value_fn)."""
+    """Run the block outside of all scopes (for dataset_fn and value_fn)."""
     frames = _stack.frames
     _stack.frames = []
     try:
@@ -233,14 +353,14 @@ def outside() -> Iterator[None]:
 
 
 def in_scope_of(strategy: StrategyLike) -> AbstractContextManager[object]:
-    """Return a block in which ``strategy`` is in scope, which it may be already."""
+    """Return a block in the scope of ``strategy``, which may already be open."""
     is_inside = in_cross_replica_context() and get_strategy() is strategy
     return nullcontext() if is_inside else strategy.scope()
 
 
 @contextmanager
 def as_in_a_new_thread() -> Iterator[None]:
-    """Run the block as a thread begins, and leave nothing of it to the thread."""
+    """Run the block with the context of a new thread, and restore this thread's afterwards."""
     before = vars(_stack).copy()
     vars(_stack).update(frames=[], global_frame=None, creators=[])
     try:
@@ -262,12 +382,9 @@ def _mixing(active: StrategyLike, given: StrategyLike) -> RuntimeError:
 
 
 def require_cross_replica(strategy: StrategyLike, method: str, instead: str) -> None:
-    """Raise RuntimeError unless in ``strategy``'s cross-replica context or where nothing is active.
+    """Raise RuntimeError unless in ``strategy``'s cross-replica context or outside of all scopes.
 
-    Args:
-        strategy: Whose method it is.
-        method: Name of the method, for the message.
-        instead: The call to make in replica context.
+    ``instead`` is the sentence on the call to use in replica context.
     """
     frames = _stack.frames
     if not frames:
@@ -280,7 +397,7 @@ def require_cross_replica(strategy: StrategyLike, method: str, instead: str) -> 
 
 
 def require_scope(strategy: StrategyLike, method: str) -> None:
-    """Raise RuntimeError unless ``strategy``'s scope (or its cross-replica context) is entered."""
+    """Raise RuntimeError outside of ``strategy``'s scope (or its cross-replica context)."""
     top = current_frame()
     if is_default(strategy) and top.strategy is strategy:
         return
@@ -291,7 +408,7 @@ def require_scope(strategy: StrategyLike, method: str) -> None:
 
 
 def require_replica(context: ReplicaContextLike, method: str) -> None:
-    """Raise RuntimeError unless ``context`` is the replica context that is current."""
+    """Raise RuntimeError unless ``context`` is the current replica context."""
     top = current_frame()
     if top.replica_context is context:
         return
@@ -317,7 +434,7 @@ def variable_creator_scope(variable_creator: Callable[..., object]) -> Iterator[
     ...     mpidist.Variable(1.0).name
     'named'
     """
-    # A block that was never left is ended whenever Python collects it, in any run or thread.
+    # Bound here, because Python may end an abandoned block in another run or thread.
     creators = _stack.creators
     creators.append(variable_creator)
     try:
@@ -327,5 +444,5 @@ def variable_creator_scope(variable_creator: Callable[..., object]) -> Iterator[
 
 
 def variable_creators() -> list[Callable[..., object]]:
-    """Return the creators that are active in this thread, outermost first."""
+    """Return the active creators of this thread, outermost first."""
     return _stack.creators

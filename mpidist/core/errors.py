@@ -1,41 +1,38 @@
 """The exceptions that mpidist adds to Python's own.
 
-Wrong arguments raise ``ValueError``, ``TypeError`` or ``RuntimeError`` as in TensorFlow; the classes here are
-for errors that only a job of several ranks can have.
+Wrong arguments raise ``ValueError``, ``TypeError`` or ``RuntimeError`` as in TensorFlow. The classes here are for jobs
+with several ranks.
 """
 
 from __future__ import annotations
 
 from typing import TypeVar
 
-E = TypeVar("E", bound=Exception)
+E = TypeVar("E", bound=BaseException)
 
-# Set on an error that other ranks have as well, and print where nobody catches it.
-_OTHERS_PRINT = "_mpidist_others_print"
+MORE_TIME = "MPIDIST_TIMEOUT=SECONDS or CommunicationOptions(timeout_seconds=...)"
+# Set on an error that several ranks raise.
+_PRINTS = "_mpidist_prints"
 
 
-def leave_to_others(error: E) -> E:
-    """Note that other ranks have this error and print it; return it."""
-    setattr(error, _OTHERS_PRINT, True)
+def shared_error(error: E, prints: bool) -> E:
+    """Note whether this rank prints an error that several ranks raise, and return it."""
+    setattr(error, _PRINTS, prints)
     return error
 
 
-def shared_text(error: BaseException, text: str) -> str:
-    """Return a text about an error without the words that are this rank's alone."""
-    return text.replace(error.own_words, "") if isinstance(error, CollectiveTimeoutError) else text
-
-
-def is_left_to_others(error: BaseException) -> bool:
-    """Return whether other ranks have the same error and are to print it."""
-    return hasattr(error, _OTHERS_PRINT)
+def prints_here(error: BaseException) -> bool | None:
+    """Return whether this rank prints an uncaught error that several ranks raise. None for any other error."""
+    prints: bool | None = getattr(error, _PRINTS, None)
+    return prints
 
 
 class MismatchError(ValueError):
-    """Ranks entered one collective with different plans; raised on every rank with the same text.
+    """Ranks entered one collective with different plans. Raised on every rank with the same text.
 
     Args:
-        message: The request of each rank and the line of user code it came from.
-        plans: ``{rank: description}`` of every rank's request.
+        message: The call of each rank, and its line of user code.
+        plans: ``{rank: description}`` of every rank's call.
     """
 
     def __init__(self, message: str, plans: dict[int, str] | None = None) -> None:
@@ -43,19 +40,16 @@ class MismatchError(ValueError):
         self.plans = plans or {}
 
 
-MORE_TIME = "MPIDIST_TIMEOUT=SECONDS or CommunicationOptions(timeout_seconds=...)"
-
-
 class CollectiveTimeoutError(TimeoutError):
     """A collective did not finish within its deadline.
 
     Args:
         operation: The collective, as text (operation, shapes and dtypes).
-        sequence: How many collectives this rank had issued on the communicator, this one included.
-        waited_seconds: How long this rank waited.
-        rank: The rank that gave up.
+        sequence: Number of collectives that this rank had issued on the communicator, including this one.
+        waited_seconds: Seconds that this rank waited.
+        rank: The rank that raised the error.
         report: State of the ranks, if one of them could query it.
-        more_time: How the program allows more time.
+        more_time: Settings that allow more time.
     """
 
     def __init__(
@@ -73,34 +67,29 @@ class CollectiveTimeoutError(TimeoutError):
         self.rank = rank
         self.report = report
         text = (
-            f"{self.own_words} in collective number {sequence}, {operation}, and the "
-            "other ranks did not complete it. Expected: every rank makes the same calls in the same order. "
-            f"Look for a rank that stopped, or that skips this call; to allow more time set {more_time}."
+            f"rank {rank} waited {waited_seconds:.1f} s in collective number {sequence}, {operation}, and the other "
+            "ranks did not complete it. Make the same calls in the same order on every rank. Check for a rank that "
+            f"stopped, or that skips this call. To allow more time, set {more_time}."
         )
         super().__init__(text if report is None else f"{text}\n{report}")
 
-    @property
-    def own_words(self) -> str:
-        """The beginning of the text, which differs among ranks."""
-        return f"rank {self.rank} waited {self.waited_seconds:.1f} s"
-
 
 class MessageTimeoutError(CollectiveTimeoutError):
-    """A message did not come, or was not taken, within its deadline.
+    """A message was not sent or received within its deadline.
 
     Args:
         message: The message, as text.
-        call_site: The line of the program.
-        waited_seconds: How long this rank waited.
-        rank: The rank that gave up.
+        call_site: Line of the program.
+        waited_seconds: Seconds that this rank waited.
+        rank: The rank that raised the error.
     """
 
     def __init__(self, message: str, call_site: str, waited_seconds: float, rank: int) -> None:
         super().__init__(message, 0, waited_seconds, rank)
         self.args = (
-            f"{self.own_words} in {message}, at {call_site}. Expected: the other side calls "
-            "recv or send with the same tag. Look for a rank that stopped, or that skips this call; to allow more time "
-            "set MPIDIST_TIMEOUT=SECONDS or CommunicationOptions(timeout_seconds=...).",
+            f"rank {rank} waited {waited_seconds:.1f} s in {message}, at {call_site}. Call recv or send with the same "
+            "tag on the other rank. Check for a rank that stopped, or that skips this call. To allow more time, set "
+            f"{MORE_TIME}.",
         )
 
 
@@ -109,29 +98,29 @@ class RequestTimeoutError(CollectiveTimeoutError):
 
     Args:
         request: The request and the server, as text.
-        waited_seconds: How long this rank waited.
-        rank: The rank that gave up.
+        waited_seconds: Seconds that this rank waited.
+        rank: The rank that raised the error.
     """
 
     def __init__(self, request: str, waited_seconds: float, rank: int) -> None:
         super().__init__(request, 0, waited_seconds, rank)
         self.args = (
-            f"{self.own_words} for {request}. Look for a server that stopped, or that never "
-            "came to Server(resolver).join(), and for another worker if the request waits for one; to allow more time "
-            "set MPIDIST_TIMEOUT=SECONDS.",
+            f"rank {rank} waited {waited_seconds:.1f} s for {request}. Check for a server that stopped, or that never "
+            "called Server(resolver).join(). If the request waits for another worker, check that worker. To allow more "
+            "time, set MPIDIST_TIMEOUT=SECONDS.",
         )
 
 
 class PeerError(RuntimeError):
-    """Another rank reported an error of its own while this rank was in a collective."""
+    """Another rank reported an error while this rank was in a collective."""
 
 
 class RankLostError(PeerError):
-    """The process of another rank is gone, as MPI has said. ``mpidist.elastic.run`` goes on without it."""
+    """MPI reported the loss of another rank. ``mpidist.elastic.run`` continues without it."""
 
 
 class LaunchError(RuntimeError):
-    """The processes did not come up as one MPI world, or MPI is not usable."""
+    """The processes did not start as one MPI world, or MPI is not usable."""
 
 
 class OutOfRangeError(Exception):
@@ -139,18 +128,18 @@ class OutOfRangeError(Exception):
 
 
 class AlgorithmError(ValueError):
-    """A requested algorithm does not work where the ranks are; raised on all of them."""
+    """The requested algorithm does not support this layout of ranks. Raised on every rank."""
 
 
 class DeviceError(RuntimeError):
-    """A GPU was asked for, and this process can use none. The text says why, and the command to type."""
+    """The program requested a GPU that this process cannot use. The text has the reason, and the command to type."""
 
 
 class NcclFailure(RuntimeError):
     """NCCL reported an error on this rank. Unfinished work of its communicator is lost.
 
     Args:
-        message: The call that failed, and NCCL's own words.
+        message: The call that failed, and NCCL's own text.
         status: NCCL's ncclResult_t.
     """
 

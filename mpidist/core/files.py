@@ -1,4 +1,4 @@
-"""Opening files where others may have planted links, pipes and devices, and writing them whole."""
+"""Open files safely, despite links and pipes of other users, and replace them whole."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Neither follow a link nor wait for the other end of a pipe, nor take a terminal for that of this process.
+# Do not follow links, wait for the other end of a pipe, or acquire a terminal.
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-# What opening a link, a socket and, for writing, a directory fails with.
+# Errors for a link, a socket and, for writing, a directory.
 _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
 
 
 class NotAFileError(OSError):
-    """Something else than a regular file is where a file belongs.
+    """The path of a file is a link, a directory, a pipe or a device.
 
     >>> raise NotAFileError("/dev/null")
     Traceback (most recent call last):
@@ -28,28 +28,14 @@ class NotAFileError(OSError):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         name = os.fspath(path)
-        what = "a directory, a pipe or a device"
+        kind = "a directory, a pipe or a device"
         if os.path.islink(name):
-            what = f"a symbolic link to {os.readlink(name)!r}"
-        super().__init__(
-            f"{name} is no regular file but {what}; type: rm -r {shlex.quote(name)}, or name another place"
-        )
+            kind = f"a symbolic link to {os.readlink(name)!r}"
+        super().__init__(f"{name} is no regular file but {kind}; type: rm -r {shlex.quote(name)}, or name another path")
 
 
 def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
-    """Return a descriptor of a regular file, which ``path`` names and no symbolic link does.
-
-    Folders on the way to it may be links: the user has named them.
-
-    Args:
-        path: The file.
-        flags: Those of ``os.open``.
-        mode: Of a file that is made.
-
-    Raises:
-        NotAFileError: There is something else, which was neither read nor written.
-        OSError: It cannot be opened.
-    """
+    """Return a descriptor of a regular file, or raise NotAFileError. Folders in ``path`` may be links."""
     try:
         descriptor = os.open(path, flags | _SAFELY, mode)
     except OSError as error:
@@ -63,22 +49,16 @@ def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666) ->
 
 
 def check_no_link(path: str | os.PathLike[str]) -> None:
-    """Raise NotAFileError if a file that is to be written is a symbolic link."""
+    """Raise NotAFileError if a file to write is a symbolic link."""
     if os.path.islink(path):
         raise NotAFileError(path)
 
 
 @contextmanager
 def folder_to_write(folder: str | os.PathLike[str], variable: str, *, is_private: bool = False) -> Iterator[None]:
-    """Make the folder that an environment variable names, if need be. Errors of the block name both.
+    """Create the folder of an environment variable if it is missing. OSErrors of the block name both.
 
-    Args:
-        folder: The folder.
-        variable: Name of the variable.
-        is_private: Whether nobody else may look into it once it is made, nor write there where it was there before.
-
-    Raises:
-        OSError: It is no folder, or the block cannot write there.
+    Other users cannot read a new private folder. An existing one raises an error if they can write there.
     """
     name = os.fspath(folder)
     try:
@@ -103,37 +83,30 @@ def _check_private(folder: str) -> None:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[int]:
-    """Give the descriptor of a new file that replaces ``path`` at the block's end.
+    """Yield the descriptor of a new file, which replaces ``path`` after the block.
 
-    Whoever reads meanwhile finds the old file; an error in the block leaves it there.
-
-    Args:
-        path: The file.
-        mode: Of the new one, less what the umask takes.
-
-    Raises:
-        OSError: It cannot be made, or ``path`` is a symbolic link.
+    Until then, and after an error in the block, readers find the old file.
     """
     check_no_link(path)
     target = Path(path)
-    temporary = target.with_name(f"{_beside(target.name)}{uuid.uuid4().hex}")
+    temporary = target.with_name(f"{_prefix(target.name)}{uuid.uuid4().hex}")
     descriptor = open_regular(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
     try:
         try:
             yield descriptor
         finally:
             os.close(descriptor)
-        # A link that has come meanwhile is replaced, and not followed.
+        # Replaces a link that was created since the check, and does not follow it.
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def remove_unfinished(path: str | os.PathLike[str]) -> None:
-    """Remove what ``replacing`` left beside ``path`` in processes that were killed."""
-    for left in Path(path).parent.glob(f"{glob.escape(_beside(Path(path).name))}*"):
+    """Remove the temporary files of ``path`` that killed processes left."""
+    for left in Path(path).parent.glob(f"{glob.escape(_prefix(Path(path).name))}*"):
         left.unlink(missing_ok=True)
 
 
-def _beside(name: str) -> str:
+def _prefix(name: str) -> str:
     return f".{name}."

@@ -1,8 +1,8 @@
 """Nested structures: lists, tuples, named tuples, dicts and attrs classes, with anything else as leaves.
 
-Other classes are structures once :func:`register` has been told of them, as those of JAX are. Dict entries are visited
-in the order of their sorted keys, so that ranks which built the same dict in another order still agree. A rebuilt
-structure has the type and the key order of its model.
+Other classes, such as JAX's, become structures by :func:`register`. Dict entries are visited in the order of their
+sorted keys, so that ranks agree even if they built the same dict in another order. A rebuilt structure has the type and
+the key order of its model.
 """
 
 from __future__ import annotations
@@ -14,22 +14,19 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 Structure = TypeVar("Structure")
 
-# What stands for a leaf in the text of a structure.
 LEAF = "*"
+"""The text of a leaf in the description of a structure."""
 _FLAT = re.compile(r"\[[*, ]*\]|\([*, ]*\)")
 
 
 class NestKind(NamedTuple):
-    """How the structures of one kind are taken apart and put together.
+    """A kind of structures."""
 
-    Attributes:
-        covers: Returns whether the values of a type are of this kind.
-        children: Returns ``(key, child)`` pairs of one level, in visiting order. A key may be a path, as in ``a/0/b``.
-        rebuild: Returns a structure like a given one with these children in visiting order.
-    """
-
+    # Whether the values of a type are of this kind.
     covers: Callable[[type], bool]
+    # Pairs of key and child of one level, in visiting order. A key may be a path, as in ``a/0/b``.
     children: Callable[[Any], list[tuple[object, Any]]]
+    # A structure like a given one, with other children.
     rebuild: Callable[[Any, list[Any]], Any]
 
 
@@ -44,14 +41,14 @@ def _rebuilt_dict(like: dict[Any, Any], children: list[Any]) -> Any:
     by_key = dict(zip(_keys(like), children, strict=True))
     if type(like) is dict:
         return {key: by_key[key] for key in like}
-    # A copy keeps what a subclass knows beside its entries, as a defaultdict its factory.
+    # A copy keeps other state of a subclass, such as the factory of a defaultdict.
     rebuilt = copy.copy(like)
     rebuilt.update(by_key)
     return rebuilt
 
 
 def _rebuilt_tuple(like: Any, children: list[Any]) -> Any:
-    # A subclass without names may be for one kind of items alone, as torch.Size is for sizes.
+    # A subclass without field names may accept one type of items only, such as torch.Size.
     return type(like)(*children) if hasattr(like, "_fields") else tuple(children)
 
 
@@ -62,33 +59,25 @@ def _rebuilt_attrs(like: Any, children: list[Any]) -> Any:
     return rebuilt
 
 
-_KINDS = [
-    NestKind(
-        lambda of: issubclass(of, dict),
-        lambda nest: [(key, nest[key]) for key in _keys(nest)],
-        _rebuilt_dict,
-    ),
-    NestKind(
-        lambda of: issubclass(of, tuple),
-        lambda nest: list(enumerate(nest)),
-        _rebuilt_tuple,
-    ),
-    NestKind(
-        lambda of: issubclass(of, list),
-        lambda nest: list(enumerate(nest)),
-        lambda like, children: type(like)(children),
-    ),
+def _numbered(nest: Iterable[object]) -> list[tuple[object, object]]:
+    return list(enumerate(nest))
+
+
+_BUILT_IN = (
+    NestKind(lambda of: issubclass(of, dict), lambda nest: [(key, nest[key]) for key in _keys(nest)], _rebuilt_dict),
+    NestKind(lambda of: issubclass(of, tuple), _numbered, _rebuilt_tuple),
+    NestKind(lambda of: issubclass(of, list), _numbered, lambda like, children: type(like)(children)),
     NestKind(
         lambda of: hasattr(of, "__attrs_attrs__"),
         lambda nest: [(a.name, getattr(nest, a.name)) for a in type(nest).__attrs_attrs__],
         _rebuilt_attrs,
     ),
-]
-_BUILT_IN = tuple(_KINDS)
+)
+_KINDS = [*_BUILT_IN]
 
 
 class _KindOfType(dict[type, NestKind | None]):
-    """A memo of the kinds of types, None for leaves. It is asked for every leaf of every step."""
+    """A cache of the kinds of types, None for leaves. Every leaf of every step looks its type up."""
 
     def __missing__(self, of: type) -> NestKind | None:
         self[of] = found = next((kind for kind in _KINDS if kind.covers(of)), None)
@@ -99,24 +88,24 @@ _kind_of_type = _KindOfType()
 
 
 def register(kind: NestKind) -> None:
-    """Take values of a further kind for structures, in this process."""
+    """Register a further kind of structures, in this process."""
     _KINDS.append(kind)
     _kind_of_type.clear()
 
 
 def registered_kind(value: object) -> NestKind | None:
-    """Return the registered kind of a structure; None for any other value."""
+    """Return the registered kind of a structure. None for any other value."""
     kind = _kind_of_type[type(value)]
     return None if kind in _BUILT_IN else kind
 
 
 def is_nest(value: object) -> bool:
-    """Return whether ``value`` is a structure rather than a leaf."""
+    """Return whether ``value`` is a structure, not a leaf."""
     return _kind_of_type[type(value)] is not None
 
 
 def flatten(nest: object) -> list[Any]:
-    """Return the leaves of ``nest`` in visiting order; a leaf gives a list of itself.
+    """Return the leaves of ``nest`` in visiting order. For a leaf, a list of itself.
 
     >>> flatten({"b": [1, 2], "a": (3,)})
     [3, 1, 2]
@@ -130,15 +119,12 @@ def flatten(nest: object) -> list[Any]:
 
 
 def _is_flat_list(nest: object) -> TypeGuard[list[object]]:
-    """Return whether it is a list of leaves, as most nests are.
-
-    It is looked at by kinds, for there may be many.
-    """
+    """Return whether it is a list of leaves, like most nests. Checks each type once, because lists may be long."""
     return type(nest) is list and not any([_kind_of_type[of] for of in {*map(type, nest)}])
 
 
 def flatten_with_path(nest: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ``(path, leaf)`` in visiting order. Paths look like ``"['a'][0]"``; that of a lone leaf is empty."""
+    """Yield ``(path, leaf)`` in visiting order. Paths look like ``"['a'][0]"``, and are empty for a lone leaf."""
     kind = _kind_of_type[type(nest)]
     if kind is None:
         yield path, nest
@@ -149,9 +135,6 @@ def flatten_with_path(nest: object, path: str = "") -> Iterator[tuple[str, Any]]
 
 def pack_like(structure: Structure, leaves: Iterable[object]) -> Structure:
     """Return ``structure`` with its leaves replaced, in visiting order, by ``leaves``.
-
-    Raises:
-        ValueError: There are more or fewer leaves than the structure has.
 
     >>> pack_like({"b": [0, 0], "a": (0,)}, "xyz")
     {'b': ['y', 'z'], 'a': ('x',)}
@@ -193,10 +176,7 @@ def assert_same_structure(first: object, second: object, path: str = "") -> None
 
 
 def map_structure(fn: Callable[..., object], *nests: object) -> Any:
-    """Apply ``fn`` to corresponding leaves of ``nests`` and return a structure like the first.
-
-    Raises:
-        ValueError: The structures differ.
+    """Apply ``fn`` to corresponding leaves of ``nests``, and return a structure like the first.
 
     >>> map_structure(lambda x, y: x + y, {"a": 1, "b": (2,)}, {"a": 10, "b": (20,)})
     {'a': 11, 'b': (22,)}
@@ -216,9 +196,7 @@ def map_structure(fn: Callable[..., object], *nests: object) -> Any:
 
 
 def flat_kind(structure: str) -> int | None:
-    """Return the kind of a structure.
-
-    0 is an array, 1 a list of arrays, 2 a tuple of arrays, None anything else.
+    """Return 0 for one array, 1 for a list, 2 for a tuple, else None.
 
     >>> flat_kind("*"), flat_kind("[*, *]"), flat_kind("(*)"), flat_kind("[*, (*)]")
     (0, 1, 2, None)
@@ -229,7 +207,7 @@ def flat_kind(structure: str) -> int | None:
 
 
 def describe(nest: object) -> str:
-    """Return the structure as text, leaves as ``*``, for ranks to compare.
+    """Return the structure as text, with leaves as ``*``, for ranks to compare.
 
     >>> describe({"a": [1, 2], "b": 3})
     "{'a': [*, *], 'b': *}"
@@ -241,7 +219,7 @@ def describe(nest: object) -> str:
     if isinstance(nest, dict):
         return "{" + ", ".join(f"{key!r}: {describe(child)}" for key, child in children) + "}"
     if kind not in _BUILT_IN:
-        # Of one type, and yet with other entries.
+        # Structures of one registered type may have different keys.
         inside = ", ".join(f"{key}: {describe(child)}" for key, child in children)
         return f"{type(nest).__name__}({inside})"
     inner = ", ".join(describe(child) for _, child in children)

@@ -1,33 +1,135 @@
-"""Options that callers hand through many rooms: CommunicationOptions and RunOptions."""
+"""The enumerations of tf.distribute, and the options of collectives and of ``Strategy.run``."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, fields, replace
+from enum import Enum, IntEnum
 from typing import NamedTuple
 
-from mpidist.core.enums import CommunicationImplementation
+_WIRE_DTYPES = (None, "float16", "bfloat16")
 
-WIRE_DTYPES = (None, "float16", "bfloat16")
+
+class VariableSynchronization(IntEnum):
+    """The time at which a variable's copies are synchronized (tf.VariableSynchronization).
+
+    ``AUTO`` means ``ON_WRITE``. Every strategy refuses ``NONE``. ``ON_WRITE`` keeps all copies equal at each
+    assignment. ``ON_READ`` lets each replica write its own copy, and combines the copies when they are read.
+    """
+
+    AUTO = 0
+    NONE = 1
+    ON_WRITE = 2
+    ON_READ = 3
+
+
+class VariableAggregation(IntEnum):
+    """The way to combine the values that replicas assign to a variable (tf.VariableAggregation)."""
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+    ONLY_FIRST_REPLICA = 3
+    ONLY_FIRST_TOWER = 3
+
+
+class ReduceOp(Enum):
+    """The way to combine the values of several replicas (tf.distribute.ReduceOp).
+
+    ``SUM`` and ``MEAN`` are TensorFlow's. ``MIN``, ``MAX`` and ``PROD`` are extensions. So are the bitwise ``BAND``,
+    ``BOR`` and ``BXOR`` of integers, which are the logical operations for bool. Every function that takes an operation
+    takes its name as well, in any case.
+
+    >>> ReduceOp.of("mean")
+    <ReduceOp.MEAN: 'MEAN'>
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    MIN = "MIN"
+    MAX = "MAX"
+    PROD = "PROD"
+    BAND = "BAND"
+    BOR = "BOR"
+    BXOR = "BXOR"
+
+    # Members are singletons. Enum's own hash is Python code in the path of every reduction.
+    __hash__ = object.__hash__
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether it combines bits. Extension."""
+        return self in _BITWISE
+
+    @staticmethod
+    def of(op: object) -> ReduceOp:
+        """Return the member with the name ``op``, or ``op`` itself.
+
+        Raises:
+            ValueError: The name is unknown.
+            TypeError: Neither a ``ReduceOp`` nor a string.
+        """
+        if type(op) is ReduceOp:
+            return op
+        if isinstance(op, str) and (member := _REDUCE_OPS.get(op) or _REDUCE_OPS.get(op.upper())):
+            return member
+        names = ", ".join(ReduceOp.__members__)
+        if isinstance(op, str):
+            raise ValueError(f"reduce_op is {op!r}; expected one of {names}, for example reduce_op='SUM'")
+        hint = f", one of {names}, before the value: strategy.reduce('SUM', x, axis=None), context.all_reduce('SUM', x)"
+        if isinstance(op, VariableAggregation):
+            hint = ". Convert a VariableAggregation by ReduceOp.from_variable_aggregation(...)"
+        raise TypeError(f"reduce_op is {op!r} of type {type(op).__name__}; expected a ReduceOp or its name{hint}")
+
+    @staticmethod
+    def from_variable_aggregation(aggregation: VariableAggregation) -> ReduceOp:
+        """Return the operation that combines values under ``aggregation``.
+
+        Raises:
+            ValueError: ``aggregation`` is neither SUM nor MEAN.
+        """
+        if aggregation == VariableAggregation.SUM:
+            return ReduceOp.SUM
+        if aggregation == VariableAggregation.MEAN:
+            return ReduceOp.MEAN
+        raise ValueError(f"aggregation is {aggregation!r}; only VariableAggregation.SUM and MEAN are reductions")
+
+
+# For lookups in every reduction. Enum's own __members__ creates a new proxy each time.
+_REDUCE_OPS = dict(ReduceOp.__members__)
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+
+
+class CommunicationImplementation(Enum):
+    """The library that moves data between replicas (tf.distribute.experimental.CommunicationImplementation).
+
+    ``AUTO`` chooses by the kind and location of the arrays. ``RING`` is MPI and mpidist's own algorithms, ``MPI`` is
+    another name for it. ``NCCL`` requests NCCL between GPUs.
+    """
+
+    AUTO = "AUTO"
+    RING = "RING"
+    MPI = "RING"
+    NCCL = "NCCL"
 
 
 @dataclass(frozen=True, init=False)
 class CommunicationOptions:
-    """The way in which collectives communicate (tf.distribute.experimental.CommunicationOptions).
+    """The options of collectives (tf.distribute.experimental.CommunicationOptions).
 
     Args:
-        bytes_per_pack: Arrays are packed into buffers of at least this many bytes; 0 packs everything of one
-            dtype together.
-        timeout_seconds: Deadline of one collective; ``None`` takes ``MPIDIST_TIMEOUT`` (30 minutes).
+        bytes_per_pack: Arrays are packed into buffers of at least this many bytes. 0 packs all arrays of one dtype
+            together.
+        timeout_seconds: Deadline of one collective. ``None`` means ``MPIDIST_TIMEOUT`` (30 minutes by default).
         implementation: A ``CommunicationImplementation`` or its name.
         wire_dtype: ``"float16"`` or ``"bfloat16"`` halves the bytes of float32 sums on the wire. Extension.
         error_feedback: Add the rounding error of ``wire_dtype`` to the next call. Extension.
-        deterministic: The same bits for the same inputs and the same places of ranks on nodes, from run to run and
-            whatever is packed together, between nodes as well. Extension.
-        algorithm: Force one algorithm by name instead of the one the table picks. Extension.
+        deterministic: Return the same bits for the same inputs and the same placement of ranks on nodes, in every run
+            and for every packing, between nodes as well. Extension.
+        algorithm: Name of the algorithm to use instead of the one in the table. Extension.
 
     Raises:
-        ValueError: A negative size, a time that is not positive, or an unknown name.
+        ValueError: A size is negative, a time is not positive, or a name is unknown.
 
     >>> CommunicationOptions(bytes_per_pack=1 << 20, implementation="ring").implementation
     <CommunicationImplementation.RING: 'RING'>
@@ -63,19 +165,19 @@ class CommunicationOptions:
             raise ValueError(f"bytes_per_pack is {bytes_per_pack}; expected 0 (one pack) or a number of bytes")
         if timeout_seconds is not None and not timeout_seconds > 0:
             raise ValueError(f"timeout_seconds is {timeout_seconds}; expected None or more than 0")
-        if wire_dtype not in WIRE_DTYPES:
-            raise ValueError(f"wire_dtype is {wire_dtype!r}; expected one of {WIRE_DTYPES}")
+        if wire_dtype not in _WIRE_DTYPES:
+            raise ValueError(f"wire_dtype is {wire_dtype!r}; expected one of {_WIRE_DTYPES}")
         values = (bytes_per_pack, timeout_seconds, member, wire_dtype, error_feedback, deterministic, algorithm)
         for field, value in zip(fields(self), values, strict=True):
             object.__setattr__(self, field.name, value)
         object.__setattr__(self, "_hash", hash(values))
 
     def __hash__(self) -> int:
-        # Kept, since options are part of what every plan is looked up by.
+        # Cached, because options are part of the key of every plan.
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
-        """Return these options overridden by the fields of ``other`` that differ from the defaults."""
+        """Return these options, overridden by the fields of ``other`` that differ from the defaults."""
         if other is None:
             return self
         changed = {
@@ -88,7 +190,7 @@ class CommunicationOptions:
 
 _DEFAULTS = CommunicationOptions()
 CallOptions = CommunicationOptions | None
-"""Options of one call; None for those of whom it is made by."""
+"""Options of one call. None means the options of its strategy or communicator."""
 
 
 def check_communication_options(options: object) -> None:
@@ -103,7 +205,7 @@ def check_communication_options(options: object) -> None:
 def CollectiveHints(  # noqa: N802 - TensorFlow's name
     bytes_per_pack: int = 0, timeout_seconds: float | None = None
 ) -> CommunicationOptions:
-    """Return the CommunicationOptions that replaced hints (deprecated, as in TensorFlow)."""
+    """Return the CommunicationOptions that replace hints (deprecated, as in TensorFlow)."""
     warnings.warn("CollectiveHints is deprecated; use CommunicationOptions", DeprecationWarning, stacklevel=2)
     return CommunicationOptions(bytes_per_pack, timeout_seconds)
 
@@ -111,7 +213,7 @@ def CollectiveHints(  # noqa: N802 - TensorFlow's name
 class RunOptions(NamedTuple):
     """Options of ``Strategy.run`` (tf.distribute.RunOptions).
 
-    They matter on TPUs only; mpidist accepts and ignores them, as TensorFlow does elsewhere.
+    They apply to TPUs only. mpidist accepts and ignores them, as TensorFlow does on other devices.
     """
 
     experimental_enable_dynamic_batch_size: bool = True

@@ -1,4 +1,4 @@
-"""The seed of the process. Random sources that were given no seed derive their own from it."""
+"""The seed of the process, from which random sources without a seed derive their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-# Keeps numbers for pipelines apart from those of generators, which also start from the seed.
+# Separates pipelines from generators, whose seeds also start from the process's seed.
 _PIPELINES = 2
 
 
@@ -20,12 +20,7 @@ class _State:
 
 
 def set_seed(seed: int) -> None:
-    """Make ``seed`` the seed of the process and start all sequences drawn from it anew.
-
-    Raises:
-        TypeError: Not a whole number.
-        ValueError: Negative.
-    """
+    """Set the seed of the process, and restart all sequences drawn from it."""
     seed = operator.index(seed)
     if seed < 0:
         raise ValueError(f"seed is {seed}; expected 0 or more, for example set_seed(1)")
@@ -34,19 +29,12 @@ def set_seed(seed: int) -> None:
 
 
 def get_seed() -> int | None:
-    """Return the seed, None where none was set."""
+    """Return the seed. None if it was not set."""
     return _State.seed
 
 
 def next_seed() -> int | None:
-    """Return a new seed for a random source that was given none, or None.
-
-    None where no seed was set. Ranks that make the same calls get the same seeds.
-
-    >>> set_seed(1)
-    >>> next_seed() == next_seed()
-    False
-    """
+    """Return a seed for the next random source, equal on ranks with equal calls. None if no seed was set."""
     if _State.seed is None:
         return None
     sequence = np.random.SeedSequence([_State.seed, _PIPELINES, next(_State.numbers)])

@@ -1,6 +1,6 @@
-"""Every ``MPIDIST_*`` environment variable: its name, default, meaning, and the code that reads it.
+"""The ``MPIDIST_*`` environment variables: names, defaults, meanings, and the code that reads them.
 
-``MPIDIST_BUILD_NATIVE`` alone is read elsewhere, too: pip builds mpidist before this file can be imported.
+The build reads ``MPIDIST_BUILD_NATIVE`` as well, before this file can be imported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from mpidist.core.wording import decimal_number, whole_number
+from mpidist.core.text import decimal_number, whole_number
 
 Value = TypeVar("Value", covariant=True)
 Parsed = TypeVar("Parsed")
@@ -19,7 +19,7 @@ Parsed = TypeVar("Parsed")
 
 @dataclass(frozen=True)
 class Setting(Generic[Value]):
-    """One environment variable: its name, default, parser and meaning."""
+    """An environment variable."""
 
     name: str
     default: Value
@@ -30,13 +30,9 @@ class Setting(Generic[Value]):
     """Whether every rank must have the same value."""
 
     def read(self) -> Value:
-        """Return the value in force.
-
-        Raises:
-            ValueError: The variable is set to something that does not parse.
-        """
+        """Return the value of the variable. Raise ValueError if it does not parse."""
         text = os.environ.get(self.name)
-        if text is None or text == "":
+        if not text:
             return self.default
         try:
             return self.parse(text)
@@ -82,16 +78,11 @@ def _jobs(text: str) -> dict[str, int]:
 
 
 SETTINGS: dict[str, Setting[object]] = {}
-"""All of them, by name."""
+"""All settings, by name."""
 
 
 def _setting(
-    name: str,
-    default: Parsed,
-    parse: Callable[[str], Parsed],
-    expected: str,
-    meaning: str,
-    same_on_all: bool = False,
+    name: str, default: Parsed, parse: Callable[[str], Parsed], expected: str, meaning: str, same_on_all: bool = False
 ) -> Setting[Parsed]:
     SETTINGS[name] = setting = Setting(name, default, parse, expected, meaning, same_on_all)
     return setting
@@ -109,7 +100,7 @@ ABORT_ON_EXCEPTION = _switch(
 BUILD_NATIVE = _switch(
     "MPIDIST_BUILD_NATIVE",
     True,
-    "0: pip and make build mpidist without its native core, where there is no compiler (docs/install.md)",
+    "0: pip and make build mpidist without its native core, for machines without a compiler (docs/install.md)",
 )
 FLIGHT_RECORD: Setting[str | None] = _setting(
     "MPIDIST_FLIGHT_RECORD",
@@ -121,14 +112,14 @@ FLIGHT_RECORD: Setting[str | None] = _setting(
 FULL_TRACEBACK = _switch(
     "MPIDIST_FULL_TRACEBACK",
     False,
-    "1: every rank prints the whole traceback of an uncaught exception, also frames inside mpidist (docs/hangs.md)",
+    "1: every rank prints the whole traceback of an uncaught exception, with mpidist's frames (docs/hangs.md)",
 )
 GPU_AWARE_MPI: Setting[bool | None] = _setting(
     "MPIDIST_GPU_AWARE_MPI",
     None,
     _flag,
     "0 or 1",
-    "whether MPI is given pointers to GPU memory (docs/gpu.md); found out by default, and no in doubt",
+    "whether to pass pointers to GPU memory to MPI (docs/gpu.md); detected automatically, and off if unsure",
 )
 GUARD = _switch(
     "MPIDIST_GUARD",
@@ -140,11 +131,11 @@ JOBS: Setting[dict[str, int] | None] = _setting(
     None,
     _jobs,
     "jobs with their numbers of tasks, such as ps:1,worker:3",
-    "which ranks are which tasks, in rank order, for the resolvers of MPI and Slurm; all are workers by default",
+    "the tasks of the ranks, in rank order, for the resolvers of MPI and Slurm; all are workers by default",
     same_on_all=True,
 )
 NATIVE = _switch(
-    "MPIDIST_NATIVE", True, "0: collectives go without the native core, as where it was not built (docs/install.md)"
+    "MPIDIST_NATIVE", True, "0: collectives do not use the native core, as if it was not built (docs/install.md)"
 )
 NODE_MTBF_DAYS = _setting(
     "MPIDIST_NODE_MTBF_DAYS",
@@ -154,7 +145,7 @@ NODE_MTBF_DAYS = _setting(
     "mean time between two failures of one node, by which checkpoint_interval='auto' goes (docs/checkpoints.md)",
 )
 PROGRESS_THREAD = _switch(
-    "MPIDIST_PROGRESS_THREAD", True, "1: a thread moves collectives on that were started and not yet waited for"
+    "MPIDIST_PROGRESS_THREAD", True, "1: a thread advances collectives that were started and not yet waited for"
 )
 RANKS_PER_NODE: Setting[int | None] = _setting(
     "MPIDIST_RANKS_PER_NODE",
@@ -187,8 +178,8 @@ STAGING_BYTES: Setting[int | None] = _setting(
     None,
     _power_of_two,
     "a power of two from 65536 to 1073741824",
-    "how much of an array on a GPU passes through host memory at a time on its way to other nodes; by default 4 MiB, "
-    "8 MiB where all ranks have a network for RDMA of 100 Gb/s, 16 MiB where it has 200 Gb/s",
+    "size of the pieces in which arrays on a GPU pass through host memory to other nodes; by default 4 MiB, 8 MiB if "
+    "all ranks have an RDMA network of 100 Gb/s, 16 MiB with 200 Gb/s",
 )
 STATUS: Setting[str | None] = _setting(
     "MPIDIST_STATUS",
@@ -216,19 +207,19 @@ TUNING_FILE: Setting[str | None] = _setting(
     None,
     str,
     "a file that python -m mpidist tune wrote",
-    "which algorithm collectives take at which size; what is set on rank 0 counts; the shipped table by default",
+    "algorithms of collectives by size; the value of rank 0 counts; the shipped table by default",
 )
 WARN_AFTER = _setting(
     "MPIDIST_WARN_AFTER",
     60.0,
     _positive_float,
     "seconds, more than 0",
-    "how long a rank waits in one collective before it says so on stderr",
+    "how long a rank waits in one collective before it reports that on stderr",
 )
 
 
 def warn_about_unknown() -> None:
-    """Warn of ``MPIDIST_*`` variables that mean nothing, which are most often misspelt."""
+    """Warn about unknown ``MPIDIST_*`` variables, which are most often misspelt."""
     unknown = sorted(name for name in os.environ if name.startswith("MPIDIST_") and name not in SETTINGS)
     if unknown:
         warnings.warn(

@@ -18,9 +18,8 @@ from mpidist.arrays.convert import restorer, to_array
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
 from mpidist.collectives import Communicator, FinishedWork, Work
-from mpidist.core.devices import parse_device
-from mpidist.core.enums import ReduceOp
-from mpidist.core.options import CallOptions, CommunicationOptions
+from mpidist.core.options import CallOptions, CommunicationOptions, ReduceOp
+from mpidist.core.text import parse_device
 from mpidist.cross_device_ops import local_values
 from mpidist.values import IndexedSlices, PerReplica, ReplicaValues
 from mpidist.values.indexed_slices import concatenate

@@ -16,9 +16,8 @@ from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives import Communicator
 from mpidist.collectives.gpu.nccl_library import nccl_problem
-from mpidist.core.devices import parse_device
-from mpidist.core.enums import ReduceOp
-from mpidist.core.options import CallOptions, CommunicationOptions
+from mpidist.core.options import CallOptions, CommunicationOptions, ReduceOp
+from mpidist.core.text import parse_device
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps, Pairs
 from mpidist.cross_device_ops.local_nccl import LocalAllReduce
 from mpidist.cross_device_ops.local_values import AccumulationFn, check_alike, destination_devices, divided, put

@@ -12,8 +12,8 @@ from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
 from mpidist.arrays.streams import Event, Stream
 from mpidist.collectives.gpu.nccl_comm import LocalNccl
 from mpidist.collectives.reduce.device_packs import SLICE_ALIGNMENT, DevicePack, nccl_dtype
-from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import DeviceError, NcclFailure
+from mpidist.core.options import ReduceOp
 
 _log = logging.getLogger("mpidist")
 # Of each value the arrays of all GPUs, in order.

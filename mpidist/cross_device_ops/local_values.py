@@ -12,8 +12,8 @@ from mpidist.arrays.convert import is_array_like, restorer, to_array
 from mpidist.arrays.device_ops import device_name, is_device_array
 from mpidist.arrays.dtypes import Array, reduction_dtypes
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
-from mpidist.core.devices import parse_device
-from mpidist.core.enums import ReduceOp
+from mpidist.core.options import ReduceOp
+from mpidist.core.text import parse_device
 from mpidist.values import IndexedSlices, Mirrored, ReplicaValues, Variable
 from mpidist.values.component import Component
 from mpidist.values.placement import HOST, place_at, place_of

@@ -12,8 +12,8 @@ from mpidist.collectives.channel.channel import lose_all
 from mpidist.core.errors import RankLostError
 from mpidist.elastic.state import State
 from mpidist.topology import import_mpi, world_topology
-from mpidist.topology.faults import agree, can_go_on, means_loss
-from mpidist.topology.limited_calls import limited
+from mpidist.topology.exit import agree, can_go_on, means_loss
+from mpidist.topology.start import limited
 from mpidist.topology.topology import has_world, replace_world
 
 if TYPE_CHECKING:

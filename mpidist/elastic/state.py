@@ -18,7 +18,7 @@ from mpidist.checkpoint.formats import Manifest, dtype_of
 from mpidist.checkpoint.shared_reading import Values
 from mpidist.core.context import in_scope_of
 from mpidist.topology import world_topology
-from mpidist.topology.limited_calls import limited
+from mpidist.topology.start import limited
 from mpidist.topology.topology import has_world
 from mpidist.values.placement import on_host
 

@@ -11,13 +11,13 @@ from mpidist.checkpoint.writer import finish_writing
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.cluster_resolver.mpi_cluster_resolver import checked_resolver
 from mpidist.core.errors import PeerError
-from mpidist.core.wording import names_text
+from mpidist.core.text import names_text
 from mpidist.estimator.evaluations import Evaluations
 from mpidist.estimator.roles import Cast, Line, News, find_cast, ranks_of
 from mpidist.estimator.specs import EvalResult, EvalSpec, TrainContext, TrainSpec, check_function, check_train_jobs
 from mpidist.parameter_server.link import release_servers
 from mpidist.parameter_server.server import Server
-from mpidist.topology.signals import signals_left_to_others
+from mpidist.topology.exit import signals_left_to_others
 
 T = TypeVar("T")
 

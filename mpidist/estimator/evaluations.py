@@ -15,8 +15,8 @@ from mpidist.arrays.device_ops import ops_of
 from mpidist.checkpoint.format_rules import DamagedCheckpointError
 from mpidist.checkpoint.formats import Manifest
 from mpidist.checkpoint.storage import checkpoints_in, read_manifest
+from mpidist.core.concurrency import Deadline, wait_until
 from mpidist.core.context import outside
-from mpidist.core.deadline import Deadline, wait_until
 from mpidist.core.files import open_regular
 from mpidist.estimator.specs import EvalResult, EvalSpec
 from mpidist.values import Variable

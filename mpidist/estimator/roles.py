@@ -14,13 +14,12 @@ from mpidist.cluster_resolver.mpi_cluster_resolver import TRAINING_JOBS
 from mpidist.collectives import Communicator
 from mpidist.collectives.mpi.mailbox import Mailbox, drain
 from mpidist.core import message_tags
-from mpidist.core.callsite import user_call_site
-from mpidist.core.deadline import Deadline, wait_at_most, wait_until
+from mpidist.core.concurrency import Deadline, wait_at_most, wait_until
 from mpidist.core.errors import PeerError, RankLostError
-from mpidist.core.wording import names_text, said_lines
+from mpidist.core.text import names_text, said_lines, user_call_site
 from mpidist.estimator.specs import TrainSpec
 from mpidist.topology import world_topology
-from mpidist.topology.limited_calls import duplicate
+from mpidist.topology.start import duplicate
 
 if TYPE_CHECKING:
     from mpi4py import MPI

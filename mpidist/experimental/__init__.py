@@ -3,9 +3,8 @@
 from typing import TYPE_CHECKING
 
 from mpidist.compat.tpu import TPUStrategy
-from mpidist.core.enums import CommunicationImplementation
-from mpidist.core.first_use import on_first_use
-from mpidist.core.options import CollectiveHints, CommunicationOptions
+from mpidist.core.lazy import on_first_use
+from mpidist.core.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
 from mpidist.input import ValueContext
 from mpidist.strategies import CentralStorageStrategy, MultiWorkerMirroredStrategy
 

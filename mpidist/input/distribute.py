@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from mpidist.core import context
-from mpidist.core.protocols import StrategyLike
+from mpidist.core.context import StrategyLike
 from mpidist.input.batching import Batched
 from mpidist.input.dataset import Dataset, graph_and_options
 from mpidist.input.dealing import idle_replicas

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn
 import numpy as np
 
 from mpidist.core import context
+from mpidist.core.context import StrategyLike
 from mpidist.core.errors import MismatchError
-from mpidist.core.protocols import StrategyLike
-from mpidist.core.wording import said_lines
+from mpidist.core.text import said_lines
 from mpidist.input.device_feed import DeviceFeed, on_place
 from mpidist.input.distribution import Distribution
 from mpidist.input.element_spec import empty_batch, spec_of, with_rows

@@ -6,9 +6,9 @@ import logging
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from mpidist.core.context import StrategyLike
 from mpidist.core.errors import MismatchError
-from mpidist.core.protocols import StrategyLike
-from mpidist.core.wording import said_lines
+from mpidist.core.text import said_lines
 from mpidist.input.device_feed import fetch_places
 from mpidist.input.element_spec import PerReplicaSpec, flatten_spec, map_spec, with_rows
 from mpidist.input.graph import UNKNOWN, array_samples, combined

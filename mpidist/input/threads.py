@@ -22,7 +22,7 @@ from time import monotonic
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
-from mpidist.core.daemon_thread import mark_own_thread
+from mpidist.core.concurrency import mark_own_thread
 from mpidist.topology import allowed_cores
 
 T = TypeVar("T")

@@ -15,9 +15,9 @@ from jax.experimental import io_callback
 from mpidist.arrays.convert import jax_makes
 from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
 from mpidist.collectives import Communicator
-from mpidist.core.callsite import skip_frames_of, user_call_site
 from mpidist.core.context import Frame, current_frame, entered, is_default, replica_frame_elsewhere
-from mpidist.core.enums import ReduceOp
+from mpidist.core.options import ReduceOp
+from mpidist.core.text import skip_frames_of, user_call_site
 from mpidist.jax.dispatch import check_order
 from mpidist.jax.leaf_packs import LeafPacks
 from mpidist.topology import world_topology

@@ -5,7 +5,7 @@ An adopted model, and the optimizer that it is compiled with, become objects of 
 
 from typing import TYPE_CHECKING
 
-from mpidist.core.first_use import on_first_use
+from mpidist.core.lazy import on_first_use
 
 if TYPE_CHECKING:
     from mpidist.keras.adopting import adopt

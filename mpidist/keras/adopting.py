@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import keras
 
 from mpidist.core.context import get_strategy, require_cross_replica
-from mpidist.core.devices import parse_device
+from mpidist.core.text import parse_device
 from mpidist.keras.replica_model import Adoption, ReplicaModel, subclassed
 from mpidist.strategies import (
     CentralStorageStrategy,

@@ -11,8 +11,7 @@ from weakref import WeakKeyDictionary
 
 import keras
 
-from mpidist.core.context import get_strategy, has_strategy, in_scope_of
-from mpidist.core.protocols import StrategyLike
+from mpidist.core.context import StrategyLike, get_strategy, has_strategy, in_scope_of
 from mpidist.keras.untyped import KerasObject
 
 _scope_of: WeakKeyDictionary[KerasObject, StrategyLike] = WeakKeyDictionary()

@@ -15,15 +15,14 @@ from mpidist.collectives.channel.shutdown import EXIT_SECONDS
 from mpidist.collectives.mpi.waiting import all_done, drive, until_all_done, until_done
 from mpidist.collectives.node.memory import Pool
 from mpidist.core import message_tags, settings
-from mpidist.core.callsite import user_call_site
-from mpidist.core.deadline import Deadline
+from mpidist.core.concurrency import Deadline
 from mpidist.core.errors import PeerError, RankLostError, RequestTimeoutError
-from mpidist.core.wording import names_text, tell_user
+from mpidist.core.text import names_text, tell_user, user_call_site
 from mpidist.parameter_server import messages
 from mpidist.parameter_server.messages import Kind, Request, RequestPart
 from mpidist.parameter_server.pickling import pack
 from mpidist.topology import import_mpi
-from mpidist.topology.faults import says_rank_is_lost
+from mpidist.topology.exit import says_rank_is_lost
 
 if TYPE_CHECKING:
     from mpi4py import MPI

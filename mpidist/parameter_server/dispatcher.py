@@ -21,15 +21,15 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from mpidist.collectives.channel.shutdown import abort_job
 from mpidist.collectives.mpi.waiting import Naps
 from mpidist.core import message_tags, settings
-from mpidist.core.daemon_thread import start_daemon
+from mpidist.core.concurrency import start_daemon
 from mpidist.core.errors import RankLostError
-from mpidist.core.wording import error_text, tell_user
+from mpidist.core.text import error_text, tell_user
 from mpidist.parameter_server.link import Link
 from mpidist.parameter_server.messages import CALL, RESULT, STOP, ByteExchange
 from mpidist.parameter_server.names import Names
 from mpidist.parameter_server.pickling import Find, PickledError, unpack
 from mpidist.parameter_server.remote_value import PerWorkerValues, Recipe, with_remote_traceback
-from mpidist.topology.faults import says_rank_is_lost
+from mpidist.topology.exit import says_rank_is_lost
 
 # Functions that may wait for a worker before schedule() waits, as in TensorFlow.
 QUEUE_LENGTH = 256 << 10

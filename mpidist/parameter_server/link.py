@@ -13,11 +13,11 @@ from mpidist.collectives import Communicator
 from mpidist.collectives.channel.shutdown import abort_job, before_shutdown
 from mpidist.core import settings
 from mpidist.core.errors import CollectiveTimeoutError, RankLostError
-from mpidist.core.wording import names_text
+from mpidist.core.text import names_text
 from mpidist.parameter_server.connection import Connection
 from mpidist.strategies.replica_devices import agreed_devices
 from mpidist.topology import world_topology
-from mpidist.topology.limited_calls import duplicate
+from mpidist.topology.start import duplicate
 
 if TYPE_CHECKING:
     from mpi4py import MPI

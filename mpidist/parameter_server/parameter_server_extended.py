@@ -14,8 +14,8 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array
 from mpidist.cluster_resolver import ClusterResolver
-from mpidist.core.devices import Device
 from mpidist.core.errors import MismatchError
+from mpidist.core.text import Device
 from mpidist.parameter_server import messages
 from mpidist.parameter_server.connection import Connection, ask_all
 from mpidist.parameter_server.link import Link

@@ -10,10 +10,9 @@ from typing import Any, NoReturn, TypeVar
 from mpidist.arrays.dtypes import Array
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.cluster_resolver.cluster_resolver import task_text
-from mpidist.core.enums import ReduceOp
-from mpidist.core.options import RunOptions
-from mpidist.core.protocols import StrategyLike
-from mpidist.core.wording import tell_user
+from mpidist.core.context import StrategyLike
+from mpidist.core.options import ReduceOp, RunOptions
+from mpidist.core.text import tell_user
 from mpidist.input import Dataset, InputOptions
 from mpidist.parameter_server.dispatcher import Closure, Dispatcher, with_all_used, workers_of
 from mpidist.parameter_server.link import COORDINATED, Link, check_not_served, link_of, resolver_of

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from mpidist.core.wording import error_text, pip_install
+from mpidist.core.text import error_text, pip_install
 
 try:
     from cloudpickle import Pickler as _Pickler

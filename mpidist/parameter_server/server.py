@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
 from mpidist.collectives.mpi.waiting import Naps, drive
 from mpidist.core import context, message_tags
+from mpidist.core.concurrency import Deadline
 from mpidist.core.context import variable_creator_scope
-from mpidist.core.deadline import Deadline
 from mpidist.core.errors import RankLostError
 from mpidist.input import Dataset, DistributedDataset
 from mpidist.parameter_server.link import SERVER, Link, Task, resolver_of, served, survey
@@ -23,8 +23,7 @@ from mpidist.parameter_server.pickling import pack, pack_error, unpack
 from mpidist.parameter_server.remote_value import Recipe
 from mpidist.parameter_server.service import Service
 from mpidist.parameter_server.store import Store
-from mpidist.topology.faults import says_rank_is_lost
-from mpidist.topology.signals import signals_left_to_others
+from mpidist.topology.exit import says_rank_is_lost, signals_left_to_others
 
 _index: ContextVar[int | None] = ContextVar("mpidist_worker_index", default=None)
 

@@ -18,12 +18,12 @@ from mpidist.collectives.mpi.waiting import Naps, Steps, all_done
 from mpidist.collectives.node.memory import Pool
 from mpidist.core import message_tags
 from mpidist.core.errors import PeerError, RankLostError
-from mpidist.core.wording import tell_user
+from mpidist.core.text import tell_user
 from mpidist.parameter_server import messages
 from mpidist.parameter_server.messages import Kind
 from mpidist.parameter_server.store import NOT_YET, Loan, Store
 from mpidist.topology import import_mpi
-from mpidist.topology.faults import lost_ranks, says_rank_is_lost
+from mpidist.topology.exit import lost_ranks, says_rank_is_lost
 
 if TYPE_CHECKING:
     from mpi4py import MPI

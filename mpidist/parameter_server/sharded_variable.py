@@ -13,7 +13,7 @@ import numpy as np
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.core.context import current_frame
-from mpidist.core.enums import VariableSynchronization
+from mpidist.core.options import VariableSynchronization
 from mpidist.parameter_server.remote import read_all, read_rows
 from mpidist.values import CompositeVariable, IndexedSlices, ReplicaValues, Variable, scatter
 from mpidist.values.component import Assignment, as_value_of

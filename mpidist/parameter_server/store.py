@@ -8,8 +8,8 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.core.context import get_strategy
-from mpidist.core.enums import VariableAggregation, VariableSynchronization
 from mpidist.core.errors import PeerError
+from mpidist.core.options import VariableAggregation, VariableSynchronization
 from mpidist.parameter_server import messages
 from mpidist.parameter_server.messages import Kind
 from mpidist.training.optimizer import Optimizer

@@ -3,7 +3,7 @@
 Importing the room registers the default strategy, and has libraries that know no scopes hooked into.
 """
 
-from mpidist.core.first_use import hook_into
+from mpidist.core.lazy import hook_into
 from mpidist.strategies.base import ReplicaContext, Strategy, check_adopts_in_scope
 from mpidist.strategies.central_storage import CentralStorageStrategy
 from mpidist.strategies.default import default_strategy

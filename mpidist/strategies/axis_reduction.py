@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidist.arrays.convert import restorer, to_array
 from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
-from mpidist.core.enums import ReduceOp
+from mpidist.core.options import ReduceOp
 from mpidist.strategies.strategy_extended import StrategyExtended
 from mpidist.values import Mirrored, PerReplica, ReplicaValues
 from mpidist.values.placement import Place, place_of

@@ -14,11 +14,9 @@ from mpidist.arrays.convert import to_array
 from mpidist.arrays.dtypes import Array
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import FinishedWork, PartOfWork, Work
-from mpidist.core import context, nest, step_count
-from mpidist.core.context import Frame, get_replica_context, pop, push, require_replica
-from mpidist.core.enums import ReduceOp
-from mpidist.core.options import CallOptions, CommunicationOptions, RunOptions, check_communication_options
-from mpidist.core.protocols import Args, Kwargs
+from mpidist.core import context, nest
+from mpidist.core.context import Args, Frame, Kwargs, get_replica_context, pop, push, require_replica
+from mpidist.core.options import CallOptions, CommunicationOptions, ReduceOp, RunOptions, check_communication_options
 from mpidist.cross_device_ops.local_values import destination_devices
 from mpidist.cross_device_ops.local_values import place as place_values
 from mpidist.input import Dataset, InputContext, InputOptions, ValueContext, whole_elements
@@ -149,7 +147,7 @@ class Strategy:
             raise
         if whole_elements.watch.pending and self._extended.communicator is not None:
             whole_elements.watch.look_at((args, kwargs), self._extended.input_workers())
-        step_count.made += 1
+        context.steps_made += 1
         return self._extended.run(fn, tuple(args), kwargs or {})
 
     def reduce(self, reduce_op: ReduceOp | str, value: Value, axis: int | tuple[int, ...] | None) -> Value:

@@ -14,10 +14,9 @@ from mpidist.arrays.dtypes import Array
 from mpidist.collectives import Communicator
 from mpidist.collectives.single_writer import SingleWriter
 from mpidist.core import context, nest
-from mpidist.core.context import Frame
-from mpidist.core.devices import parse_device
-from mpidist.core.enums import VariableSynchronization
-from mpidist.core.protocols import Args, Kwargs, ReplicaContextLike
+from mpidist.core.context import Args, Frame, Kwargs, ReplicaContextLike
+from mpidist.core.options import VariableSynchronization
+from mpidist.core.text import parse_device
 from mpidist.strategies.base import Strategy
 from mpidist.strategies.mirrored import FOR_STRATEGIES, ranks_of_node
 from mpidist.strategies.replica_devices import check_device, check_devices

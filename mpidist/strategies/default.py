@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpidist.arrays.dtypes import Array
-from mpidist.core.context import outside, register_default_strategy
-from mpidist.core.enums import ReduceOp
-from mpidist.core.options import CallOptions
-from mpidist.core.protocols import Args, Kwargs
+from mpidist.core.context import Args, Kwargs, outside, register_default_strategy
+from mpidist.core.options import CallOptions, ReduceOp
 from mpidist.cross_device_ops import Pairs
 from mpidist.cross_device_ops.local_values import device_of
 from mpidist.input import Dataset, InputContext, InputOptions, InputReplicationMode, InputWorkers, ValueContext

@@ -12,9 +12,8 @@ from mpidist.cluster_resolver.cluster_resolver import task_text
 from mpidist.cluster_resolver.mpi_cluster_resolver import TRAINING_JOBS, checked_resolver
 from mpidist.collectives import Advice, Communicator
 from mpidist.collectives.reduce.registry import check_options
-from mpidist.core.devices import parse_device
-from mpidist.core.enums import CommunicationImplementation
-from mpidist.core.options import CommunicationOptions
+from mpidist.core.options import CommunicationImplementation, CommunicationOptions
+from mpidist.core.text import parse_device
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.strategies.base import Strategy
 from mpidist.strategies.replica_devices import check_device, check_devices

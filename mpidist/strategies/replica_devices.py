@@ -11,11 +11,10 @@ from typing import NamedTuple
 from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present
 from mpidist.arrays.device_ops import ops_for
 from mpidist.collectives import Communicator
-from mpidist.core.devices import parse_device
 from mpidist.core.errors import DeviceError
-from mpidist.core.wording import group_lines, groups_of, names_text, numbered_ranks
-from mpidist.topology.environments import read_launcher
-from mpidist.topology.gpu_sharing import devices_of_each, visible_devices
+from mpidist.core.text import group_lines, groups_of, names_text, numbered_ranks, parse_device
+from mpidist.topology.launchers import read_launcher
+from mpidist.topology.topology import devices_of_each, visible_devices
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

@@ -25,9 +25,8 @@ from typing import Any
 
 from mpidist.arrays.streams import Event, Stream
 from mpidist.collectives import FinishedWork, PartOfWork, Work
-from mpidist.core.callsite import user_call_site
-from mpidist.core.context import Frame, as_in_a_new_thread, entered, pop, push
-from mpidist.core.protocols import Args, Kwargs
+from mpidist.core.context import Args, Frame, Kwargs, as_in_a_new_thread, entered, pop, push
+from mpidist.core.text import user_call_site
 from mpidist.strategies.strategy_extended import Result, StrategyExtended
 from mpidist.values import regroup, select_replica
 from mpidist.values.placement import HOST, Place

@@ -16,11 +16,9 @@ from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import Communicator, FinishedWork, PartOfWork, Work
 from mpidist.collectives.reading import restore
 from mpidist.core import nest
-from mpidist.core.context import current_frame
-from mpidist.core.enums import ReduceOp
+from mpidist.core.context import Args, Kwargs, current_frame
 from mpidist.core.errors import DeviceError
-from mpidist.core.options import CallOptions, CommunicationOptions, check_communication_options
-from mpidist.core.protocols import Args, Kwargs
+from mpidist.core.options import CallOptions, CommunicationOptions, ReduceOp, check_communication_options
 from mpidist.cross_device_ops import CrossDeviceOps, Pairs, select_cross_device_ops
 from mpidist.input import InputWorkers
 from mpidist.strategies.base import ReplicaContext, Strategy, Value

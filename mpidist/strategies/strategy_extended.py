@@ -22,10 +22,14 @@ from mpidist.collectives import Communicator, FinishedWork, Work
 from mpidist.collectives.reading import restore
 from mpidist.collectives.step_agreement import StepAgreement
 from mpidist.core import context, nest
-from mpidist.core.context import Frame
-from mpidist.core.enums import ReduceOp, VariableSynchronization
-from mpidist.core.options import CallOptions, CommunicationOptions, check_communication_options
-from mpidist.core.protocols import Args, Kwargs, ReplicaContextLike, StrategyLike
+from mpidist.core.context import Args, Frame, Kwargs, ReplicaContextLike, StrategyLike
+from mpidist.core.options import (
+    CallOptions,
+    CommunicationOptions,
+    ReduceOp,
+    VariableSynchronization,
+    check_communication_options,
+)
 from mpidist.cross_device_ops import Pairs
 from mpidist.cross_device_ops.local_values import destination_devices, device_of, place
 from mpidist.input import InputOptions, InputWorkers, distribute_dataset, distribute_from_function, distribute_values

@@ -21,7 +21,7 @@ from mpidist.arrays.dtypes import Array, check_transportable, reduction_dtypes
 from mpidist.collectives.node.packing import overlaps
 from mpidist.collectives.reading import check_can_be_written, check_writable, restore
 from mpidist.core import nest
-from mpidist.core.enums import ReduceOp
+from mpidist.core.options import ReduceOp
 from mpidist.values import IndexedSlices, PerReplica, ReplicaValues, Variable
 from mpidist.values.component import Component
 from mpidist.values.placement import copy_of, place_of

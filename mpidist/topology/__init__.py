@@ -1,7 +1,7 @@
-"""This rank's place (launcher, world, nodes), and the job's end when a rank fails."""
+"""The start of MPI, the map of the job, and its end."""
 
-from mpidist.topology.abort import end_job, install_excepthook
-from mpidist.topology.launcher import allowed_cores, cores_are_short, import_mpi, prepare_environment, trains_alone
+from mpidist.topology.exit import end_job, install_excepthook
+from mpidist.topology.start import allowed_cores, cores_are_short, import_mpi, prepare_environment, trains_alone
 from mpidist.topology.topology import Topology, rank, size, world_topology
 
 __all__ = [

@@ -1,7 +1,4 @@
-"""Handles of other processes on this node (pidfd).
-
-A pidfd keeps referring to its process when the pid is reused.
-"""
+"""Handles of other processes on this node. A pidfd refers to its process even after the pid is reused."""
 
 from __future__ import annotations
 
@@ -13,11 +10,7 @@ _KILL_SECONDS = 10.0
 
 
 class Process:
-    """A running process on this node.
-
-    Args:
-        pid: Number of the process.
-    """
+    """A running process on this node."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._pidfd = pid, os.pidfd_open(pid)
@@ -29,11 +22,7 @@ class Process:
         return bool(poll.poll(seconds * 1e3))
 
     def kill(self) -> None:
-        """Kill the process and wait for its end.
-
-        Raises:
-            RuntimeError: The process is still running 10 s after SIGKILL.
-        """
+        """Kill the process and wait for its end."""
         try:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         except ProcessLookupError:

@@ -13,12 +13,11 @@ from array import array
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from mpidist.core.errors import LaunchError
+from mpidist.core import __version__
+from mpidist.core.errors import LaunchError, shared_error
 from mpidist.core.settings import SETTINGS
-from mpidist.core.version import __version__
 from mpidist.native.build_library import PACKAGE, build_id
-from mpidist.topology.launcher import import_mpi
-from mpidist.topology.limited_calls import finish
+from mpidist.topology.start import finish, import_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -47,7 +46,8 @@ def check_same_everywhere(comm: MPI.Intracomm) -> None:
         word, *extreme = differing[0]
         first_ranks = _reduced(comm, [own if word == each else size for each in extreme], import_mpi().MIN)
         text = _encoded({_HOST: socket.gethostname(), _FOLDER: str(PACKAGE), **facts})
-        raise LaunchError(_difference({rank: _broadcast(comm, text, rank) for rank in sorted(first_ranks)}))
+        error = LaunchError(_difference({rank: _broadcast(comm, text, rank) for rank in sorted(first_ranks)}))
+        raise shared_error(error, prints=own == 0)
 
 
 def _encoded(facts: dict[str, str]) -> bytes:
@@ -70,7 +70,7 @@ def _broadcast(comm: MPI.Intracomm, text: bytes, root: int) -> dict[str, str]:
 
 
 def _difference(found: dict[int, dict[str, str]]) -> str:
-    """Return the text of the error, given the facts of two ranks that differ."""
+    """Return the text of the error, given the facts of two different ranks."""
     (first, one), (second, other) = found.items()
     if one.get(_INSTALLATION) != other.get(_INSTALLATION):
         has = [

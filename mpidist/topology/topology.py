@@ -1,4 +1,4 @@
-"""The map of the job: nodes, ranks, and the communicators of world and node."""
+"""The map of the job: ranks, nodes, their communicators, and GPUs."""
 
 from __future__ import annotations
 
@@ -11,40 +11,42 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, cast
 from weakref import WeakValueDictionary
 
+from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present
 from mpidist.core import settings
-from mpidist.topology.faults import revoking
-from mpidist.topology.launcher import check_world, import_mpi
-from mpidist.topology.limited_calls import duplicate, limited
+from mpidist.topology.exit import revoking
 from mpidist.topology.roll_call import absent_ranks, arrive, stop_answering
 from mpidist.topology.same_program import check_same_everywhere
+from mpidist.topology.start import check_world, duplicate, import_mpi, limited
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# The first rank of a rank's node, and the name of its host, of at most so many bytes on Linux.
+# First rank of a rank's node, and the name of its host, which has at most 64 bytes on Linux.
 PLACE = struct.Struct("i64s")
 
 
 class Topology:
-    """The ranks of ``comm`` and the nodes they are on (collective over ``comm``).
+    """The ranks of ``comm`` and their nodes (collective over ``comm``).
 
-    A node is the set of ranks that share memory (``MPI_Comm_split_type`` with ``MPI_COMM_TYPE_SHARED``), never a
-    host name. ``MPIDIST_RANKS_PER_NODE=k`` cuts each node into virtual ones of at most k ranks, for tests.
-    Nodes are numbered by their lowest rank.
+    A node is a set of ranks that share memory (``MPI_Comm_split_type`` with ``MPI_COMM_TYPE_SHARED``), regardless of
+    host names. ``MPIDIST_RANKS_PER_NODE=k`` divides each node into virtual nodes of at most k ranks, for tests. Nodes
+    are numbered by their lowest rank.
 
     Args:
-        comm: A communicator of mpidist's own; it is not freed.
-        ranks_per_node: Cut each node into virtual ones of at most so many ranks; as the setting says by default.
+        comm: Private communicator of mpidist. It is not freed.
+        ranks_per_node: Largest size of virtual nodes. The setting by default.
 
     Attributes:
         world: ``comm``.
-        node: The ranks of ``world`` on this node.
-        rank, size: Of ``world``.
-        local_rank, local_size: Of ``node``.
+        node: Communicator of the ranks of ``world`` on this node.
+        rank, size: Rank and size of ``world``.
+        local_rank, local_size: Rank and size of ``node``.
         node_of_rank: Node number of every rank of ``world``.
-        ranks_of_node: The ranks of every node.
-        host_of_rank: The name of the host of every rank of ``world``; for people.
-        job: A random text, the same on all its ranks and of no other job.
+        ranks_of_node: Ranks of every node.
+        host_of_rank: Host name of every rank of ``world``, for messages.
+        node_index: Number of this rank's node.
+        num_nodes: Number of nodes.
+        job: Random text that is the same on all ranks, and differs from other jobs.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks_per_node: int | None = None) -> None:
@@ -61,12 +63,12 @@ class Topology:
             machine.Free()
         self.local_rank = self.node.Get_rank()
         self.local_size = self.node.Get_size()
-        # Found without the others of the node: where a rank is lost all that wait do so in calls of one communicator.
+        # Only calls on one communicator, so that all waiting ranks notice a lost rank.
         self.job: str = self.world.bcast(uuid.uuid4().hex[:12] if self.rank == 0 else None)
         mine = PLACE.pack(_first_rank(self.node, self.world), socket.gethostname().encode())
-        told = bytearray(self.size * PLACE.size)
-        self.world.Allgather([mine, mpi.BYTE], [told, mpi.BYTE])
-        self._map = map_of_ranks(bytes(told))
+        everyone = bytearray(self.size * PLACE.size)
+        self.world.Allgather([mine, mpi.BYTE], [everyone, mpi.BYTE])
+        self._map = map_of_ranks(bytes(everyone))
         self.node_of_rank = self._map.node_of_rank
         self.ranks_of_node = self._map.ranks_of_node
         self.host_of_rank = self._map.host_of_rank
@@ -80,10 +82,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class _Map:
-    """The attributes of ``Topology`` that grow with the ranks.
-
-    Communicators of the same ranks share one map.
-    """
+    """The attributes of ``Topology`` that grow with the ranks. Communicators of the same ranks share one map."""
 
     node_of_rank: tuple[int, ...]
     ranks_of_node: tuple[Sequence[int], ...]
@@ -108,7 +107,7 @@ def _new_map(places: bytes) -> _Map:
     ranks_of_node: list[list[int]] = [[] for _ in nodes]
     for rank, first in enumerate(firsts):
         ranks_of_node[nodes[first]].append(rank)
-    # One string for each host: there are many more ranks.
+    # One string per host, because there are many more ranks.
     hosts = {name: name.rstrip(b"\0").decode(errors="replace") for name in set(names)}
     return _Map(
         tuple([nodes[first] for first in firsts]),
@@ -118,7 +117,7 @@ def _new_map(places: bytes) -> _Map:
 
 
 def _compact(ranks: list[int]) -> Sequence[int]:
-    """Return the ranks, as a range where they are evenly spaced.
+    """Return the ranks, as a range if they are evenly spaced.
 
     >>> _compact([4, 5, 6]), _compact([1, 3]), _compact([1, 2, 4])
     (range(4, 7), range(1, 5, 2), [1, 2, 4])
@@ -129,7 +128,7 @@ def _compact(ranks: list[int]) -> Sequence[int]:
 
 
 def _first_rank(node: MPI.Intracomm, world: MPI.Intracomm) -> int:
-    """Return the rank in ``world`` of the first rank of ``node``; local."""
+    """Return the rank in ``world`` of the first rank of ``node``. Local."""
     group, everyone = node.Get_group(), world.Get_group()
     (first,) = group.Translate_ranks([0], everyone)
     group.Free()
@@ -137,24 +136,26 @@ def _first_rank(node: MPI.Intracomm, world: MPI.Intracomm) -> int:
     return int(first)
 
 
+# The world ------------------------------------------------------------------------------------------------------
+
 _world: list[Topology] = []
 
 
 def has_world() -> bool:
-    """Return whether the topology of all ranks has been made."""
+    """Return whether the topology of all ranks exists."""
     return bool(_world)
 
 
 def replace_world(comm: MPI.Intracomm) -> None:
-    """Make ``comm``, the ranks that are left, the world of mpidist (collective)."""
+    """Replace the world by ``comm``, a communicator of the surviving ranks (collective)."""
     _world[:] = [Topology(comm)]
 
 
 def world_topology() -> Topology:
-    """Return the topology of all ranks that are left. The first call makes it (collective), and starts MPI.
+    """Return the topology of all surviving ranks. The first call creates it (collective), and starts MPI.
 
     Raises:
-        LaunchError: There is no MPI library, the launcher started more ranks than this world has, or ranks have
+        LaunchError: The MPI library is missing, the launcher started more ranks than this world has, or ranks have
             different builds of mpidist or different settings.
     """
     if not _world:
@@ -170,12 +171,12 @@ def world_topology() -> Topology:
 
 
 def rank() -> int:
-    """Return this process's rank, from 0, among those that are left.
+    """Return this process's rank among the surviving ranks, from 0.
 
     Local, and the same in every collective and strategy of all ranks. The first use of MPI starts it.
 
     Raises:
-        LaunchError: There is no MPI library, or the launcher started more ranks than this world has.
+        LaunchError: The MPI library is missing, or the launcher started more ranks than this world has.
 
     >>> rank() in range(size())
     True
@@ -184,10 +185,10 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Return the number of ranks, without those that were lost; local, as :func:`rank` is.
+    """Return the number of surviving ranks. Local, as :func:`rank` is.
 
     Raises:
-        LaunchError: There is no MPI library, or the launcher started more ranks than this world has.
+        LaunchError: The MPI library is missing, or the launcher started more ranks than this world has.
     """
     return _all_ranks().Get_size()
 
@@ -198,3 +199,42 @@ def _all_ranks() -> MPI.Intracomm:
     world: MPI.Intracomm = import_mpi().COMM_WORLD
     check_world(world.Get_size())
     return world
+
+
+# GPUs -----------------------------------------------------------------------------------------------------------
+
+
+def visible_devices() -> tuple[str, ...]:
+    """Return the PCI bus ids of the visible GPUs, in CuPy's order. Empty without CuPy or driver. Local."""
+    cupy = find_cupy().module if gpus_may_be_present() else None
+    if cupy is None:
+        return ()
+    runtime = cupy.cuda.runtime
+    names = map(runtime.deviceGetPCIBusId, range(runtime.getDeviceCount()))
+    return tuple(name.decode() if isinstance(name, bytes) else str(name) for name in names)
+
+
+def devices_of_each(devices_seen: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
+    """Return the devices of each process of one node, by the process's own numbers.
+
+    Processes that see the same devices share them by local rank, and the first processes get the rest. If there are
+    more processes than devices, each gets one, in turn. Processes that see different devices, assigned by the
+    launcher, use all they see.
+
+    >>> devices_of_each([["a", "b", "c"], ["a", "b", "c"]])
+    [(0, 1), (2,)]
+    """
+    groups = [frozenset(seen) for seen in devices_seen]
+    devices = []
+    for rank, (seen, group) in enumerate(zip(devices_seen, groups, strict=True)):
+        # Processes may see the same devices in different orders. The order of the first one counts.
+        shared = devices_seen[groups.index(group)]
+        processes, place = groups.count(group), groups[:rank].count(group)
+        if processes >= len(shared):
+            mine = shared[place % len(shared) : place % len(shared) + 1] if shared else ()
+        else:
+            each, rest = divmod(len(shared), processes)
+            start = place * each + min(place, rest)
+            mine = shared[start : start + each + (place < rest)]
+        devices.append(tuple(list(seen).index(device) for device in mine))
+    return devices

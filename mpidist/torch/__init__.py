@@ -6,7 +6,7 @@ imported on first use: ``import mpidist`` does not import torch.
 
 from typing import TYPE_CHECKING
 
-from mpidist.core.first_use import on_first_use
+from mpidist.core.lazy import on_first_use
 
 if TYPE_CHECKING:
     from mpidist.torch.batch_norm import SyncBatchNorm

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from mpidist.core.context import get_replica_context, has_strategy
-from mpidist.core.enums import ReduceOp
-from mpidist.core.protocols import ReplicaContextLike
+from mpidist.core.context import ReplicaContextLike, get_replica_context, has_strategy
+from mpidist.core.options import ReduceOp
 from mpidist.torch.foreign import Foreign
 
 if TYPE_CHECKING:

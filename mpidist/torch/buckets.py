@@ -15,9 +15,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from mpidist.core.context import get_replica_context
-from mpidist.core.enums import ReduceOp
-from mpidist.core.protocols import ReplicaContextLike, StrategyLike
+from mpidist.core.context import ReplicaContextLike, StrategyLike, get_replica_context
+from mpidist.core.options import ReduceOp
 from mpidist.topology import cores_are_short
 from mpidist.torch.foreign import Foreign
 from mpidist.torch.tensors import array_of

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpidist.core.enums import ReduceOp
-from mpidist.core.protocols import ReplicaContextLike
+from mpidist.core.context import ReplicaContextLike
+from mpidist.core.options import ReduceOp
 from mpidist.torch.foreign import Foreign
 from mpidist.torch.tensors import array_of
 

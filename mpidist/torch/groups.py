@@ -10,8 +10,7 @@ from mpidist.collectives import Advice, Communicator
 from mpidist.core.errors import LaunchError
 from mpidist.core.options import CommunicationOptions
 from mpidist.topology import import_mpi, trains_alone, world_topology
-from mpidist.topology.launcher import check_world
-from mpidist.topology.limited_calls import create_group
+from mpidist.topology.start import check_world, create_group
 from mpidist.torch.foreign import Foreign
 
 _ADVICE = Advice(

@@ -18,10 +18,9 @@ from mpidist.collectives.channel.progress import mpi_takes_threads
 from mpidist.collectives.channel.shutdown import after_shutdown
 from mpidist.collectives.mpi.mailbox import Mailbox
 from mpidist.core import message_tags
-from mpidist.core.daemon_thread import DaemonThread
-from mpidist.core.deadline import Deadline, Stopwatch
+from mpidist.core.concurrency import DaemonThread, Deadline, Stopwatch
 from mpidist.topology import world_topology
-from mpidist.topology.limited_calls import duplicate
+from mpidist.topology.start import duplicate
 from mpidist.torch.foreign import Foreign
 
 if TYPE_CHECKING:

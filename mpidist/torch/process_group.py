@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from mpidist.collectives import Communicator
-from mpidist.core.callsite import skip_frames_of
 from mpidist.core.options import CommunicationOptions
+from mpidist.core.text import skip_frames_of
 from mpidist.torch.backend import MpidistBackend, are_of_other_backends, can_be_used
 from mpidist.torch.foreign import Foreign
 from mpidist.torch.groups import new_communicator

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpidist.core.daemon_thread import start_daemon
+from mpidist.core.concurrency import start_daemon
 from mpidist.torch.foreign import Foreign
 
 if TYPE_CHECKING:

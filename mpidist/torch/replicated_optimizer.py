@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import torch
 
 from mpidist.arrays.dtypes import Array
-from mpidist.core.context import get_replica_context, has_strategy, in_cross_replica_context
-from mpidist.core.protocols import ReplicaContextLike, StrategyLike
+from mpidist.core.context import (
+    ReplicaContextLike,
+    StrategyLike,
+    get_replica_context,
+    has_strategy,
+    in_cross_replica_context,
+)
 from mpidist.torch.buckets import BUCKET_BYTES, SummedGradients, changes_of, count_optimizers
 from mpidist.torch.buffers import SharedBuffers
 from mpidist.torch.foreign import Foreign

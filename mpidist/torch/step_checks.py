@@ -8,8 +8,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mpidist.core.context import get_strategy, has_strategy
-from mpidist.core.protocols import StrategyLike
+from mpidist.core.context import StrategyLike, get_strategy, has_strategy
 from mpidist.torch.compiling import keep_compiler_out
 from mpidist.torch.foreign import Foreign
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from mpidist.topology.environments import read_launcher
+from mpidist.topology.launchers import read_launcher
 
 
 def set_variables() -> None:

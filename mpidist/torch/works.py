@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from mpidist.collectives.channel.operation import Work
 from mpidist.collectives.channel.progress import progress
-from mpidist.core.daemon_thread import is_own_thread
-from mpidist.core.deadline import Stopwatch
+from mpidist.core.concurrency import Stopwatch, is_own_thread
 from mpidist.torch.foreign import Foreign
 from mpidist.torch.ordering import HOST_ORDER, Order
 

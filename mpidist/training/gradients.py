@@ -11,9 +11,8 @@ import numpy as np
 
 from mpidist.arrays.convert import to_array
 from mpidist.arrays.dtypes import Array
-from mpidist.core.context import get_replica_context, get_strategy, has_strategy
-from mpidist.core.enums import ReduceOp
-from mpidist.core.protocols import ReplicaContextLike, StrategyLike
+from mpidist.core.context import ReplicaContextLike, StrategyLike, get_replica_context, get_strategy, has_strategy
+from mpidist.core.options import ReduceOp
 from mpidist.values import IndexedSlices, Mirrored, ReplicaValues, Variable
 from mpidist.values.composite import AnyVariable, CompositeVariable
 from mpidist.values.indexed_slices import concatenate

@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 from mpidist.arrays.convert import to_array
 from mpidist.arrays.dtypes import Array, as_dtype
 from mpidist.core.context import get_replica_context, has_strategy
-from mpidist.core.enums import VariableAggregation, VariableSynchronization
+from mpidist.core.options import VariableAggregation, VariableSynchronization
 from mpidist.values import Variable
 from mpidist.values.placement import array_of, on_host, place_of, place_of_operands
 

@@ -17,7 +17,7 @@ import numpy as np
 from mpidist.arrays.convert import to_array
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.core.context import get_replica_context, has_strategy, in_cross_replica_context, in_scope_of
-from mpidist.core.enums import VariableAggregation, VariableSynchronization
+from mpidist.core.options import VariableAggregation, VariableSynchronization
 from mpidist.training import gradients as gradient_tools
 from mpidist.training.gradients import Buckets, GradientsAndVariables, check_is_float, strategy_of
 from mpidist.values import CompositeVariable, IndexedSlices, Variable

@@ -13,8 +13,7 @@ from mpidist.core.context import (
     has_strategy,
     in_cross_replica_context,
 )
-from mpidist.core.enums import ReduceOp
-from mpidist.core.options import RunOptions
+from mpidist.core.options import ReduceOp, RunOptions
 from mpidist.cross_device_ops import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice
 from mpidist.input import InputContext, InputReplicationMode
 from mpidist.parameter_server.server import Server

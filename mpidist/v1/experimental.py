@@ -4,8 +4,7 @@ from mpidist.compat.tpu import TPUStrategy
 from mpidist.compat.v1_parameter_server import ParameterServerStrategyV1 as ParameterServerStrategy
 from mpidist.compat.v1_strategies import CentralStorageStrategyV1 as CentralStorageStrategy
 from mpidist.compat.v1_strategies import MultiWorkerMirroredStrategyV1 as MultiWorkerMirroredStrategy
-from mpidist.core.enums import CommunicationImplementation
-from mpidist.core.options import CollectiveHints, CommunicationOptions
+from mpidist.core.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
 
 CollectiveCommunication = CommunicationImplementation
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
-from mpidist.core.enums import VariableAggregation, VariableSynchronization
-from mpidist.core.protocols import StrategyLike
+from mpidist.core.context import StrategyLike
+from mpidist.core.options import VariableAggregation, VariableSynchronization
 from mpidist.values.component import Assignable
 from mpidist.values.variable import Variable
 

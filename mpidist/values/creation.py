@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 
 from mpidist.arrays.convert import is_keras_layer, is_torch_module, is_torch_optimizer
 from mpidist.arrays.dtypes import Array, as_dtype, check_transportable
-from mpidist.core.enums import VariableAggregation, VariableSynchronization
+from mpidist.core.options import VariableAggregation, VariableSynchronization
 from mpidist.values.component import Assignable
 from mpidist.values.placement import array_of, place_of
 

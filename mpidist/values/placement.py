@@ -13,7 +13,7 @@ import numpy as np
 from mpidist.arrays.convert import to_array
 from mpidist.arrays.device_ops import DeviceOps, is_device_array, ops_for, ops_of
 from mpidist.arrays.dtypes import Array, DType
-from mpidist.core.devices import parse_device
+from mpidist.core.text import parse_device
 
 Result = TypeVar("Result")
 # A larger array is told by so many pieces of it, the first and the last among them.

@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpidist.arrays.dtypes import Array
-from mpidist.core.enums import ReduceOp, VariableAggregation, VariableSynchronization
-from mpidist.core.protocols import ReplicaContextLike, StrategyLike
+from mpidist.core.context import ReplicaContextLike, StrategyLike
+from mpidist.core.options import ReduceOp, VariableAggregation, VariableSynchronization
 from mpidist.values.component import ArrayComponent, Assignment, Component, as_value_of, assign
 from mpidist.values.distributed import PerReplica, ReplicaValues
 from mpidist.values.indexed_slices import IndexedSlices

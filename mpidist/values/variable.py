@@ -19,9 +19,8 @@ from numpy.typing import DTypeLike
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import Array
 from mpidist.core import context
-from mpidist.core.context import Frame, current_frame, is_default
-from mpidist.core.enums import VariableAggregation, VariableSynchronization
-from mpidist.core.protocols import ReplicaContextLike, StrategyLike
+from mpidist.core.context import Frame, ReplicaContextLike, StrategyLike, current_frame, is_default
+from mpidist.core.options import VariableAggregation, VariableSynchronization
 from mpidist.values import scatter
 from mpidist.values.component import Assignable, Assignment, Component, as_value_of
 from mpidist.values.creation import initial_array, variable_arguments

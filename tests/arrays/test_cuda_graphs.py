@@ -14,7 +14,7 @@ import pytest
 
 from mpidist.arrays.convert import to_array
 from mpidist.arrays.device_ops import DeviceOps, ops_for
-from mpidist.core.daemon_thread import mark_own_thread
+from mpidist.core.concurrency import mark_own_thread
 from tests.support.fake_cupy.devices import CUDARuntimeError
 
 pytestmark = pytest.mark.one_rank

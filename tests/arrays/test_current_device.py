@@ -11,7 +11,7 @@ import pytest
 
 from mpidist.arrays.cuda_driver import CudaDriver
 from mpidist.arrays.device_ops import DeviceOps, ops_for
-from mpidist.core.daemon_thread import mark_own_thread
+from mpidist.core.concurrency import mark_own_thread
 from mpidist.core.errors import DeviceError
 from tests.support import fake_cupy
 from tests.support.fake_cupy.devices import current_device, machine

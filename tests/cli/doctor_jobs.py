@@ -17,7 +17,7 @@ from mpidist.cli.doctor_facts.facts import (
     Reach,
     SharedMemoryFacts,
 )
-from mpidist.topology.environments import LauncherInfo
+from mpidist.topology.launchers import LauncherInfo
 
 GIB = 1 << 30
 TWO_HOSTS = ["node0", "node0", "node1", "node1"]

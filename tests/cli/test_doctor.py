@@ -15,7 +15,7 @@ import pytest
 from mpidist.__main__ import main
 from mpidist.cli.doctor_facts.facts import LinkSpeed, NcclNet
 from mpidist.cli.doctor_text import findings_text, links_text, network_text, report
-from mpidist.core.version import __version__
+from mpidist.core import __version__
 from tests.cli import doctor_jobs as made
 from tests.support.ranks.jobs import ROOT, child_environment, run_script
 from tests.support.speed import scaled

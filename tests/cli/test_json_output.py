@@ -16,7 +16,7 @@ from mpidist.collectives.observe.trace import TraceFile
 from mpidist.collectives.reduce.table import SHIPPED
 from mpidist.collectives.reduce.tuning_file import Setup
 from mpidist.collectives.tuning import Timing, Tuned
-from mpidist.core.version import __version__
+from mpidist.core import __version__
 
 pytestmark = pytest.mark.one_rank
 

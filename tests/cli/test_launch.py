@@ -16,7 +16,7 @@ import pytest
 from mpidist.__main__ import main
 from mpidist.cli.doctor_facts.machine import THREAD_SETTINGS
 from mpidist.cli.launch import additions, split_program
-from mpidist.topology.environments import BATCH_SYSTEMS, LAUNCHER_VARIABLES
+from mpidist.topology.launchers import BATCH_SYSTEMS, LAUNCHER_VARIABLES
 from mpidist.topology.mpi_library import INTEL_MPI, MPICH, OPEN_MPI, MpiLibrary, find_library
 from tests.support.ranks.jobs import child_environment
 from tests.support.speed import scaled

@@ -20,7 +20,7 @@ import pytest
 import mpidist
 from mpidist.cli import function_job
 from mpidist.parameter_server.pickling import pack_error
-from mpidist.topology.environments import BATCH_SYSTEMS
+from mpidist.topology.launchers import BATCH_SYSTEMS
 from tests.support.ranks.jobs import child_environment, run_script
 from tests.support.speed import scaled
 

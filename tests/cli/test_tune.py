@@ -76,7 +76,7 @@ def test_a_wrong_file_is_said_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ({"OMPI_COMM_WORLD_RANK": " 0", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK=' 0': expected the whole"),
+        ({"OMPI_COMM_WORLD_RANK": " 0", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK=' 0': expected a whole"),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI mpirun started 2 ranks"),
         ({"MPIDIST_ABORT_ON_EXCEPTION": "5"}, "MPIDIST_ABORT_ON_EXCEPTION='5': expected 0 or 1"),
         ({"MPIDIST_RANKS_PER_NODE": "0"}, "MPIDIST_RANKS_PER_NODE='0': expected a whole number of at least 1"),

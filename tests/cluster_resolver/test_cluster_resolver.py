@@ -6,7 +6,7 @@ import pytest
 
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec
 from mpidist.cluster_resolver.cluster_resolver import format_master_url
-from mpidist.topology.gpu_sharing import visible_devices
+from mpidist.topology.topology import visible_devices
 
 pytestmark = pytest.mark.one_rank
 

@@ -9,7 +9,7 @@ import pytest
 
 from mpidist.cluster_resolver import SlurmClusterResolver
 from mpidist.compat.multi_worker_util import is_chief
-from mpidist.topology.environments import LAUNCHER_VARIABLES
+from mpidist.topology.launchers import LAUNCHER_VARIABLES
 
 # The environment of one process, made up.
 pytestmark = pytest.mark.one_rank

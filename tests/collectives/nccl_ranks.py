@@ -12,7 +12,7 @@ import numpy as np
 from mpidist.arrays.device_ops import ops_for
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.mpi.waiting import Steps, drive
-from mpidist.core.deadline import Deadline
+from mpidist.core.concurrency import Deadline
 from tests.support.fake_cupy import nccl as fake_nccl
 from tests.support.fake_cupy.devices import CUDARuntimeError
 from tests.support.speed import scaled

@@ -9,7 +9,7 @@ import pytest
 from mpidist.collectives.channel import fast_path
 from mpidist.collectives.node import core, packing
 from mpidist.collectives.observe import record
-from mpidist.core.enums import ReduceOp
+from mpidist.core.options import ReduceOp
 from mpidist.native.build_library import SOURCES
 
 pytestmark = pytest.mark.one_rank

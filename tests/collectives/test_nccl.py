@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from mpidist.collectives.reduce.device_packs import nccl_dtype, nccl_reduction
-from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import NcclFailure
+from mpidist.core.options import ReduceOp
 from mpidist.topology import import_mpi
 from tests.collectives.nccl_ranks import Rank, nccl_rank
 from tests.support.fake_cupy import nccl as fake_nccl

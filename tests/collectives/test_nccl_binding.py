@@ -25,8 +25,8 @@ from mpidist.collectives.gpu import nccl_comm, nccl_start
 from mpidist.collectives.gpu import nccl_comm as nccl_module
 from mpidist.collectives.gpu.nccl_comm import LocalNccl, NcclComm
 from mpidist.collectives.gpu.nccl_library import nccl_version
-from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import NcclFailure
+from mpidist.core.options import ReduceOp
 from tests.collectives.nccl_ranks import finished, private_world
 from tests.support.fake_cupy import nccl as double
 from tests.support.ranks.pool import run

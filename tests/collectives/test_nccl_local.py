@@ -10,8 +10,8 @@ import pytest
 
 from mpidist.arrays.device_ops import ops_for
 from mpidist.collectives.gpu.nccl_comm import LocalNccl
-from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import DeviceError, NcclFailure
+from mpidist.core.options import ReduceOp
 from tests.support.fake_cupy import nccl as fake_nccl
 
 pytestmark = pytest.mark.one_rank

@@ -13,8 +13,8 @@ from mpidist import Communicator
 from mpidist.collectives.gpu import nccl_start
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.mpi.waiting import Steps
-from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import NcclFailure, PeerError
+from mpidist.core.options import ReduceOp
 from mpidist.experimental import CommunicationOptions
 from mpidist.topology import world_topology
 from tests.collectives.nccl_ranks import Rank, finished, private_world

@@ -13,7 +13,7 @@ from mpidist.arrays.cupy_module import CupyState
 from mpidist.collectives.gpu import nccl_library
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.gpu.nccl_library import nccl_problem
-from mpidist.core.wording import numbered_ranks
+from mpidist.core.text import numbered_ranks
 from mpidist.topology import world_topology
 from tests.collectives.nccl_ranks import finished, private_world
 from tests.support.fake_cupy import devices

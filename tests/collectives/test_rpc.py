@@ -9,9 +9,9 @@ import pytest
 
 from mpidist.collectives.mpi.mailbox import drain
 from mpidist.collectives.rpc import Call, Endpoint, Handlers, service
-from mpidist.core.deadline import wait_at_most
+from mpidist.core.concurrency import wait_at_most
 from mpidist.topology import import_mpi
-from mpidist.topology.limited_calls import duplicate
+from mpidist.topology.start import duplicate
 from tests.support.speed import scaled
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts]

@@ -13,7 +13,7 @@ from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.reduce import algorithms  # noqa: F401  # which register themselves
 from mpidist.collectives.reduce.registry import Wire, wire_algorithms
-from mpidist.core.enums import ReduceOp
+from mpidist.core.options import ReduceOp
 
 pytestmark = pytest.mark.one_rank
 

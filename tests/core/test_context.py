@@ -1,4 +1,4 @@
-"""The stack of contexts, where a library calls back in a thread of its own."""
+"""The replica context in threads of other libraries."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.one_rank
 
 
 def called_back() -> Frame | None:
-    """Ask in a thread that threading knows nothing of, as those of a library of C++."""
+    """Return the frame in a thread that threading does not know, like those of a C++ library."""
     found: SimpleQueue[Frame | None] = SimpleQueue()
     _thread.start_new_thread(lambda: found.put(replica_frame_elsewhere()), ())
     return found.get(timeout=10)
 
 
-def test_a_thread_of_a_library_works_for_the_replica_that_waits() -> None:
+def test_thread_of_a_library_gets_the_replica() -> None:
     with mpidist.OneDeviceStrategy("cpu:0") as strategy:
 
         def replica() -> Any:
@@ -37,7 +37,7 @@ def test_a_thread_of_a_library_works_for_the_replica_that_waits() -> None:
     assert called_back() is None
 
 
-def test_threads_of_the_program_have_contexts_of_their_own() -> None:
+def test_thread_of_the_program_gets_no_replica() -> None:
     found: list[Frame | None] = []
 
     def replica() -> None:

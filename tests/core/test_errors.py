@@ -1,4 +1,4 @@
-"""mpidist.errors has every error that a program can meet."""
+"""mpidist.errors has every error that mpidist raises."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ PACKAGE = Path(ROOT, "mpidist")
 
 
 def _modules() -> list[str]:
-    """All modules but some.
-
-    Errors of the commands and of the build end as lines of their output. Libraries of some rooms may be missing, and
-    these have none.
-    """
+    """Return all modules except commands, the build, and packages whose library may be missing."""
     paths = (path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py"))
     left_out = ("cli", "native", "torch", "jax", "keras")
     found = [path for path in paths if path.parts[0] not in left_out and path.stem != "__main__"]
@@ -31,7 +27,7 @@ def _modules() -> list[str]:
 
 
 def _errors_of(module: str) -> set[type]:
-    """The exceptions that a module defines, by what its source says, so that few modules have to be loaded."""
+    """Return the exceptions that a module defines. Reads its source, so that few modules are imported."""
     source = PACKAGE.parent.joinpath(*module.split("."))
     source = source / "__init__.py" if source.is_dir() else source.with_suffix(".py")
     named = [node.name for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef) and node.bases]
@@ -40,15 +36,15 @@ def _errors_of(module: str) -> set[type]:
     return {kind for kind in found if issubclass(kind, BaseException)}
 
 
-def test_every_exception_of_the_library_is_there() -> None:
+def test_every_exception_is_listed() -> None:
     defined = set().union(*map(_errors_of, _modules()))
     assert {getattr(errors, name) for name in errors.__all__} == defined
 
 
-def test_every_error_that_documents_name_is_there_or_python_s_own() -> None:
+def test_pages_name_known_errors() -> None:
     named = set()
     for path in (Path(ROOT, "README.md"), *Path(ROOT, "docs").glob("*.md")):
         named |= set(re.findall(r"\b[A-Z]\w*(?:Error|Warning|Failure)\b", path.read_text()))
     others = {name for name in named if name not in errors.__all__ and not hasattr(builtins, name)}
-    # Of concurrent.futures, as docs/parameter_servers.md says, and of JAX, as docs/jax.md does.
-    assert others == {"CancelledError", "JaxRuntimeError"}
+    # Errors of concurrent.futures, JAX and PyTorch.
+    assert others == {"CancelledError", "JaxRuntimeError", "DistStoreError"}

@@ -26,7 +26,7 @@ NESTS: Any = st.recursive(
 
 
 @given(NESTS)
-def test_packing_what_was_flattened_gives_it_back(structure: Any) -> None:
+def test_pack_like_inverts_flatten(structure: Any) -> None:
     rebuilt = nest.pack_like(structure, nest.flatten(structure))
     assert rebuilt == structure
     assert type(rebuilt) is type(structure)
@@ -39,7 +39,7 @@ def test_map_visits_every_leaf(structure: Any) -> None:
     assert nest.flatten(doubled) == [2 * x for x in nest.flatten(structure)]
 
 
-def test_dicts_are_visited_in_sorted_order_and_keep_their_own() -> None:
+def test_dicts_are_sorted_and_keep_their_order() -> None:
     one, other = {"b": 1, "a": 2}, {"a": 2, "b": 1}
     assert nest.flatten(one) == nest.flatten(other) == [2, 1]
     assert list(nest.map_structure(str, one)) == ["b", "a"]
@@ -52,8 +52,8 @@ def test_named_tuples_keep_their_type() -> None:
     assert nest.map_structure(lambda a, b: a + b, Point(1, [2]), Point(10, [20])) == Point(11, [22])
 
 
-def test_tuples_for_one_kind_of_items_become_plain() -> None:
-    class Sizes(tuple):  # as torch.Size
+def test_tuples_of_one_item_type_become_plain() -> None:
+    class Sizes(tuple):  # like torch.Size
         def __new__(cls, items: Any) -> Any:
             items = list(items)
             if not all(isinstance(item, int) for item in items):
@@ -73,12 +73,12 @@ def test_tuples_for_one_kind_of_items_become_plain() -> None:
         (Point(1, 2), (1, 2), "Point against tuple"),
     ],
 )
-def test_structures_that_differ(first: Any, second: Any, message: str) -> None:
+def test_different_structures_raise(first: Any, second: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         nest.map_structure(lambda a, b: a, first, second)
 
 
-def test_a_wrong_number_of_leaves() -> None:
+def test_wrong_number_of_leaves_raises() -> None:
     with pytest.raises(ValueError, match="3 leaves for a structure of 2"):
         nest.pack_like([0, 0], [1, 2, 3])
 
@@ -88,7 +88,7 @@ def test_paths_name_the_leaves() -> None:
     assert nest.describe(Point(1, [2, (3,)])) == "Point(*, [*, (*)])"
 
 
-def test_a_class_that_was_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_class(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pair:
         def __init__(self, left: Any, right: Any) -> None:
             self.parts = [left, right]

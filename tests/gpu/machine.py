@@ -55,7 +55,7 @@ def join() -> tuple[Any, int]:
     share_one_gpu(MPI.COMM_WORLD.rank)
     from mpidist.arrays.cupy_module import require_cupy
     from mpidist.topology import world_topology
-    from mpidist.topology.gpu_sharing import devices_of_each, visible_devices
+    from mpidist.topology.topology import devices_of_each, visible_devices
 
     cupy: Any = require_cupy()
     node = world_topology().node

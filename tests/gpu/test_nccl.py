@@ -42,7 +42,7 @@ class _Rank:
         from mpidist.arrays.device_ops import ops_for
         from mpidist.collectives.gpu.nccl_comm import NcclComm
         from mpidist.collectives.mpi.waiting import drive
-        from mpidist.core.deadline import Deadline
+        from mpidist.core.concurrency import Deadline
 
         def failure(waited: float) -> TimeoutError:
             return TimeoutError(f"NCCL did not start within {waited:.0f} s")
@@ -71,7 +71,7 @@ class _Rank:
 
 
 def _reductions(names: list[str]) -> int:
-    from mpidist.core.enums import ReduceOp
+    from mpidist.core.options import ReduceOp
 
     me = _Rank()
     rank, size = me.comm.rank, me.comm.size

@@ -241,7 +241,7 @@ _CORE = (
         "mpidist/core/options.py",
         "if getattr(other, f.name) != getattr(_DEFAULTS, f.name)",
         "if getattr(other, f.name) != getattr(self, f.name)",
-        ("tests/core/test_options_and_devices.py",),
+        ("tests/core/test_options.py",),
     ),
 )
 
@@ -265,17 +265,17 @@ _ARRAYS = (
 _TOPOLOGY = (
     Fault(
         "GPUs that do not divide are dealt to two processes at once",
-        "mpidist/topology/gpu_sharing.py",
+        "mpidist/topology/topology.py",
         "start = place * each + min(place, rest)",
         "start = place * each",
-        ("tests/topology/test_gpus.py",),
+        ("tests/topology/test_topology.py",),
     ),
     Fault(
         "the first of several worlds of one rank takes itself for the whole job",
-        "mpidist/topology/launcher.py",
+        "mpidist/topology/start.py",
         "if info is None or (size > info.rank and size >= (info.size or 0)):",
         "if info is None or size > info.rank:",
-        ("tests/topology/test_launcher.py",),
+        ("tests/topology/test_start.py",),
     ),
 )
 
@@ -378,7 +378,7 @@ _COLLECTIVES = (
     ),
     Fault(
         "a deadline that is earlier than the report of a long wait never comes",
-        "mpidist/core/deadline.py",
+        "mpidist/core/concurrency.py",
         "        if waited > self._limit and",
         "        if waited > max(self._limit, self._warn) and",
         ("tests/collectives/test_mismatch.py",),

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from mpidist.core.version import __version__
+from mpidist.core import __version__
 from tests.support.ranks.jobs import ROOT
 
 RELEASE = ROOT / "dist"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mpidist.core.version import __version__
+from mpidist.core import __version__
 from mpidist.native.build_library import source_id
 from tests.packaging.release import RELEASE, SDIST, TAGS, builder, run, wheel
 from tests.support.ranks.jobs import ROOT

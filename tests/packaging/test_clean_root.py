@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpidist.core.version import __version__
+from mpidist.core import __version__
 from tests.packaging import recipes
 from tests.packaging.bare import Environment, program_of_readme
 from tests.packaging.clean_root import CleanRoot

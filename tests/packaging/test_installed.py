@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpidist.core.version import __version__
+from mpidist.core import __version__
 from tests.packaging.bare import VERSIONS, Environment, program_of_readme
 from tests.packaging.release import SDIST, wheel_of_this_machine
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpidist.core.version import __version__
+from mpidist.core import __version__
 from tests.packaging import recipes
 from tests.packaging.release import PACKAGING, builder
 from tests.support.ranks.jobs import ROOT

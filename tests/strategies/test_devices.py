@@ -12,7 +12,7 @@ import pytest
 import mpidist
 from mpidist.collectives.channel.channel import open_channels
 from mpidist.core.errors import DeviceError
-from mpidist.core.wording import numbered_ranks
+from mpidist.core.text import numbered_ranks
 from mpidist.strategies.replica_devices import agreed_devices
 from tests.support.ranks.jobs import ROOT, child_environment
 from tests.support.speed import scaled

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from mpidist.topology.environments import LAUNCHER_VARIABLES, LAUNCHERS
+from mpidist.topology.launchers import LAUNCHER_VARIABLES, LAUNCHERS
 from mpidist.torch.variables import set_variables
 from mpidist_torch_entry import RANK_VARIABLES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mpidist.cli.doctor_facts.facts import JobFacts, RankFacts
-from mpidist.topology.environments import LAUNCHERS, Launcher
+from mpidist.topology.launchers import LAUNCHERS, Launcher
 
 _PROGRAM = "python train.py"
 _VARIABLE = "{variable}"

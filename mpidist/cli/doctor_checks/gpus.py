@@ -7,8 +7,8 @@ import re
 from mpidist.cli.doctor_checks import commands
 from mpidist.cli.doctor_checks.finding import ERROR, WARNING, Finding
 from mpidist.cli.doctor_facts.facts import GpuFacts, JobFacts
-from mpidist.core.wording import groups_of, names_text, numbered_ranks, ranks_text
-from mpidist.topology.gpu_sharing import devices_of_each
+from mpidist.core.text import groups_of, names_text, numbered_ranks, ranks_text
+from mpidist.topology.topology import devices_of_each
 
 _NAMES_GPUS = re.compile(r"\d|GPU-|MIG-")
 # How the names of slices end.

@@ -8,7 +8,7 @@ from mpidist.cli.doctor_checks import commands
 from mpidist.cli.doctor_checks.finding import WARNING, Finding
 from mpidist.cli.doctor_facts.facts import CoreFacts, JobFacts
 from mpidist.collectives.reduce.table import size_text
-from mpidist.core.wording import names_text, numbered_ranks
+from mpidist.core.text import names_text, numbered_ranks
 
 ENOUGH_BYTES = 256 << 20
 """Room for a large bucket of gradients, its result, MPI and NCCL."""

@@ -9,8 +9,8 @@ from statistics import median
 from mpidist.cli.doctor_checks import commands
 from mpidist.cli.doctor_checks.finding import ERROR, WARNING, Finding
 from mpidist.cli.doctor_facts.facts import Interface, JobFacts, Reach
-from mpidist.core.wording import names_text, numbered_ranks
-from mpidist.topology.environments import BATCH_SYSTEMS
+from mpidist.core.text import names_text, numbered_ranks
+from mpidist.topology.launchers import BATCH_SYSTEMS
 
 _MOST_FINDINGS = 8
 Pair = tuple[int, int]

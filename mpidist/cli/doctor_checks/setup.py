@@ -10,8 +10,8 @@ from mpidist.cli.doctor_facts.facts import JobFacts, MpiFacts
 from mpidist.cluster_resolver.cluster_spec import deal_tasks
 from mpidist.collectives.node import native
 from mpidist.core.settings import JOBS, NATIVE, SETTINGS, TUNING_FILE
-from mpidist.core.wording import names_text, numbered_ranks
-from mpidist.topology.environments import LauncherInfo
+from mpidist.core.text import names_text, numbered_ranks
+from mpidist.topology.launchers import LauncherInfo
 
 _NEEDED_LEVEL = "MPI_THREAD_MULTIPLE"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from mpidist.topology.environments import LauncherInfo
+from mpidist.topology.launchers import LauncherInfo
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,12 @@ from mpidist.cli.doctor_facts import facts
 from mpidist.collectives.gpu import network_probes
 from mpidist.collectives.gpu.nccl_library import nccl_binding, nccl_problem, nccl_version
 from mpidist.collectives.node import native
+from mpidist.core import __version__
 from mpidist.core.settings import SETTINGS
-from mpidist.core.version import __version__
 from mpidist.topology import allowed_cores, import_mpi
-from mpidist.topology.environments import has_loose_barriers, read_batch_system, read_launcher
-from mpidist.topology.gpu_sharing import visible_devices
+from mpidist.topology.launchers import expand_hostlist, has_loose_barriers, read_batch_system, read_launcher
 from mpidist.topology.mpi_library import library_of, loaded_library
-from mpidist.topology.slurm_lists import expand_hostlist
+from mpidist.topology.topology import visible_devices
 
 SOCKETS = "TCP sockets"
 _GET_PLUGIN = (

@@ -25,14 +25,13 @@ from mpidist.collectives.mpi.mailbox import MessageCount, drain
 from mpidist.collectives.mpi.waiting import Comm, Steps, drive
 from mpidist.collectives.node.node import Node
 from mpidist.core import settings
-from mpidist.core.callsite import user_call_site
-from mpidist.core.deadline import Deadline
+from mpidist.core.concurrency import Deadline
 from mpidist.core.errors import PeerError, RankLostError
 from mpidist.core.message_tags import DATA_OF_PROGRAMS, HEADS_OF_PROGRAMS
-from mpidist.core.wording import tell_user
+from mpidist.core.text import tell_user, user_call_site
 from mpidist.topology import import_mpi
-from mpidist.topology.faults import revoke, revoking
-from mpidist.topology.limited_calls import duplicate, limited
+from mpidist.topology.exit import revoke, revoking
+from mpidist.topology.start import duplicate, limited
 
 T = TypeVar("T")
 

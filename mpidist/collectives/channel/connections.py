@@ -16,7 +16,7 @@ from mpidist.collectives.mpi.waiting import Comm
 from mpidist.core import message_tags
 from mpidist.core.errors import PeerError
 from mpidist.topology import import_mpi
-from mpidist.topology.limited_calls import limited
+from mpidist.topology.start import limited
 
 # A connection needs a file descriptor at either end. In larger jobs the first query opens them.
 _MOST_RANKS = 256

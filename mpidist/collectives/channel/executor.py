@@ -22,11 +22,10 @@ from mpidist.collectives.mpi.waiting import Comm, Steps, drive
 from mpidist.collectives.node.core import LOST, WRITE_SECONDS
 from mpidist.collectives.node.node import Node
 from mpidist.core import settings
-from mpidist.core.callsite import user_call_site
-from mpidist.core.deadline import Deadline, Stopwatch
-from mpidist.core.errors import CollectiveTimeoutError, PeerError, RankLostError, leave_to_others
-from mpidist.core.wording import numbered_ranks, tell_user
-from mpidist.topology.faults import can_go_on, says_rank_is_lost
+from mpidist.core.concurrency import Deadline, Stopwatch
+from mpidist.core.errors import CollectiveTimeoutError, PeerError, RankLostError, shared_error
+from mpidist.core.text import numbered_ranks, tell_user, user_call_site
+from mpidist.topology.exit import can_go_on, says_rank_is_lost
 
 T = TypeVar("T")
 
@@ -505,12 +504,12 @@ class Executor:
         reason = f"an earlier collective, {operation.text}, did not finish within its deadline"
         self.fail(reason, unfinished=steps)
         found = [explain(operation) for explain in self._observers.explanation]
-        report = next((text for text in found if text is not None), None)
+        report, printing_rank = next((each for each in found if each is not None), (None, self._rank))
         more_time = self._handshake.advice.time
         error = CollectiveTimeoutError(operation.text, operation.number, waited, self._rank, report, more_time)
         self.fail(reason, error)
         # Every waiting rank has the same report.
-        return error if report is None or self._handshake.is_on_first_node else leave_to_others(error)
+        return shared_error(error, prints=self._rank == printing_rank)
 
     def fail_in(self, text: str, error: BaseException) -> NoReturn:
         """Fail after an error inside the collective ``text``, and raise the error for the program."""

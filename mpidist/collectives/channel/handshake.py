@@ -27,8 +27,8 @@ from mpidist.collectives.mpi.objects import gather_equal_objects
 from mpidist.collectives.mpi.waiting import Steps, until_done
 from mpidist.collectives.node.core import MISMATCH, WAITING
 from mpidist.collectives.node.node import Node
-from mpidist.core.callsite import user_call_site
-from mpidist.core.errors import MismatchError, PeerError, leave_to_others
+from mpidist.core.errors import MismatchError, PeerError, shared_error
+from mpidist.core.text import user_call_site
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
@@ -95,8 +95,6 @@ class Handshake:
         self._comm, self.advice = comm, advice
         self._core = node.core
         self._reduction = _ByReduction(comm) if self._core is None else None
-        self._first_node = node.ranks[0]
-        self.is_on_first_node = comm.Get_rank() in self._first_node
         self._is_over = True
         self._identity = 0
         self.changes: LocalChanges | None = None
@@ -169,10 +167,10 @@ class Handshake:
         everyone = yield from gather_equal_objects(self._comm, mine)
         self._note_left(everyone)
         news = news_text(everyone)
+        prints = self._comm.Get_rank() in printing_ranks(everyone)
         if news:
             remedy = f". {self.advice.calls}" if self.has_left else ""
-            raise PeerError(f"rank {self._comm.Get_rank()} was in {text} (at {mine[2]}) when {news}{remedy}")
+            text = f"rank {self._comm.Get_rank()} was in {text} (at {mine[2]}) when {news}{remedy}"
+            raise shared_error(PeerError(text), prints)
         calls = {rank: text for rank, (_, text, _) in enumerate(everyone)}
-        error = MismatchError(mismatch_text(everyone, self.advice), calls)
-        is_to_print = self._comm.Get_rank() in printing_ranks(everyone, self._first_node)
-        raise error if is_to_print else leave_to_others(error)
+        raise shared_error(MismatchError(mismatch_text(everyone, self.advice), calls), prints)

@@ -10,9 +10,8 @@ from functools import lru_cache
 from mpidist.collectives.mpi.gathering import exchange_lengths
 from mpidist.collectives.mpi.objects import gather_objects
 from mpidist.collectives.mpi.waiting import Comm, Steps
-from mpidist.core.callsite import user_call_site
 from mpidist.core.errors import MORE_TIME, MismatchError
-from mpidist.core.wording import cut_text, group_lines, groups_of, numbered_ranks
+from mpidist.core.text import cut_text, group_lines, groups_of, numbered_ranks, user_call_site
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ FOR_COMMUNICATORS = Advice(
     "Make this call on every rank, even if only one rank needs the result. Put only the printing under "
     "`if mpidist.rank() == 0:`."
 )
-# Number of differing calls of which a rank prints its traceback, besides the first node.
+# Number of differing calls of which a rank prints its traceback, besides rank 0.
 _MOST_PRINTED = 4
 # Kind of a rank's message ("plan" or a notice), its text, and the line of its program.
 Told = tuple[str, str, str]
@@ -60,14 +59,20 @@ options on every rank, in the same order:
     )
 
 
-def printing_ranks(everyone: Sequence[Told], first_node: Sequence[int]) -> set[int]:
-    """Return the ranks that print the uncaught error at once.
+def printing_ranks(everyone: Sequence[Told]) -> set[int]:
+    """Return the ranks that print the error if the program does not catch it.
 
-    >>> sorted(printing_ranks([("plan", "barrier", "a.py:3")] * 9 + [("plan", "all_reduce SUM", "a.py:3")], [0, 1]))
-    [0, 1, 9]
+    For different calls: rank 0, and one rank of each of the rarest calls. For notices: the first rank with a call.
+
+    >>> sorted(printing_ranks([("plan", "barrier", "a.py:3")] * 9 + [("plan", "all_reduce SUM", "a.py:3")]))
+    [0, 9]
+    >>> printing_ranks([("failed", "has failed", "a.py:3")] + [("plan", "barrier", "a.py:3")] * 9)
+    {1}
     """
-    groups = groups_of((rank, (text, site)) for rank, (_, text, site) in enumerate(everyone))
-    return {*first_node, *(ranks[0] for _, ranks in groups[:_MOST_PRINTED])}
+    calls = [(rank, (text, site)) for rank, (kind, text, site) in enumerate(everyone) if kind == "plan"]
+    if len(calls) < len(everyone):
+        return {rank for rank, _ in calls[:1]}
+    return {0, *(ranks[0] for _, ranks in groups_of(calls)[:_MOST_PRINTED])}
 
 
 def news_text(everyone: Sequence[Told]) -> str:

@@ -82,8 +82,8 @@ class Observer:
         """Return whether this observer reports a wait longer than ``MPIDIST_WARN_AFTER``."""
         return False
 
-    def explanation(self, operation: Operation[object]) -> str | None:
-        """Return why other ranks do not arrive, for the error of a deadline, if known."""
+    def explanation(self, operation: Operation[object]) -> tuple[str, int] | None:
+        """Return a report for the error of a deadline, and the rank that prints it."""
 
     def message_began(self, operation: Operation[object]) -> None:
         """Handle the start of a send or recv, in the calling thread. An exception here is logged."""

@@ -15,9 +15,9 @@ from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.channel.changes import LocalChanges
 from mpidist.collectives.mpi.agreed import is_common
 from mpidist.collectives.mpi.waiting import Steps
-from mpidist.core.enums import ReduceOp
 from mpidist.core.nest import LEAF
-from mpidist.core.wording import tell_user
+from mpidist.core.options import ReduceOp
+from mpidist.core.text import tell_user
 
 if TYPE_CHECKING:
     # A plain ``Work`` in a program has any result. Type checkers know the default, Python 3.10 does not.

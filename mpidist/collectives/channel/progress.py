@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import cache
 
 from mpidist.core import settings
-from mpidist.core.daemon_thread import DaemonThread
+from mpidist.core.concurrency import DaemonThread
 from mpidist.topology import import_mpi
 
 _log = logging.getLogger("mpidist")

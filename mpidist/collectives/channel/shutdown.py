@@ -11,9 +11,9 @@ from types import TracebackType
 
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.native import limit_finalize
-from mpidist.core.deadline import Stopwatch
+from mpidist.core.concurrency import Stopwatch
 from mpidist.core.errors import MismatchError, PeerError
-from mpidist.core.wording import tell_user
+from mpidist.core.text import tell_user
 from mpidist.topology import end_job, import_mpi
 
 EXIT_SECONDS = 5.0

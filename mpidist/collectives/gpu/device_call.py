@@ -26,7 +26,7 @@ from mpidist.collectives.reduce.choice import Choice
 from mpidist.collectives.reduce.device_packs import DevicePack
 from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.collectives.reduce.registry import Algorithm, Site
-from mpidist.core.enums import ReduceOp
+from mpidist.core.options import ReduceOp
 
 
 def device_of_arrays(arrays: Sequence[Array]) -> tuple[str, int]:

@@ -23,8 +23,8 @@ from mpidist.collectives.mpi.agreed import all_do
 from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, relax
 from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.reduce.plan import ReductionPlan
-from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import PeerError
+from mpidist.core.options import ReduceOp
 
 
 class MovementCall(DeviceCall):

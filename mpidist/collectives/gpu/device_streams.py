@@ -28,9 +28,8 @@ from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.streams import Event, Stream
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, relax
-from mpidist.core.daemon_thread import DaemonThread
-from mpidist.core.deadline import Deadline
-from mpidist.core.wording import tell_user
+from mpidist.core.concurrency import DaemonThread, Deadline
+from mpidist.core.text import tell_user
 from mpidist.topology import end_job, import_mpi
 
 _LOOK_SECONDS = 0.25

@@ -17,8 +17,8 @@ from mpidist.collectives.gpu.nccl_library import IN_PROGRESS, NcclCommunicator, 
 from mpidist.collectives.gpu.nccl_start import START_SECONDS, NcclShare, started
 from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.reduce.device_packs import BYTES, nccl_reduction
-from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import DeviceError, NcclFailure
+from mpidist.core.options import ReduceOp
 
 
 class NcclComm:

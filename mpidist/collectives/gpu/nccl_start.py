@@ -25,11 +25,10 @@ from mpidist.collectives.mpi.communicator_names import ranks_in_job
 from mpidist.collectives.mpi.objects import broadcast_pickle, gather_objects
 from mpidist.collectives.mpi.waiting import Comm, Steps, relax, until_done
 from mpidist.collectives.reduce.device_packs import nccl_reduction
-from mpidist.core.daemon_thread import start_daemon
-from mpidist.core.deadline import Stopwatch
-from mpidist.core.enums import ReduceOp
+from mpidist.core.concurrency import Stopwatch, start_daemon
 from mpidist.core.message_tags import NCCL_START
-from mpidist.core.wording import groups_of, names_text, numbered_ranks
+from mpidist.core.options import ReduceOp
+from mpidist.core.text import groups_of, names_text, numbered_ranks
 from mpidist.topology import import_mpi
 
 # NCCL needs seconds for thousands of GPUs.

@@ -24,7 +24,7 @@ from mpidist.collectives.mpi.waiting import Comm, Steps, until_event
 from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.reduce.registry import Rail
 from mpidist.core import settings
-from mpidist.core.enums import ReduceOp
+from mpidist.core.options import ReduceOp
 from mpidist.topology import import_mpi
 
 # Page-locked memory ---------------------------------------------------------------------------------------------------

@@ -30,10 +30,10 @@ from mpidist.collectives.mpi.mpi_types import as_bytes, one_message
 from mpidist.collectives.mpi.waiting import Steps, drive, until_done
 from mpidist.collectives.node.packing import in_order
 from mpidist.core import settings
-from mpidist.core.callsite import user_call_site
-from mpidist.core.deadline import Deadline
+from mpidist.core.concurrency import Deadline
 from mpidist.core.errors import MessageTimeoutError, MismatchError, PeerError
 from mpidist.core.message_tags import DATA_OF_PROGRAMS, HEADS_OF_PROGRAMS, TAGS_OF_PROGRAMS
+from mpidist.core.text import user_call_site
 from mpidist.topology import import_mpi
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from mpidist.collectives.mpi.objects import broadcast_pickle, gather_objects
 from mpidist.collectives.mpi.waiting import Comm, Steps
-from mpidist.core.errors import AlgorithmError, CollectiveTimeoutError, MismatchError, PeerError
+from mpidist.core.errors import AlgorithmError, CollectiveTimeoutError, MismatchError, PeerError, shared_error
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -19,10 +19,10 @@ COMMON_ERRORS = (AlgorithmError, MismatchError, PeerError, CollectiveTimeoutErro
 _IS_COMMON = "_mpidist_is_common"
 
 
-def as_common(error: E) -> E:
-    """Note that all ranks raise an error in the collective at hand, and return it."""
+def as_common(error: E, prints: bool) -> E:
+    """Return an error after noting that all ranks raise it. ``prints``: this rank prints it."""
     setattr(error, _IS_COMMON, True)
-    return error
+    return shared_error(error, prints)
 
 
 def is_common(error: BaseException) -> bool:
@@ -45,7 +45,7 @@ def all_do(comm: Comm, work: Callable[[], T], error: Callable[[int, str], Except
         failure = caught
     problems = yield from problems_of(comm, None if failure is None else f"{type(failure).__name__}: {failure}")
     for rank, text in problems.items():
-        raise as_common(error(rank, text)) from failure
+        raise as_common(error(rank, text), prints=comm.Get_rank() in (0, rank)) from failure
     return result  # type: ignore[return-value]  # only None where work returns it
 
 
@@ -59,7 +59,7 @@ def first_does(comm: Comm, work: Callable[[], T]) -> Steps[T]:
             told = _pickled(error)
     result, failure = yield from broadcast_pickle(comm, told, 0)
     if failure is not None:
-        raise as_common(failure)
+        raise as_common(failure, prints=comm.Get_rank() == 0)
     return result  # type: ignore[no-any-return]
 
 

@@ -7,7 +7,7 @@ from array import array
 from hashlib import sha256
 
 from mpidist.collectives.mpi.waiting import Comm
-from mpidist.core.wording import ranks_text
+from mpidist.core.text import ranks_text
 from mpidist.topology import import_mpi
 
 # So that the flight record has room for a name.

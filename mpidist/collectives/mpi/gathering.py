@@ -12,8 +12,8 @@ from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi import mpi_types
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS, as_bytes, chunks, mpi_datatype, mpi_op
 from mpidist.collectives.mpi.waiting import Comm, Steps, until_done
-from mpidist.core.enums import ReduceOp
 from mpidist.core.message_tags import PARTS
+from mpidist.core.options import ReduceOp
 from mpidist.topology import import_mpi
 
 # Up to which it is more about messages than about bytes: of a whole, and of what each of many ranks gives to it.

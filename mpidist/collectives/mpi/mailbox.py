@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from mpidist.collectives.mpi.waiting import all_done
-from mpidist.core.deadline import Deadline, wait_until
+from mpidist.core.concurrency import Deadline, wait_until
 from mpidist.core.errors import CollectiveTimeoutError
 from mpidist.topology import import_mpi
-from mpidist.topology.faults import says_rank_is_lost
-from mpidist.topology.limited_calls import finish
+from mpidist.topology.exit import says_rank_is_lost
+from mpidist.topology.start import finish
 
 if TYPE_CHECKING:
     from mpi4py import MPI

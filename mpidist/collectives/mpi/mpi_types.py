@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType
-from mpidist.core.enums import ReduceOp
 from mpidist.core.message_tags import TAGS_OF_ARRAYS
+from mpidist.core.options import ReduceOp
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:

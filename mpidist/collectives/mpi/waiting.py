@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
-from mpidist.core.deadline import Deadline
+from mpidist.core.concurrency import Deadline
 from mpidist.topology import cores_are_short
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from mpidist.collectives.node.native import (
     library,
     mpi_functions,
 )
-from mpidist.core.enums import ReduceOp
 from mpidist.core.message_tags import LEADERS
+from mpidist.core.options import ReduceOp
 from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from mpidist.collectives.node.shared_memory import (
 from mpidist.collectives.node.shared_results import SharedResults
 from mpidist.core import settings
 from mpidist.topology import Topology, allowed_cores, cores_are_short, import_mpi
-from mpidist.topology.faults import can_go_on, revoking
+from mpidist.topology.exit import can_go_on, revoking
 from mpidist.topology.processes import Process
 from mpidist.topology.same_program import check_same_everywhere
 

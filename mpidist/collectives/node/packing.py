@@ -14,8 +14,7 @@ from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.node import native
 from mpidist.collectives.node.mapping import address_of
 from mpidist.collectives.node.memory import Pool
-from mpidist.core.enums import ReduceOp
-from mpidist.core.options import CommunicationOptions
+from mpidist.core.options import CommunicationOptions, ReduceOp
 
 # A result that small is copied out of the buffer, so that keeping it does not keep all of the buffer.
 _SMALL_RESULT_BYTES = 4 << 10

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpidist.collectives.channel.channel import open_channels
-from mpidist.core.daemon_thread import is_name_of_own_thread
-from mpidist.core.wording import group_lines, groups_of, numbered_ranks
+from mpidist.core.concurrency import is_name_of_own_thread
+from mpidist.core.text import group_lines, groups_of, numbered_ranks
 from mpidist.topology import import_mpi
 
 # Characters of a description, and of the lines about the ranks: one message must hold them.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mpidist.collectives.channel.executor import ChannelStatus
 from mpidist.collectives.observe.deadlock import WaitState
-from mpidist.core.wording import group_lines, groups_of, names_text, numbered_ranks
+from mpidist.core.text import group_lines, groups_of, names_text, numbered_ranks
 
 ANSWER_SECONDS = 1.5
 """Time that ranks have for their answers."""

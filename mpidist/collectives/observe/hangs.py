@@ -28,10 +28,9 @@ from mpidist.collectives.observe.deadlock import Deadlock, find_deadlock, wait_s
 from mpidist.collectives.observe.hang_report import ANSWER_SECONDS, Answer, places_text, report_text
 from mpidist.collectives.rpc import Call, Endpoint, Handlers, ServiceThread, service
 from mpidist.core import message_tags, settings
-from mpidist.core.callsite import main_thread_frame, program_line
-from mpidist.core.deadline import wait_at_most
+from mpidist.core.concurrency import wait_at_most
 from mpidist.core.errors import MismatchError
-from mpidist.core.wording import cut_text, numbered_ranks, tell_user
+from mpidist.core.text import cut_text, main_thread_frame, numbered_ranks, program_line, tell_user
 
 # Purposes of a question: print a report, return it for the error of a deadline, find a deadlock, or find the other
 # side of a message.
@@ -69,10 +68,16 @@ class Question(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A report, and the reason why a message can never arrive, if so."""
+    """A report.
+
+    Attributes:
+        hopeless: Reason why a message can never arrive, if so.
+        printing_rank: First of the ranks that wait for the collective.
+    """
 
     text: str = ""
     hopeless: str = ""
+    printing_rank: int = 0
 
 
 Hear = Callable[[Report], object]
@@ -149,12 +154,12 @@ class HangObserver(Observer):
         self.inquire(Question(PRINT, operation.number), _ignore)
         return True
 
-    def explanation(self, operation: Operation[object]) -> str | None:
-        """Return which ranks keep the collective waiting, if a report arrives in time."""
+    def explanation(self, operation: Operation[object]) -> tuple[str, int] | None:
+        """Return the report and the rank that prints it, if a report arrives in time."""
         reports: list[Report] = []
         self.inquire(Question(REPORT, operation.number), reports.append)
         wait_at_most(_LONGEST_SECONDS, lambda: bool(reports), 0.01)
-        return reports[0].text if reports else None
+        return (reports[0].text, reports[0].printing_rank) if reports else None
 
     def message_tells(self, operation: Operation[object], rank: int | None) -> bool:
         """Print where the other side of a message is. For any rank, print where all are."""
@@ -287,7 +292,9 @@ class HangObserver(Observer):
             return Report(places_text(found, ranks)[:_LONGEST_MESSAGE], hopeless if is_hopeless else "")
         text = report_text(question.number, found, self._size)
         if question.purpose == REPORT:
-            return Report(text[:_LONGEST_MESSAGE])
+            statuses = {rank: answer.status for rank, answer in answers.items()}
+            waiting = [rank for rank, each in statuses.items() if each.waits and each.number == question.number]
+            return Report(text[:_LONGEST_MESSAGE], printing_rank=min(waiting, default=0))
         if not answers.keys().isdisjoint(self._connections.before):
             return None
         # A rank that was stopped finds that another one has printed the report.

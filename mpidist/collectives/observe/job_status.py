@@ -21,12 +21,11 @@ from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.channel.shutdown import after_shutdown, on_uncaught_error
 from mpidist.collectives.observe.record import Head, RankFile, read_folder, read_head, record_thread
-from mpidist.core import settings, step_count
-from mpidist.core.callsite import is_of_package, main_thread_frame, program_line
+from mpidist.core import context, settings
 from mpidist.core.files import folder_to_write, remove_unfinished, replacing
-from mpidist.core.wording import cut_text, error_text
+from mpidist.core.text import cut_text, error_text, is_of_package, main_thread_frame, program_line
 from mpidist.topology import import_mpi
-from mpidist.topology.abort import is_interactive
+from mpidist.topology.exit import is_interactive
 from mpidist.topology.topology import has_world, world_topology
 
 RUNNING, ENDED, FAILED = "running", "ended", "failed"
@@ -263,7 +262,7 @@ class _ChannelActivity(Observer):
 
 
 def _sum(*parts: WorkCount) -> WorkCount:
-    return WorkCount(step_count.made, sum(part.collectives for part in parts), sum(part.nbytes for part in parts))
+    return WorkCount(context.steps_made, sum(part.collectives for part in parts), sum(part.nbytes for part in parts))
 
 
 # The file of this process, once it has one.

@@ -22,11 +22,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
-from mpidist.core.daemon_thread import DaemonThread
-from mpidist.core.deadline import wait_at_most
+from mpidist.core.concurrency import DaemonThread, wait_at_most
 from mpidist.core.files import folder_to_write, open_regular, replacing
 from mpidist.core.settings import FLIGHT_RECORD
-from mpidist.core.wording import names_text, tell_user
+from mpidist.core.text import names_text, tell_user
 
 T = TypeVar("T")
 FORMAT = "mpidist record 3"

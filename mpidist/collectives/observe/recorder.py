@@ -19,9 +19,8 @@ from mpidist.collectives.observe.record import FlightFile, Kind, State, clock, r
 from mpidist.collectives.observe.report import CallTotals, Totals, report_text
 from mpidist.collectives.observe.trace import TraceFile, merge
 from mpidist.core import message_tags, settings
-from mpidist.core.callsite import user_call_site
-from mpidist.core.deadline import wait_at_most
-from mpidist.core.wording import numbered_ranks, tell_user
+from mpidist.core.concurrency import wait_at_most
+from mpidist.core.text import numbered_ranks, tell_user, user_call_site
 from mpidist.topology import import_mpi, world_topology
 
 # How long rank 0 waits at its end for the totals of the others.

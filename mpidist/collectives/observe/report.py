@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 
 from mpidist.collectives.reduce.table import size_text
-from mpidist.core.wording import ranks_text
+from mpidist.core.text import ranks_text
 
 Totals = dict[str, Counter[str]]
 """By operation: calls, nbytes, and nanoseconds: time, for_others, works and waited."""

@@ -16,7 +16,7 @@ from mpidist.arrays.device_ops import DeviceOps
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.streams import Stream
 from mpidist.collectives.node.packing import Pack
-from mpidist.core.enums import ReduceOp
+from mpidist.core.options import ReduceOp
 
 # Dtypes and operations of NCCL ----------------------------------------------------------------------------------------
 

@@ -16,9 +16,8 @@ from mpidist.collectives.channel.operation import Signature, describe, note_text
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import Pack, PackedReduction, copies_of_overlapping, group_by_size
 from mpidist.collectives.reduce.device_packs import DevicePack
-from mpidist.core.enums import ReduceOp
 from mpidist.core.nest import flat_kind
-from mpidist.core.options import CommunicationOptions
+from mpidist.core.options import CommunicationOptions, ReduceOp
 
 _TO_COME = np.empty(0)
 

@@ -18,9 +18,8 @@ from mpidist.collectives.mpi.waiting import Comm, Steps, until_all_done
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import PackedReduction
 from mpidist.collectives.reduce.cost_model import Cost, Network
-from mpidist.core.enums import ReduceOp
 from mpidist.core.errors import AlgorithmError
-from mpidist.core.options import CommunicationOptions
+from mpidist.core.options import CommunicationOptions, ReduceOp
 
 S = TypeVar("S")
 T = TypeVar("T")

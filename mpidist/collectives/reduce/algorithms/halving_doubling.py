@@ -15,7 +15,7 @@ from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.reduce.cost_model import Round
 from mpidist.collectives.reduce.registry import AlgorithmEntry, Rail, wire_algorithms
-from mpidist.core.enums import ReduceOp
+from mpidist.core.options import ReduceOp
 
 
 class HalvingDoubling(Rail):

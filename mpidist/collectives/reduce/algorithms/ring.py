@@ -14,7 +14,7 @@ from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.reduce.cost_model import Round
 from mpidist.collectives.reduce.registry import AlgorithmEntry, Rail, wire_algorithms
-from mpidist.core.enums import ReduceOp
+from mpidist.core.options import ReduceOp
 
 
 class Ring(Rail):

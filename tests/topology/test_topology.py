@@ -1,4 +1,4 @@
-"""Which GPUs each rank of a node gets."""
+"""The GPUs of each rank of a node."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpidist.arrays import cupy_module
-from mpidist.topology import gpu_sharing
-from mpidist.topology.gpu_sharing import devices_of_each, share_of_each, visible_devices
+from mpidist.topology.topology import devices_of_each, visible_devices
 from tests.support.ranks.jobs import child_environment, run_alone
 from tests.support.speed import scaled
 
@@ -38,23 +36,19 @@ pytestmark = [pytest.mark.nodes, pytest.mark.counts]
 )
 def test_devices_of_each(seen: list[list[str]], devices: list[tuple[int, ...]]) -> None:
     assert devices_of_each(seen) == devices
-    assert share_of_each(seen) == [len(mine) for mine in devices]
 
 
-def test_visible_devices_are_named_by_their_bus(fake_gpus: Any) -> None:
+def test_visible_devices_have_bus_ids(fake_gpus: Any) -> None:
     names = visible_devices()
     assert len(names) == fake_gpus.cuda.runtime.getDeviceCount() == 2
     assert len(set(names)) == 2
     assert all(isinstance(name, str) for name in names)
 
 
-def test_cupy_is_not_imported_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(gpu_sharing, "find_cupy", lambda: asked.append(True))
-    monkeypatch.setattr(cupy_module, "_DRIVER_FILES", ())
-    monkeypatch.setattr(cupy_module, "loaded_cupy", lambda: None)
+def test_cupy_is_not_imported_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("mpidist.topology.topology.find_cupy", lambda: pytest.fail("imports CuPy"))
     assert visible_devices() == ()
-    assert asked == []
 
 
 @pytest.mark.one_rank
@@ -80,7 +74,7 @@ def _assigned(devices: int, visible: dict[int, int] | None) -> tuple[tuple[int, 
 
     topology = world_topology()
     cupy = fake_cupy.install(devices=devices)
-    if visible is not None:  # what CUDA_VISIBLE_DEVICES does: each rank knows one GPU, by the number 0
+    if visible is not None:  # like CUDA_VISIBLE_DEVICES: each rank sees one GPU, as number 0
         device = visible[topology.rank]
         cupy.cuda.runtime.deviceGetPCIBusId = lambda _: f"0000:{device:02d}:00.0"
     strategy = MultiWorkerMirroredStrategy()

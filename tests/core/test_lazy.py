@@ -1,4 +1,4 @@
-"""Names that are imported on first use: all are there, and a program does not pay for those that it does not use."""
+"""Names are imported on first use, so that a program loads only what it needs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 import mpidist
-from mpidist.core.advice import IN_PLACE_OF
+from mpidist.core.lazy import ADVICE
 from tests.support.ranks.jobs import child_environment
 from tests.support.speed import scaled
 
 pytestmark = pytest.mark.one_rank
 
 FACADES = ["mpidist", "mpidist.experimental", "mpidist.errors"]
-# What a synchronous program does not need.
+# Packages that a synchronous program does not need.
 LATE = ("checkpoint", "cli", "coordinator", "elastic", "errors", "estimator", "parameter_server", "v1")
 
 
@@ -33,7 +33,7 @@ def run_python(program: str) -> str:
 
 
 @pytest.mark.jobs
-def test_rooms_that_a_synchronous_program_does_not_need_are_not_loaded() -> None:
+def test_synchronous_program_loads_few_packages() -> None:
     program = "import sys, numpy, mpidist; mpidist.MirroredStrategy; mpidist.optimizers.Adam; mpidist.Dataset"
     loaded = run_python(f"{program}; print(*sys.modules)").split()
     rooms = {name.split(".")[1] for name in loaded if name.startswith("mpidist.")}
@@ -42,7 +42,7 @@ def test_rooms_that_a_synchronous_program_does_not_need_are_not_loaded() -> None
 
 
 @pytest.mark.jobs
-def test_a_program_with_a_communicator_alone_loads_no_more_than_that() -> None:
+def test_communicator_loads_five_packages() -> None:
     program = "import sys, mpidist; before = {*sys.modules}; mpidist.Communicator; print(*before, '|', *sys.modules)"
     before, after = run_python(program).split("|")
     assert "numpy" not in before.split()
@@ -67,13 +67,13 @@ print(errors)
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("names", [("get_strategy", "MirroredStrategy"), ("Checkpoint", "elastic")])
-def test_two_threads_may_be_the_first_to_use_names(names: tuple[str, str]) -> None:
+def test_two_threads_may_import_at_once(names: tuple[str, str]) -> None:
     # Three fresh processes: without a lock nine of twelve failed.
     assert [run_python(TWO_THREADS % (names,)) for _ in range(3)] == ["[]\n"] * 3
 
 
 @pytest.mark.jobs
-def test_the_default_strategy_is_there_without_an_import_of_its_own() -> None:
+def test_default_strategy_needs_no_import() -> None:
     assert run_python("import mpidist; print(mpidist.has_strategy(), mpidist.get_strategy().num_replicas_in_sync)") == (
         "False 1\n"
     )
@@ -81,26 +81,26 @@ def test_the_default_strategy_is_there_without_an_import_of_its_own() -> None:
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("room", ["checkpoint", "estimator", "parameter_server"])
-def test_rooms_are_there_without_an_import_of_their_own(room: str) -> None:
+def test_packages_need_no_import(room: str) -> None:
     run_python(f"import mpidist; mpidist.{room}.__all__")
 
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("facade", FACADES)
-def test_every_name_is_there_by_attribute_and_by_import(facade: str) -> None:
+def test_names_by_attribute_and_by_import(facade: str) -> None:
     names = importlib.import_module(facade).__all__
     run_python(f"import {facade} as module; [getattr(module, name) for name in {names}]")
     run_python(f"from {facade} import {', '.join(names)}")
 
 
 @pytest.mark.parametrize("facade", FACADES)
-def test_completion_shows_the_names_and_nothing_else(facade: str) -> None:
+def test_dir_lists_the_public_names(facade: str) -> None:
     module = importlib.import_module(facade)
     assert dir(module) == sorted(module.__all__)
 
 
 @pytest.mark.parametrize("facade", FACADES)
-def test_type_checkers_see_the_same_object_that_a_program_gets(facade: str) -> None:
+def test_type_checkers_see_the_same_objects(facade: str) -> None:
     tree = ast.parse(Path(str(importlib.import_module(facade).__file__)).read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     seen = {
@@ -115,7 +115,7 @@ def test_type_checkers_see_the_same_object_that_a_program_gets(facade: str) -> N
         assert got is (expected or getattr(importlib.import_module(home), name))
 
 
-def test_a_name_that_is_not_there() -> None:
+def test_missing_name_raises() -> None:
     with pytest.raises(AttributeError, match="module 'mpidist' has no attribute 'Varable'$") as raised:
         mpidist.Varable
     assert (raised.value.name, raised.value.obj) == ("Varable", mpidist)
@@ -124,38 +124,38 @@ def test_a_name_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("init", "nothing has to be started"),
-        ("shutdown", "nothing has to be ended"),
+        ("init", "Communicator starts everything"),
+        ("shutdown", "the end of the program ends everything"),
         ("get_rank", r"type: mpidist\.rank\(\)"),
         ("Get_size", r"type: mpidist\.size\(\)"),
-        ("local_rank", "a rank finds its GPU by itself"),
+        ("local_rank", "mpidist assigns the GPUs of a node by itself"),
         ("allreduce", r"mpidist\.Communicator\(\), and comm\.all_reduce"),
     ],
 )
-def test_a_name_of_another_library_says_what_to_type(name: str, advice: str) -> None:
+def test_names_of_other_libraries_get_advice(name: str, advice: str) -> None:
     with pytest.raises(AttributeError, match=f"has no attribute '{name}': .*{advice}"):
         getattr(mpidist, name)
 
 
-def test_no_name_that_is_there_is_advised_against() -> None:
-    assert set(IN_PLACE_OF).isdisjoint(mpidist.__all__)
-    methods = set(re.findall(r"comm\.(\w+)", " ".join(IN_PLACE_OF.values())))
+def test_advice_is_for_missing_names_only() -> None:
+    assert set(ADVICE).isdisjoint(mpidist.__all__)
+    methods = set(re.findall(r"comm\.(\w+)", " ".join(ADVICE.values())))
     assert methods
     assert methods <= set(dir(mpidist.Communicator))
 
 
-def test_a_star_import_hides_no_other_library() -> None:
+def test_star_import_hides_no_library() -> None:
     names: dict[str, object] = {}
     exec("from mpidist import *", names)
     assert {"torch", "keras", "jax"}.isdisjoint(names)
     assert names["Variable"] is mpidist.Variable
 
 
-def test_helpers_of_the_import_are_not_left_in_the_module() -> None:
+def test_module_has_no_helpers() -> None:
     left = {name for name in vars(mpidist) if not name.startswith("_")} - set(mpidist.__all__)
     assert {name for name in left if not inspect.ismodule(getattr(mpidist, name))} == set()
 
 
-def test_a_variable_shows_the_arguments_it_takes() -> None:
+def test_variable_has_a_signature() -> None:
     assert str(inspect.signature(mpidist.Variable)).startswith("(initial_value: 'Any' = None, trainable:")
     assert str(inspect.signature(mpidist.Variable)).endswith("-> None")
