@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, TypeVar
@@ -188,6 +189,7 @@ _LIBRARIES = (
 )
 # Folders of libraries that call mpidist for their users.
 _callers: list[str] = []
+_OWN, _CALLER, _OTHER = range(3)
 
 
 def skip_frames_of(file: str) -> None:
@@ -195,6 +197,7 @@ def skip_frames_of(file: str) -> None:
     folder = os.path.dirname(os.path.abspath(file)) + os.sep
     if folder not in _callers:
         _callers.append(folder)
+        _kind_of.cache_clear()
 
 
 def is_of_package(file: str) -> bool:
@@ -212,6 +215,14 @@ def path_in_package(file: str) -> str:
     return file.removeprefix(_PACKAGE)
 
 
+@lru_cache(maxsize=4096)
+def _kind_of(file: str) -> int:
+    """Return whether a file is mpidist's own, of a library that calls it, or neither."""
+    if file.startswith(tuple(_callers)):
+        return _CALLER
+    return _OWN if is_of_package(file) or file == _CONTEXTLIB else _OTHER
+
+
 def user_call_site(frame: FrameType | None = None) -> str:
     """Return ``file:line (function)`` of the innermost frame outside of mpidist.
 
@@ -224,14 +235,14 @@ def user_call_site(frame: FrameType | None = None) -> str:
     is_behind_caller, in_library = False, None
     while frame is not None:
         code = frame.f_code
-        file = code.co_filename
-        if file.startswith(tuple(_callers)):
+        kind = _kind_of(code.co_filename)
+        if kind == _CALLER:
             is_behind_caller = True
-        elif not is_of_package(file) and file != _CONTEXTLIB:
-            if not is_behind_caller or is_of_program(file):
+        elif kind == _OTHER:
+            if not is_behind_caller or is_of_program(code.co_filename):
                 return _line_of(frame)
             in_library = in_library or frame
-        if "works_for_call_site" in code.co_varnames:
+        elif "works_for_call_site" in code.co_varnames:
             return str(frame.f_locals["works_for_call_site"])
         frame = frame.f_back
     return "unknown" if in_library is None else _line_of(in_library)

@@ -1,7 +1,7 @@
 /* The flight record of the fast path, with the entries of mpidist/collectives/observe/record.py. */
 
 #define _GNU_SOURCE
-#include "short.h"
+#include "fast_path.h"
 
 #include <string.h>
 #include <time.h>

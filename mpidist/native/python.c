@@ -121,7 +121,7 @@ static PyObject *step(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     int64_t nanoseconds = whole(a[0]);
-    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(go_on(face_of(self), NC_NOT_YET, nanoseconds));
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(resume(face_of(self), NC_NOT_YET, nanoseconds));
 }
 
 /* targets(outs or None, address of a shared result or 0) */
@@ -196,7 +196,7 @@ static PyMethodDef of_core[] = {
 static void close_face(PyObject *capsule)
 {
     face *f = PyCapsule_GetPointer(capsule, CAPSULE);
-    short_close(f);
+    fast_close(f);
     nc_close(f->core);
     free(f);
 }
@@ -233,7 +233,7 @@ static PyObject *open_core(PyObject *self, PyObject *const *a, ssize_t n)
     PyObject *capsule = NULL, *dict = NULL;
     if (f != NULL && core != NULL) {
         f->core = core, f->rank = rank, f->ranks = ranks;
-        f->cells[HOLDS] = 0;
+        f->cells[DISABLED] = 0;
         capsule = PyCapsule_New(f, CAPSULE, close_face);
     }
     if (capsule == NULL) {
@@ -244,7 +244,7 @@ static PyObject *open_core(PyObject *self, PyObject *const *a, ssize_t n)
     dict = PyDict_New();
     PyObject *cells = PyMemoryView_FromMemory((char *)f->cells, sizeof f->cells, BUF_WRITE);
     int failed = dict == NULL || add_functions(dict, of_core, capsule) < 0 ||
-                 add_functions(dict, short_functions, capsule) < 0 || add(dict, "cells", cells) < 0 ||
+                 add_functions(dict, fast_functions, capsule) < 0 || add(dict, "cells", cells) < 0 ||
                  add(dict, "address", PyLong_FromLongLong((intptr_t)core)) < 0;
     if (failed || PyErr_Occurred()) {
         if (dict != NULL)

@@ -73,11 +73,11 @@ void PyEval_RestoreThread(void *);
 
 #define NONE (&_Py_NoneStruct)
 
-/* Cells that Python sees, too. HOLDS: anything but 0 sends calls the long way. CALLS: short calls so far; LAST: the
+/* Cells that Python sees, too. DISABLED: not 0 sends calls to the general path. CALLS: fast-path calls so far; LAST: the
    signature of the last; BYTES: of the values passed in so far. */
-enum { HOLDS, CALLS, LAST, THREAD, BYTES, CELLS };
-/* A thread, which THREAD names, is in a short call; a call has begun that Python is to carry on. */
-enum { BUSY = 1, HANDED_ON = 4 };
+enum { DISABLED, CALLS, LAST, THREAD, BYTES, CELLS };
+/* IN_CALL: the thread in THREAD is in a fast-path call. HANDED_OVER: Python must resume a call. */
+enum { IN_CALL = 1, HANDED_OVER = 4 };
 enum { SIGNATURES = 2048, AXES = 8, OPS = 32, WORDS = 4096 };
 /* For how long a call keeps the interpreter's lock. */
 enum { KEEPS_LOCK = 30000 };
@@ -103,7 +103,7 @@ typedef struct {
     nc *core;
     int rank, ranks, op_count, lost; /* errno after the last step, for NC_LOST */
     int64_t cells[CELLS];
-    PyObject *array_type, *empty, *take, *go_on; /* the last three are called */
+    PyObject *array_type, *empty, *take, *resume; /* the last three are called */
     ssize_t shapes[WORDS];                       /* of the list that was read last */
     PyObject *op[OPS];
     int op_code[OPS];
@@ -119,7 +119,7 @@ static inline face *face_of(PyObject *self) { return PyCapsule_GetPointer(self, 
 static inline PyObject *none(void) { Py_IncRef(NONE); return NONE; }
 static inline long long whole(PyObject *number) { return PyLong_AsLongLong(number); }
 
-static inline nc_state go_on(face *f, nc_state state, int64_t nanoseconds)
+static inline nc_state resume(face *f, nc_state state, int64_t nanoseconds)
 {
     void *thread = PyEval_SaveThread();
     state = nc_step(f->core, nanoseconds);
@@ -136,10 +136,10 @@ static inline int memory_of(PyObject *array, int flags, Py_buffer *view)
     return 0;
 }
 
-/* The functions of the short way. */
-extern PyMethodDef short_functions[];
+/* The functions of the fast path. */
+extern PyMethodDef fast_functions[];
 
 /* Let go of what they hold. */
-void short_close(face *f);
+void fast_close(face *f);
 
 #endif

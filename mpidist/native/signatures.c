@@ -1,6 +1,6 @@
-/* Signatures: what tells calls of the short way apart, and what is known of each. */
+/* Signatures: the cache of calls that can take the fast path. */
 
-#include "short.h"
+#include "fast_path.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -118,9 +118,9 @@ static size_t given_bytes(const face *f, int pieces)
     return bytes;
 }
 
-/* learn(kind, op, array or list of them, root, divisor, id, text) -> number of the signature, or None for one that
-   cannot go the short way */
-PyObject *signature_learn(PyObject *self, PyObject *const *a, ssize_t n)
+/* cache(kind, op, array or list of arrays, root, divisor, id, text) -> number of the signature, or None if such calls
+   cannot take the fast path */
+PyObject *signature_cache(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);

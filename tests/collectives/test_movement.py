@@ -84,7 +84,7 @@ def test_split_into_groups(comm: Communicator) -> None:
 def test_completion_shows_what_a_program_calls(comm: Communicator) -> None:
     names = {name for name in dir(comm) if not name.startswith("_")}
     assert {"rank", "size", "all_reduce", "barrier", "split", "close", "last_algorithm"} <= names
-    assert names.isdisjoint({"announce", "meet", "reduce_arrays", "gather_arrays", "shared_errors", "short"})
+    assert names.isdisjoint({"announce", "meet", "reduce_arrays", "gather_arrays", "shared_errors", "fast"})
 
 
 def test_rank_and_size_are_those_of_all_ranks(comm: Communicator) -> None:

@@ -109,7 +109,7 @@ _NATIVE = (
     ),
     Fault(
         "a result of another dtype is filled on the short way",
-        "mpidist/native/short.c",
+        "mpidist/native/fast_path.c",
         "s.dtype != c->result.dtype || s.axes",
         "s.axes",
         ("tests/collectives/test_short_results.py",),
@@ -117,7 +117,7 @@ _NATIVE = (
     ),
     Fault(
         "the result of a list is written over another array of it that is still to be read",
-        "mpidist/native/short.c",
+        "mpidist/native/fast_path.c",
         "c->out != NONE && nc_overlap(f->given, n, f->results, n)",
         "0",
         ("tests/collectives/test_short_lists.py",),

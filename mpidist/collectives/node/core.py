@@ -419,7 +419,7 @@ class Core:
         """Return the functions of the fast path. ``take`` returns memory for a shape and dtype."""
         names: list[object] = [name for op in _OPS for name in (op, op.name)]
         codes = [_OPS[op] + _IS_MEAN * (op is ReduceOp.MEAN) for op in _OPS for _ in range(2)]
-        self._calls["short"](np.ndarray, np.empty, take, resume, names, codes)
+        self._calls["open_fast_calls"](np.ndarray, np.empty, take, resume, names, codes)
         return FastCalls(*[self._calls[name] for name in FastCalls._fields])
 
     def cache(
@@ -444,7 +444,7 @@ class Core:
         """
         code = 0 if op is None else _OPS[op] + _IS_MEAN * (op is ReduceOp.MEAN)
         data = text.encode()[:_MOST_TEXT]
-        number: int | None = self._calls["learn"](_KINDS[name], code, array, root, divisor or 0, identity, data)
+        number: int | None = self._calls["cache"](_KINDS[name], code, array, root, divisor or 0, identity, data)
         return number
 
     def keep_flight(self, memory: object, serial: object, last: object, name: bytes, line: Callable[[], str]) -> None:

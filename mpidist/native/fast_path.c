@@ -1,24 +1,24 @@
-/* The short way: one call from the method of the user to the result.
+/* The fast path: one call from the user's method to the result.
 
-   It is open to signatures that Python has taught a core (`learn`). Whatever is out of the ordinary returns None, for
-   the long way, or continues in Python. */
+   It runs calls whose signature Python has cached. All other calls return None and take the general path. If peers are
+   late or their calls differ, Python resumes the call. */
 
-#include "short.h"
+#include "fast_path.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* For how long a call waits without the interpreter's lock before Python takes over. */
+/* Nanoseconds that a call waits without Python's lock before Python resumes it. */
 enum { WAITS = 2000000 };
-/* For how long it waits for a running write of another rank. */
+/* Nanoseconds that it waits for a running write of another rank. */
 enum { ABANDON_NANOSECONDS = 1000000000 };
 enum { POOLED_BYTES = 128 << 10 };
-/* The bits of an operation's code that say how elements are combined; the others tell a mean from a sum. */
+/* The bits of an operation's code for the kernel. The others tell a mean from a sum. */
 enum { KERNEL = 15 };
 
 static PyObject *name_shape, *name_dtype;
 
-/* lost() raises the error of a call that ended as NC_LOST */
+/* lost(): raise the error of a call that ended as NC_LOST */
 static PyObject *lost(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)a, (void)n;
@@ -26,16 +26,16 @@ static PyObject *lost(PyObject *self, PyObject *const *a, ssize_t n)
     return PyErr_SetFromErrno(PyExc_OSError);
 }
 
-/* A call on its way. */
+/* A call in flight. */
 typedef struct {
     PyObject *value, *out; /* NONE: a new array for the result */
     Py_buffer view;        /* of the value */
-    signature known;       /* a copy without shapes: another thread may give its place to another one */
-    signature result;      /* shape and dtype, at first those of the value */
+    signature known;       /* a copy without shapes, because another thread may replace the cached one */
+    signature result;      /* shape and dtype; at first those of the value */
     nc_call call;
-} short_call;
+} fast_call;
 
-/* A new array like another one, of another length if `first` is not negative. */
+/* Return a new array like another one, of length `first` if that is not negative. */
 static PyObject *new_array(face *f, PyObject *like, ssize_t first, size_t bytes)
 {
     PyObject *shape = PyObject_GetAttr(like, name_shape), *dtype = PyObject_GetAttr(like, name_dtype), *made = NULL;
@@ -58,7 +58,7 @@ static PyObject *new_array(face *f, PyObject *like, ssize_t first, size_t bytes)
     return made;
 }
 
-/* A new tuple of new arrays like those of one. */
+/* Return a tuple of new arrays like those of another tuple. */
 static PyObject *new_arrays(face *f, PyObject *like)
 {
     PyObject *made[NC_PIECES], *all = NULL;
@@ -72,7 +72,7 @@ static PyObject *new_arrays(face *f, PyObject *like)
         if (made[count] == NULL)
             break;
     }
-    /* Not before all are there: Python code that looks for objects would find it half full. */
+    /* Fill the tuple last, because the garbage collector shows half-filled tuples to Python code. */
     if (count == n)
         all = PyTuple_New(n);
     for (ssize_t i = 0; i < count; i++)
@@ -83,8 +83,8 @@ static PyObject *new_arrays(face *f, PyObject *like)
     return all;
 }
 
-/* The array or tuple of arrays that the program gave for the result, or a new one. */
-static PyObject *result_for(face *f, const short_call *c)
+/* Return the program's array or tuple of arrays for the result, or a new one. */
+static PyObject *result_for(face *f, const fast_call *c)
 {
     if (c->out != NONE) {
         Py_IncRef(c->out);
@@ -99,12 +99,12 @@ static PyObject *result_for(face *f, const short_call *c)
     return new_array(f, c->value, is_other ? c->result.shape[0] : -1, bytes);
 }
 
-/* Begin with one array, or a list of them, contiguous and known. */
-static int is_known(face *f, short_call *c)
+/* Prepare the call if its array, or list of arrays, has a cached signature. Return whether it has. */
+static int is_known(face *f, fast_call *c)
 {
     signature *s = &c->result;
     int pieces = 1;
-    if (f->cells[HOLDS] || s->op < 0)
+    if (f->cells[DISABLED] || s->op < 0)
         return 0;
     if (s->kind == LIST)
         pieces = signature_of_list(f, c->value, 0, f->given, s);
@@ -122,9 +122,9 @@ static int is_known(face *f, short_call *c)
     return 1;
 }
 
-/* Whether an array that a program gave is what the result is to be, and the value lies apart from it, or so many bytes
-   behind its begin; nowhere in it if that is negative. */
-static int fits(face *f, const short_call *c, ssize_t at, Py_buffer *o)
+/* Return whether `out` has the shape and dtype of the result and does not overlap the value. The value may also start
+   `at` bytes after the start of `out`, unless `at` is negative. */
+static int fits(face *f, const fast_call *c, ssize_t at, Py_buffer *o)
 {
     signature s = {0};
     if (signature_of_array(f, c->out, WRITABLE, o, &s) < 0 || s.dtype != c->result.dtype || s.axes != c->result.axes ||
@@ -134,15 +134,15 @@ static int fits(face *f, const short_call *c, ssize_t at, Py_buffer *o)
     return (at >= 0 && given == to + at) || to >= given + c->view.len || given >= to + o->len;
 }
 
-/* Let Python carry on with a call: it is HANDED_ON until Python has it in hand, as a signal handler may raise an error
-   before. */
-static PyObject *hand_on(face *f, const short_call *c, nc_state state, PyObject *result)
+/* Hand a call over to Python. It is HANDED_OVER until Python resumes it, because a signal handler may raise an error
+   first. */
+static PyObject *hand_over(face *f, const fast_call *c, nc_state state, PyObject *result)
 {
-    f->cells[HOLDS] = (f->cells[HOLDS] & ~(int64_t)BUSY) | HANDED_ON;
+    f->cells[DISABLED] = (f->cells[DISABLED] & ~(int64_t)IN_CALL) | HANDED_OVER;
     PyObject *number = PyLong_FromLongLong(c->known.number), *code = PyLong_FromLongLong(state), *final = NULL;
     if (number != NULL && code != NULL) {
         PyObject *arguments[5] = {number, code, c->value, result, c->out};
-        final = PyObject_VectorcallDict(f->go_on, arguments, 5, NULL);
+        final = PyObject_VectorcallDict(f->resume, arguments, 5, NULL);
     }
     if (number != NULL)
         Py_DecRef(number);
@@ -151,11 +151,11 @@ static PyObject *hand_on(face *f, const short_call *c, nc_state state, PyObject 
     return final;
 }
 
-/* Lay out the arrays of a call, which are read again: Python code ran meanwhile. Returns whether they are still what is
-   known, and results leave inputs alone that are to be read. */
-static int lay_out_list(face *f, const short_call *c, PyObject *result)
+/* Lay out the arrays of a list. Read them again, because Python code ran since. Return whether the signature is unchanged
+   and no result overwrites an input too early. */
+static int lay_out_list(face *f, const fast_call *c, PyObject *result)
 {
-    short_call again = {.value = c->value, .result = {.kind = LIST, .op = c->result.op, .root = c->result.root}};
+    fast_call again = {.value = c->value, .result = {.kind = LIST, .op = c->result.op, .root = c->result.root}};
     signature s = again.result;
     if (!is_known(f, &again) || again.known.number != c->known.number || again.known.id != c->known.id)
         return 0;
@@ -177,8 +177,8 @@ static int lay_out_list(face *f, const short_call *c, PyObject *result)
     return 1;
 }
 
-/* Lay out the array of a call, to which so many elements are given; `to` has the memory of a given result. */
-static int lay_out(face *f, const short_call *c, PyObject *result, size_t count, Py_buffer *to)
+/* Lay out the array of a call with `count` elements of input; `to` is the memory of `out`. */
+static int lay_out(face *f, const fast_call *c, PyObject *result, size_t count, Py_buffer *to)
 {
     if (c->out == NONE && memory_of(result, C_CONTIGUOUS | WRITABLE, to) < 0)
         return 0;
@@ -187,8 +187,8 @@ static int lay_out(face *f, const short_call *c, PyObject *result, size_t count,
     return 1;
 }
 
-/* Carry out a call to which so many elements are given; `at`: where in the result the value may lie, or -1. */
-static PyObject *carry_out(face *f, const short_call *c, size_t count, ssize_t at)
+/* Run a call with `count` elements of input; `at`: offset of the value in the result, or -1 (see fits). */
+static PyObject *carry_out(face *f, const fast_call *c, size_t count, ssize_t at)
 {
     Py_buffer to;
     int is_list = c->known.kind == LIST;
@@ -199,8 +199,8 @@ static PyObject *carry_out(face *f, const short_call *c, size_t count, ssize_t a
         return NULL;
     if (f->flight.memory != NULL)
         line = PyObject_VectorcallDict(f->flight.line, NULL, 0, NULL);
-    /* Python code ran since the way was found open, in which another thread may have come. */
-    if (PyErr_Occurred() || f->cells[HOLDS] ||
+    /* Python code ran since the flag was checked, so another thread may have started a call. */
+    if (PyErr_Occurred() || f->cells[DISABLED] ||
         !(is_list ? lay_out_list(f, c, result) : lay_out(f, c, result, count, &to))) {
         Py_DecRef(result);
         if (line != NULL)
@@ -208,15 +208,15 @@ static PyObject *carry_out(face *f, const short_call *c, size_t count, ssize_t a
         return PyErr_Occurred() ? NULL : none();
     }
     int64_t entry = line == NULL ? 0 : flight_begin(f, &c->known, line);
-    f->cells[HOLDS] |= BUSY;
+    f->cells[DISABLED] |= IN_CALL;
     f->cells[THREAD] = (int64_t)PyThread_get_thread_ident();
     nc_state state = nc_begin(f->core, &c->call, KEEPS_LOCK);
     f->lost = errno;
     if (state == NC_NOT_YET || state == NC_MOVED)
-        state = go_on(f, state, WAITS);
+        state = resume(f, state, WAITS);
     if (state != NC_DONE) {
-        PyObject *final = hand_on(f, c, state, result);
-        if (final == NULL && f->cells[HOLDS] & HANDED_ON) {
+        PyObject *final = hand_over(f, c, state, result);
+        if (final == NULL && f->cells[DISABLED] & HANDED_OVER) {
             /* A signal handler raised an error first, so nothing finishes the call. Leak the result: a stopped rank may
                still write to it. */
             char is_writing[NC_MOST_RANKS];
@@ -232,12 +232,12 @@ static PyObject *carry_out(face *f, const short_call *c, size_t count, ssize_t a
     f->cells[LAST] = c->known.number;
     for (int i = 0; i < c->call.pieces; i++)
         f->cells[BYTES] += (int64_t)(f->given[i].end - f->given[i].begin);
-    f->cells[HOLDS] &= ~(int64_t)BUSY;
+    f->cells[DISABLED] &= ~(int64_t)IN_CALL;
     return result;
 }
 
-/* Whether inputs are large and in shared memory: then the result may be, too. */
-static int may_be_shared(face *f, const short_call *c)
+/* Return whether inputs are large and in shared memory, so that the result may be shared. */
+static int may_be_shared(face *f, const fast_call *c)
 {
     const nc_range *given = f->given;
     size_t all = 0;
@@ -249,8 +249,8 @@ static int may_be_shared(face *f, const short_call *c)
     return 0;
 }
 
-/* Carry out an all-reduce that `c` tells of. */
-static PyObject *reduce(face *f, short_call *c)
+/* Run an all-reduce. */
+static PyObject *reduce(face *f, fast_call *c)
 {
     if (!is_known(f, c) || may_be_shared(f, c))
         return none();
@@ -259,8 +259,8 @@ static PyObject *reduce(face *f, short_call *c)
     return carry_out(f, c, c->known.kind == LIST ? 0 : (size_t)c->view.len / itemsize, 0);
 }
 
-/* The same of a list or tuple. The call has tuples of its own, which keep the arrays whatever becomes of the lists. */
-static PyObject *reduce_list(face *f, short_call *c, int opens)
+/* Run an all-reduce of a list or tuple. The call copies them to tuples, because the program may change its lists. */
+static PyObject *reduce_list(face *f, fast_call *c, int opens)
 {
     PyObject *value = PySequence_Tuple(c->value), *found = NULL;
     PyObject *out = c->out == NONE ? NONE : PySequence_Tuple(c->out);
@@ -278,15 +278,14 @@ static PyObject *reduce_list(face *f, short_call *c, int opens)
     return list;
 }
 
-/* all_reduce(op, value, out or None, what ranks compare of the structure); value and out an array, or both a list or
-   both a tuple of arrays. To compare is 0 for an array, 1 for a list and 2 for a tuple where that counts; None for the
-   value's own. */
+/* all_reduce(op, value, out or None, structure): value and out are both an array, a list or a tuple of arrays. Ranks
+   compare the structure: 0 for an array, 1 for a list, 2 for a tuple, None for that of the value. */
 static PyObject *all_reduce(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
     int opens = signature_opens(a[1]);
-    short_call c = {.value = a[1], .out = a[2], .result = {.kind = NC_ALL_REDUCE, .op = signature_op(f, a[0])}};
+    fast_call c = {.value = a[1], .out = a[2], .result = {.kind = NC_ALL_REDUCE, .op = signature_op(f, a[0])}};
     c.result.root = a[3] == NONE ? opens : (int)whole(a[3]);
     if (a[2] != NONE && signature_opens(a[2]) != opens)
         return none();
@@ -301,7 +300,7 @@ static PyObject *reduce_scatter(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
-    short_call c = {.value = a[1], .out = a[2], .result = {.kind = NC_REDUCE_SCATTER, .op = signature_op(f, a[0])}};
+    fast_call c = {.value = a[1], .out = a[2], .result = {.kind = NC_REDUCE_SCATTER, .op = signature_op(f, a[0])}};
     if (!is_known(f, &c) || c.result.axes == 0 || c.result.shape[0] == 0)
         return none();
     ssize_t rows = c.result.shape[0];
@@ -315,8 +314,8 @@ static PyObject *all_gather(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
-    short_call c = {.value = a[0], .out = a[1], .result = {.kind = NC_ALL_GATHER}};
-    /* Rows without bytes are counted by the long way. */
+    fast_call c = {.value = a[0], .out = a[1], .result = {.kind = NC_ALL_GATHER}};
+    /* The general path counts rows without bytes. */
     if (!is_known(f, &c) || c.view.len == 0 || c.result.axes == 0)
         return none();
     c.call.note = c.result.shape[0];
@@ -331,9 +330,9 @@ static PyObject *broadcast(PyObject *self, PyObject *const *a, ssize_t n)
     (void)n;
     face *f = face_of(self);
     long long root = whole(a[1]);
-    short_call c = {.value = a[0], .out = a[2], .result = {.kind = BROADCAST, .root = (int)root}};
+    fast_call c = {.value = a[0], .out = a[2], .result = {.kind = BROADCAST, .root = (int)root}};
     if (root < 0 || root >= f->ranks) {
-        PyErr_Clear(); /* the long way says what is wrong with it */
+        PyErr_Clear(); /* the general path raises the error */
         return none();
     }
     if (!is_known(f, &c))
@@ -342,31 +341,30 @@ static PyObject *broadcast(PyObject *self, PyObject *const *a, ssize_t n)
     return carry_out(f, &c, root == f->rank ? (size_t)c.view.len : 0, 0);
 }
 
-/* all_to_all(value, out or None), of as many rows for each rank */
+/* all_to_all(value, out or None), with equally many rows for each rank */
 static PyObject *all_to_all(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
-    short_call c = {.value = a[0], .out = a[1], .result = {.kind = NC_ALL_TO_ALL}};
+    fast_call c = {.value = a[0], .out = a[1], .result = {.kind = NC_ALL_TO_ALL}};
     if (!is_known(f, &c) || c.view.len == 0 || c.result.axes == 0 || c.result.shape[0] % f->ranks)
         return none();
     c.call.dtype = NC_U8, c.call.flags = NC_EQUAL;
     return carry_out(f, &c, (size_t)c.view.len, -1);
 }
 
-/* short(array type, numpy.empty, a pool's take, continuation, list of operations, list of their codes)
+/* open_fast_calls(array type, numpy.empty, a pool's take, resume, list of operations, list of their codes)
 
-   The continuation is called with signature, state, value, the array for the result, and that which was given or
-   None. */
-static PyObject *open_short(PyObject *self, PyObject *const *a, ssize_t n)
+   `resume` is called with signature, state, value, array for the result, and `out` or None. */
+static PyObject *open_fast_calls(PyObject *self, PyObject *const *a, ssize_t n)
 {
     face *f = face_of(self);
     ssize_t ops = n == 6 ? PyList_Size(a[4]) : -1;
     if (ops < 0 || ops > OPS || f->array_type != NULL)
-        return PyErr_Format(PyExc_ValueError, "short is called once, with 6 arguments and at most %d names", (int)OPS);
+        return PyErr_Format(PyExc_ValueError, "open_fast_calls is called once, with 6 arguments and at most %d names", (int)OPS);
     for (int i = 0; i < 4; i++)
         Py_IncRef(a[i]);
-    f->array_type = a[0], f->empty = a[1], f->take = a[2], f->go_on = a[3];
+    f->array_type = a[0], f->empty = a[1], f->take = a[2], f->resume = a[3];
     for (ssize_t i = 0; i < ops; i++) {
         f->op[i] = PyList_GetItem(a[4], i);
         Py_IncRef(f->op[i]);
@@ -378,9 +376,9 @@ static PyObject *open_short(PyObject *self, PyObject *const *a, ssize_t n)
     return PyErr_Occurred() ? NULL : none();
 }
 
-PyMethodDef short_functions[] = {
-    {"short", open_short, METH_FASTCALL, NULL},
-    {"learn", signature_learn, METH_FASTCALL, NULL},
+PyMethodDef fast_functions[] = {
+    {"open_fast_calls", open_fast_calls, METH_FASTCALL, NULL},
+    {"cache", signature_cache, METH_FASTCALL, NULL},
     {"lost", lost, METH_FASTCALL, NULL},
     {"flight", flight_keep, METH_FASTCALL, NULL},
     {"all_reduce", all_reduce, METH_FASTCALL, NULL},
@@ -391,9 +389,9 @@ PyMethodDef short_functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-void short_close(face *f)
+void fast_close(face *f)
 {
-    PyObject *objects[4] = {f->array_type, f->empty, f->take, f->go_on};
+    PyObject *objects[4] = {f->array_type, f->empty, f->take, f->resume};
     for (int i = 0; i < 4; i++)
         if (objects[i] != NULL)
             Py_DecRef(objects[i]);
