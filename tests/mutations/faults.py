@@ -226,6 +226,20 @@ _NATIVE = (
         ranks=4,
         ranks_per_node=2,
     ),
+    Fault(
+        "the build id leaves the Python sources out",
+        "mpidist/native/build_library.py",
+        '[^./][^/]*\\.(py|c|h)")',
+        '[^./][^/]*\\.(c|h)")',
+        ("tests/topology/test_agreement.py",),
+    ),
+    Fault(
+        "the seconds of the deadline of MPI_Finalize are taken for minutes",
+        "mpidist/native/leaving.c",
+        "        if (waited >= leaving.limit_seconds) {",
+        "        if (waited >= 60 * leaving.limit_seconds) {",
+        ("tests/topology/test_suspension.py",),
+    ),
 )
 
 _CORE = (
@@ -242,6 +256,13 @@ _CORE = (
         "if getattr(other, f.name) != getattr(_DEFAULTS, f.name)",
         "if getattr(other, f.name) != getattr(self, f.name)",
         ("tests/core/test_options_and_devices.py",),
+    ),
+    Fault(
+        "the time for which a job is suspended counts towards its deadlines",
+        "mpidist/core/deadline.py",
+        "self._seconds += min(now - self._last, _LONGEST_GAP_SECONDS)",
+        "self._seconds += now - self._last",
+        ("tests/topology/test_suspension.py",),
     ),
 )
 
@@ -276,6 +297,41 @@ _TOPOLOGY = (
         "if info is None or (size > info.rank and size >= (info.size or 0)):",
         "if info is None or size > info.rank:",
         ("tests/topology/test_launcher.py",),
+    ),
+    Fault(
+        "WORLD_SIZE=2 is accepted with an MPI world of one rank",
+        "mpidist/topology/launcher.py",
+        "    if size == 1:\n        _check_world_size_variable()\n",
+        "",
+        ("tests/topology/test_launcher.py",),
+    ),
+    Fault(
+        "ranks compare their versions but not their builds",
+        "mpidist/topology/same_program.py",
+        'f"{__version__}, build {build_id()}"}',
+        'f"{__version__}, build"}',
+        ("tests/topology/test_agreement.py",),
+    ),
+    Fault(
+        "MPIDIST_RANKS_PER_NODE may differ between ranks",
+        "mpidist/topology/same_program.py",
+        "if setting.same_on_all}",
+        'if setting.same_on_all and name == "MPIDIST_JOBS"}',
+        ("tests/topology/test_agreement.py",),
+    ),
+    Fault(
+        "a forked child ends the MPI of its parent",
+        "mpidist/topology/finalize.py",
+        "        atexit.unregister(_finalize_at_exit)\n",
+        "        pass\n",
+        ("tests/collectives/test_interruptions.py",),
+    ),
+    Fault(
+        "a rank that has made no strategy does not answer the ranks that wait for it",
+        "mpidist/topology/roll_call.py",
+        "            self._answers.append(world.Isend(answer, rank, ROLL_CALL_ANSWER))\n",
+        "            del answer, rank\n",
+        ("tests/topology/test_roll_call.py",),
     ),
 )
 
@@ -499,6 +555,51 @@ _COLLECTIVES = (
         ("tests/collectives/test_closing.py",),
         ranks=2,
     ),
+    Fault(
+        "each rank of a node chooses the size of its slices by its own cores",
+        "mpidist/collectives/node/node.py",
+        "_OVERSUBSCRIBED_SLICE_BYTES if is_oversubscribed else _USUAL_SLICE_BYTES",
+        "_OVERSUBSCRIBED_SLICE_BYTES if cores_are_short() else _USUAL_SLICE_BYTES",
+        ("tests/topology/test_agreement.py",),
+    ),
+    Fault(
+        "later communicators do not compare the settings of their ranks",
+        "mpidist/collectives/node/node.py",
+        "    check_same_everywhere(comm)\n    functions",
+        "    functions",
+        ("tests/topology/test_agreement.py",),
+    ),
+    Fault(
+        "a /dev/shm that one rank has for itself is overlooked",
+        "mpidist/collectives/node/node.py",
+        "comm.Allreduce(mine, found, import_mpi().MAX)",
+        "comm.Allreduce(mine, found, import_mpi().MIN)",
+        ("tests/topology/test_agreement.py",),
+    ),
+    Fault(
+        "a result is not copied from its aligned copy into an array that is not aligned",
+        "mpidist/collectives/node/packing.py",
+        "            elif not _is_in_order(results[index]):\n",
+        "            elif not results[index].flags.c_contiguous:\n",
+        ("tests/collectives/test_alignment.py",),
+        ranks=2,
+    ),
+    Fault(
+        "a process with several threads is called deadlocked",
+        "mpidist/collectives/watch/deadlock.py",
+        "waits[0] if len(waits) == 1 and len(threads) == 1 else None",
+        "waits[0] if len(waits) == 1 and threads else None",
+        ("tests/collectives/test_deadlock.py",),
+    ),
+    Fault(
+        "sums on nodes of one rank are formed in results that share memory",
+        "mpidist/collectives/reduce/algorithms/two_level.py",
+        "are_apart = job.given is None or job.count <= per_slice or max(overlaps(job.given, job.given)) <= 1",
+        "are_apart = True",
+        ("tests/collectives/test_all_reduce.py",),
+        ranks=2,
+        ranks_per_node=1,
+    ),
 )
 
 _VALUES = (
@@ -523,6 +624,20 @@ _VALUES = (
         "is_in_scope = frame.strategy is self._strategy and frame.replica_context is None",
         "is_in_scope = frame.strategy is self._strategy",
         ("tests/acceptance/test_variables.py",),
+    ),
+    Fault(
+        "slots of an optimizer are not saved by the path of their variable",
+        "mpidist/values/composite.py",
+        "keys.append([*path, *name, *(",
+        "keys.append([*name, *(",
+        ("tests/checkpoint/test_slots.py",),
+    ),
+    Fault(
+        "slots of two variables of one name are saved by that name",
+        "mpidist/values/composite.py",
+        " and names[variable.name] == 1",
+        "",
+        ("tests/checkpoint/test_slots.py",),
     ),
 )
 
@@ -584,6 +699,13 @@ _STRATEGIES = (
         ("tests/acceptance/test_examples_reductions.py",),
         ranks=2,
     ),
+    Fault(
+        "update() of a variable accepts another value for each replica",
+        "mpidist/strategies/strategy_extended.py",
+        'value_checks.check_equal_on_replicas(f"update() of variable {var.name!r}", args, kwargs)',
+        "pass",
+        ("tests/acceptance/test_extended.py",),
+    ),
 )
 
 _TRAINING = (
@@ -600,6 +722,14 @@ _TRAINING = (
         "total / get_strategy().num_replicas_in_sync",
         "total",
         ("tests/training/test_losses.py",),
+    ),
+    Fault(
+        "gradients that are already sums are not compared between ranks",
+        "mpidist/training/optimizer.py",
+        "        self._agree_on_sums(strategy, lambda: code)\n",
+        "",
+        ("tests/training/test_same_on_all_ranks.py",),
+        ranks=2,
     ),
 )
 
@@ -662,6 +792,13 @@ _CHECKPOINT = (
         "max(0, len(saved_at) - self._max_to_keep)",
         "max(0, len(saved_at) - max(1, self._max_to_keep - 1))",
         ("tests/checkpoint/test_manager.py",),
+    ),
+    Fault(
+        "the iterator's state is accepted without a check",
+        "mpidist/checkpoint/restoring.py",
+        "                check(aligned.values[key])\n",
+        "                pass\n",
+        ("tests/checkpoint/test_contents.py",),
     ),
 )
 
