@@ -281,6 +281,20 @@ _ARRAYS = (
         "            del event, memory",
         ("tests/arrays/test_cupy_ops.py",),
     ),
+    Fault(
+        "a table of one GPU is used on another GPU",
+        "mpidist/arrays/kernels.py",
+        "key = (stream.device, stream.handle,",
+        "key = (0, stream.handle,",
+        ("tests/arrays/test_kernel_launches.py",),
+    ),
+    Fault(
+        "the mean of whole numbers is a whole number",
+        "mpidist/arrays/dtypes.py",
+        "        return np.dtype(np.float64), np.dtype(np.float64)\n",
+        "        return np.dtype(np.float64), dtype\n",
+        ("tests/acceptance/test_reduce_and_gather.py",),
+    ),
 )
 
 _TOPOLOGY = (
@@ -349,6 +363,20 @@ _CLUSTER_RESOLVER = (
         "return visible[place * each : (place + 1) * each]",
         "return visible[:each]",
         ("tests/cluster_resolver/test_slurm_cluster_resolver.py",),
+    ),
+    Fault(
+        "a rank counts itself among the ranks before it on its node",
+        "mpidist/cluster_resolver/mpi_cluster_resolver.py",
+        "return nodes[: self.rank].count(nodes[self.rank])",
+        "return nodes[: self.rank + 1].count(nodes[self.rank])",
+        ("tests/cluster_resolver/test_mpi_cluster_resolver.py",),
+    ),
+    Fault(
+        "two resolvers may have one task with the same index",
+        "mpidist/cluster_resolver/simple_cluster_resolver.py",
+        "        if twice:\n",
+        "        if len(twice) > 1:\n",
+        ("tests/cluster_resolver/test_simple_and_union.py",),
     ),
 )
 
@@ -656,6 +684,21 @@ _CROSS_DEVICE_OPS = (
         "casts(slices.values, result)",
         ("tests/acceptance/test_values.py",),
     ),
+    Fault(
+        "the result for one replica is the array of the caller",
+        "mpidist/cross_device_ops/cross_device_ops.py",
+        "own = here.copies(total) if is_input and total.dtype == dtype else here.casts(total, dtype)",
+        "own = here.casts(total, dtype)",
+        ("tests/acceptance/test_cross_device_ops.py",),
+    ),
+    Fault(
+        "the last pack leaves out the remainder",
+        "mpidist/cross_device_ops/kinds.py",
+        "cuts = [length * k for k in range(num_packs)] + [len(flat)]",
+        "cuts = [length * k for k in range(num_packs + 1)]",
+        ("tests/acceptance/test_cross_device_ops.py",),
+        ranks=2,
+    ),
 )
 
 _INPUT = (
@@ -706,6 +749,13 @@ _STRATEGIES = (
         "pass",
         ("tests/acceptance/test_extended.py",),
     ),
+    Fault(
+        "a closed strategy of one rank can still be used",
+        "mpidist/strategies/base.py",
+        "        if self._extended.is_closed:\n",
+        "        if self._extended.is_closed and self._extended.communicator is not None:\n",
+        ("tests/strategies/test_closed.py",),
+    ),
 )
 
 _TRAINING = (
@@ -730,6 +780,13 @@ _TRAINING = (
         "",
         ("tests/training/test_same_on_all_ranks.py",),
         ranks=2,
+    ),
+    Fault(
+        "an accumulator keeps the caller's arrays of sparse gradients",
+        "mpidist/training/gradients.py",
+        "kept = IndexedSlices(copy_of(gradient.values), copy_of(gradient.indices), gradient.dense_shape)",
+        "kept = gradient",
+        ("tests/training/test_gradients.py",),
     ),
 )
 
@@ -817,6 +874,20 @@ _ELASTIC = (
         "",
         ("tests/elastic/test_run.py",),
     ),
+    Fault(
+        "only the objects of the first commit are compared between ranks",
+        "mpidist/elastic/state.py",
+        "        if described != self._agreed:\n",
+        "        if not self._agreed:\n",
+        ("tests/elastic/test_state.py",),
+    ),
+    Fault(
+        "a commit keeps the program's own arrays",
+        "mpidist/elastic/state.py",
+        "arrays.update({key: np.array(on_host(array)) for key, array in leaves.arrays.items()})",
+        "arrays.update({key: on_host(array) for key, array in leaves.arrays.items()})",
+        ("tests/elastic/test_run.py",),
+    ),
 )
 
 _ESTIMATOR = (
@@ -834,6 +905,20 @@ _ESTIMATOR = (
         "chief = trainers[0]",
         ("tests/estimator/test_cast.py",),
     ),
+    Fault(
+        "the last evaluation does not wait for the checkpoint that the chief has saved",
+        "mpidist/estimator/evaluations.py",
+        "        if told is not None:\n            self._await(told)\n",
+        "",
+        ("tests/estimator/test_evaluations.py",),
+    ),
+    Fault(
+        "an evaluation whose checkpoint was removed holds the next one back",
+        "mpidist/estimator/evaluations.py",
+        "            self._next_look = self._next_evaluation = begin\n",
+        "",
+        ("tests/estimator/test_evaluations.py",),
+    ),
 )
 
 _COMPAT = (
@@ -849,6 +934,20 @@ _COMPAT = (
         "mpidist/compat/v1_strategies.py",
         "        self._iterator = iter(self._dataset)\n",
         "        self._iterator = self._iterator or iter(self._dataset)\n",
+        ("tests/compat/test_v1_iterators.py",),
+    ),
+    Fault(
+        "the first worker is the chief of a cluster that has a chief",
+        "mpidist/compat/multi_worker_util.py",
+        'return task_type == "worker" and task_id == 0 and "chief" not in spec.jobs',
+        'return task_type == "worker" and task_id == 0',
+        ("tests/compat/test_multi_worker_util.py",),
+    ),
+    Fault(
+        "a smaller last batch is refused if the size of the batches is not known beforehand",
+        "mpidist/compat/v1_strategies.py",
+        "            whole = max(whole, rows)\n",
+        "",
         ("tests/compat/test_v1_iterators.py",),
     ),
 )
@@ -869,6 +968,20 @@ _TORCH = (
         "if info is None or info.size is None:",
         ("tests/torch/test_launchers.py",),
     ),
+    Fault(
+        "a WORLD_SIZE that mpidist has set is taken for that of another launcher",
+        "mpidist/torch/variables.py",
+        'if name in ("WORLD_SIZE", "MASTER_ADDR"):',
+        'if name == "MASTER_ADDR":',
+        ("tests/topology/test_launcher.py",),
+    ),
+    Fault(
+        "a number that the launcher does not give is set as None",
+        "mpidist/torch/variables.py",
+        "if value is None or name in os.environ:",
+        "if name in os.environ:",
+        ("tests/torch/test_launchers.py",),
+    ),
 )
 
 _JAX = (
@@ -884,6 +997,13 @@ _JAX = (
         "mpidist/jax/leaf_packs.py",
         "of_dtype.setdefault(leaf.dtype, [])",
         "of_dtype.setdefault(None, [])",
+        ("tests/jax/test_leaf_packs.py",),
+    ),
+    Fault(
+        "leaves come back without their shapes",
+        "mpidist/jax/leaf_packs.py",
+        "pack[start:stop].reshape(self._shapes[index])",
+        "pack[start:stop]",
         ("tests/jax/test_leaf_packs.py",),
     ),
 )
@@ -904,6 +1024,20 @@ _KERAS = (
         "    return np.arange(len(np.concatenate(of_ranks)))",
         ("tests/keras/test_shares.py",),
     ),
+    Fault(
+        "a batch in which a rank has no rows has no output there",
+        "mpidist/keras/shares.py",
+        "np.full(max(stop - start, 1), stop > start)",
+        "np.full(stop - start, True)",
+        ("tests/keras/test_shares.py",),
+    ),
+    Fault(
+        "the rows of a batch are counted from its end",
+        "mpidist/keras/shares.py",
+        "np.arange(start, stop) + end - size",
+        "np.arange(start, stop) + end",
+        ("tests/keras/test_shares.py",),
+    ),
 )
 
 _CLI = (
@@ -921,6 +1055,20 @@ _CLI = (
         "    return 0",
         ("tests/cli/test_doctor.py",),
     ),
+    Fault(
+        "the second value of an option is taken for the program",
+        "mpidist/cli/launch.py",
+        "    if option in _TWO_VALUES:\n        return 2\n",
+        "    if option in _TWO_VALUES:\n        return 1\n",
+        ("tests/cli/test_launch.py",),
+    ),
+    Fault(
+        "a document of facts has no version",
+        "mpidist/cli/json_output.py",
+        'json.dumps({"mpidist": __version__, **facts}, indent=2)',
+        "json.dumps({**facts}, indent=2)",
+        ("tests/cli/test_json_output.py",),
+    ),
 )
 
 _FACADES_FAULTS = (
@@ -937,6 +1085,20 @@ _FACADES_FAULTS = (
         "    get_loss_reduction,\n",
         "",
         ("tests/acceptance/test_enums_and_options.py",),
+    ),
+    Fault(
+        "AdamW is Adam",
+        "mpidist/optimizers.py",
+        "import SGD, Adam, AdamW, Optimizer, RMSprop\n",
+        "import SGD, Adam, Optimizer, RMSprop\n\nAdamW = Adam\n",
+        ("tests/training/test_optimizers.py",),
+    ),
+    Fault(
+        "a public name of the experimental module is that of another module",
+        "mpidist/experimental/__init__.py",
+        '"mpidist.parameter_server.remote": "cache_variable_reads"',
+        '"mpidist.parameter_server.remote_value": "cache_variable_reads"',
+        ("tests/acceptance/test_public_paths.py",),
     ),
 )
 
