@@ -62,6 +62,16 @@ def test_reduce_by_itself(maker: str) -> None:
 
 
 @EACH
+def test_a_result_is_no_array_of_the_caller(maker: str) -> None:
+    ops, given = MAKERS[maker](), np.ones(2)
+    with quiet():
+        for value in (given, PerReplica([given]), PerReplica([given, np.ones(2)])):
+            for op in ("SUM", "MEAN", "MAX"):
+                assert not np.shares_memory(ops.reduce(op, value, "cpu:0"), given)
+                assert not np.shares_memory(ops.batch_reduce(op, [(value, given)])[0], given)
+
+
+@EACH
 def test_refused_arguments(maker: str) -> None:
     ops = MAKERS[maker]()
     value = PerReplica([np.ones(2), np.ones(2)])

@@ -124,10 +124,10 @@ _NATIVE = (
         ranks=2,
     ),
     Fault(
-        "lists of other shapes are one to the short way",
+        "lists of other shapes have one signature on the short way",
         "mpidist/native/signatures.c",
-        "!memcmp(k->shapes, s->shapes, sizeof *s->shapes * (size_t)s->words)",
-        "1",
+        "memcpy(f->shapes + s->words, one.shape,",
+        "memset(f->shapes + s->words, 0,",
         ("tests/collectives/test_short_lists.py",),
         ranks=2,
     ),
@@ -226,6 +226,20 @@ _NATIVE = (
         ranks=4,
         ranks_per_node=2,
     ),
+    Fault(
+        "the build id leaves the Python sources out",
+        "mpidist/native/build_library.py",
+        '[^./][^/]*\\.(py|c|h)")',
+        '[^./][^/]*\\.(c|h)")',
+        ("tests/topology/test_agreement.py",),
+    ),
+    Fault(
+        "the seconds of the deadline of MPI_Finalize are taken for minutes",
+        "mpidist/native/leaving.c",
+        "        if (waited >= leaving.limit_seconds) {",
+        "        if (waited >= 60 * leaving.limit_seconds) {",
+        ("tests/topology/test_suspension.py",),
+    ),
 )
 
 _CORE = (
@@ -242,6 +256,13 @@ _CORE = (
         "if getattr(other, f.name) != getattr(_DEFAULTS, f.name)",
         "if getattr(other, f.name) != getattr(self, f.name)",
         ("tests/core/test_options.py",),
+    ),
+    Fault(
+        "the time for which a job is suspended counts towards its deadlines",
+        "mpidist/core/deadline.py",
+        "self._seconds += min(now - self._last, _LONGEST_GAP_SECONDS)",
+        "self._seconds += now - self._last",
+        ("tests/topology/test_suspension.py",),
     ),
 )
 
@@ -260,6 +281,20 @@ _ARRAYS = (
         "            del event, memory",
         ("tests/arrays/test_cupy_ops.py",),
     ),
+    Fault(
+        "a table of one GPU is used on another GPU",
+        "mpidist/arrays/kernels.py",
+        "key = (stream.device, stream.handle,",
+        "key = (0, stream.handle,",
+        ("tests/arrays/test_kernel_launches.py",),
+    ),
+    Fault(
+        "the mean of whole numbers is a whole number",
+        "mpidist/arrays/dtypes.py",
+        "        return np.dtype(np.float64), np.dtype(np.float64)\n",
+        "        return np.dtype(np.float64), dtype\n",
+        ("tests/acceptance/test_reduce_and_gather.py",),
+    ),
 )
 
 _TOPOLOGY = (
@@ -277,6 +312,41 @@ _TOPOLOGY = (
         "if info is None or size > info.rank:",
         ("tests/topology/test_start.py",),
     ),
+    Fault(
+        "WORLD_SIZE=2 is accepted with an MPI world of one rank",
+        "mpidist/topology/launcher.py",
+        "    if size == 1:\n        _check_world_size_variable()\n",
+        "",
+        ("tests/topology/test_launcher.py",),
+    ),
+    Fault(
+        "ranks compare their versions but not their builds",
+        "mpidist/topology/same_program.py",
+        'f"{__version__}, build {build_id()}"}',
+        'f"{__version__}, build"}',
+        ("tests/topology/test_agreement.py",),
+    ),
+    Fault(
+        "MPIDIST_RANKS_PER_NODE may differ between ranks",
+        "mpidist/topology/same_program.py",
+        "if setting.same_on_all}",
+        'if setting.same_on_all and name == "MPIDIST_JOBS"}',
+        ("tests/topology/test_agreement.py",),
+    ),
+    Fault(
+        "a forked child ends the MPI of its parent",
+        "mpidist/topology/finalize.py",
+        "        atexit.unregister(_finalize_at_exit)\n",
+        "        pass\n",
+        ("tests/collectives/test_interruptions.py",),
+    ),
+    Fault(
+        "a rank that has made no strategy does not answer the ranks that wait for it",
+        "mpidist/topology/roll_call.py",
+        "            self._answers.append(world.Isend(answer, rank, ROLL_CALL_ANSWER))\n",
+        "            del answer, rank\n",
+        ("tests/topology/test_roll_call.py",),
+    ),
 )
 
 _CLUSTER_RESOLVER = (
@@ -293,6 +363,20 @@ _CLUSTER_RESOLVER = (
         "return visible[place * each : (place + 1) * each]",
         "return visible[:each]",
         ("tests/cluster_resolver/test_slurm_cluster_resolver.py",),
+    ),
+    Fault(
+        "a rank counts itself among the ranks before it on its node",
+        "mpidist/cluster_resolver/mpi_cluster_resolver.py",
+        "return nodes[: self.rank].count(nodes[self.rank])",
+        "return nodes[: self.rank + 1].count(nodes[self.rank])",
+        ("tests/cluster_resolver/test_mpi_cluster_resolver.py",),
+    ),
+    Fault(
+        "two resolvers may have one task with the same index",
+        "mpidist/cluster_resolver/simple_cluster_resolver.py",
+        "        if twice:\n",
+        "        if len(twice) > 1:\n",
+        ("tests/cluster_resolver/test_simple_and_union.py",),
     ),
 )
 
@@ -499,6 +583,51 @@ _COLLECTIVES = (
         ("tests/collectives/test_closing.py",),
         ranks=2,
     ),
+    Fault(
+        "each rank of a node chooses the size of its slices by its own cores",
+        "mpidist/collectives/node/node.py",
+        "_OVERSUBSCRIBED_SLICE_BYTES if is_oversubscribed else _USUAL_SLICE_BYTES",
+        "_OVERSUBSCRIBED_SLICE_BYTES if cores_are_short() else _USUAL_SLICE_BYTES",
+        ("tests/topology/test_agreement.py",),
+    ),
+    Fault(
+        "later communicators do not compare the settings of their ranks",
+        "mpidist/collectives/node/node.py",
+        "    check_same_everywhere(comm)\n    functions",
+        "    functions",
+        ("tests/topology/test_agreement.py",),
+    ),
+    Fault(
+        "a /dev/shm that one rank has for itself is overlooked",
+        "mpidist/collectives/node/node.py",
+        "comm.Allreduce(mine, found, import_mpi().MAX)",
+        "comm.Allreduce(mine, found, import_mpi().MIN)",
+        ("tests/topology/test_agreement.py",),
+    ),
+    Fault(
+        "a result is not copied from its aligned copy into an array that is not aligned",
+        "mpidist/collectives/node/packing.py",
+        "            elif not _is_in_order(results[index]):\n",
+        "            elif not results[index].flags.c_contiguous:\n",
+        ("tests/collectives/test_alignment.py",),
+        ranks=2,
+    ),
+    Fault(
+        "a process with several threads is called deadlocked",
+        "mpidist/collectives/watch/deadlock.py",
+        "waits[0] if len(waits) == 1 and len(threads) == 1 else None",
+        "waits[0] if len(waits) == 1 and threads else None",
+        ("tests/collectives/test_deadlock.py",),
+    ),
+    Fault(
+        "sums on nodes of one rank are formed in results that share memory",
+        "mpidist/collectives/reduce/algorithms/two_level.py",
+        "are_apart = job.given is None or job.count <= per_slice or max(overlaps(job.given, job.given)) <= 1",
+        "are_apart = True",
+        ("tests/collectives/test_all_reduce.py",),
+        ranks=2,
+        ranks_per_node=1,
+    ),
 )
 
 _VALUES = (
@@ -524,6 +653,20 @@ _VALUES = (
         "is_in_scope = frame.strategy is self._strategy",
         ("tests/acceptance/test_variables.py",),
     ),
+    Fault(
+        "slots of an optimizer are not saved by the path of their variable",
+        "mpidist/values/composite.py",
+        "keys.append([*path, *name, *(",
+        "keys.append([*name, *(",
+        ("tests/checkpoint/test_slots.py",),
+    ),
+    Fault(
+        "slots of two variables of one name are saved by that name",
+        "mpidist/values/composite.py",
+        " and names[variable.name] == 1",
+        "",
+        ("tests/checkpoint/test_slots.py",),
+    ),
 )
 
 _CROSS_DEVICE_OPS = (
@@ -540,6 +683,21 @@ _CROSS_DEVICE_OPS = (
         "casts(local_values.divided(slices.values, divisor), result)",
         "casts(slices.values, result)",
         ("tests/acceptance/test_values.py",),
+    ),
+    Fault(
+        "the result for one replica is the array of the caller",
+        "mpidist/cross_device_ops/cross_device_ops.py",
+        "own = here.copies(total) if is_input and total.dtype == dtype else here.casts(total, dtype)",
+        "own = here.casts(total, dtype)",
+        ("tests/acceptance/test_cross_device_ops.py",),
+    ),
+    Fault(
+        "the last pack leaves out the remainder",
+        "mpidist/cross_device_ops/kinds.py",
+        "cuts = [length * k for k in range(num_packs)] + [len(flat)]",
+        "cuts = [length * k for k in range(num_packs + 1)]",
+        ("tests/acceptance/test_cross_device_ops.py",),
+        ranks=2,
     ),
 )
 
@@ -584,6 +742,20 @@ _STRATEGIES = (
         ("tests/acceptance/test_examples_reductions.py",),
         ranks=2,
     ),
+    Fault(
+        "update() of a variable accepts another value for each replica",
+        "mpidist/strategies/strategy_extended.py",
+        'value_checks.check_equal_on_replicas(f"update() of variable {var.name!r}", args, kwargs)',
+        "pass",
+        ("tests/acceptance/test_extended.py",),
+    ),
+    Fault(
+        "a closed strategy of one rank can still be used",
+        "mpidist/strategies/base.py",
+        "        if self._extended.is_closed:\n",
+        "        if self._extended.is_closed and self._extended.communicator is not None:\n",
+        ("tests/strategies/test_closed.py",),
+    ),
 )
 
 _TRAINING = (
@@ -600,6 +772,21 @@ _TRAINING = (
         "total / get_strategy().num_replicas_in_sync",
         "total",
         ("tests/training/test_losses.py",),
+    ),
+    Fault(
+        "gradients that are already sums are not compared between ranks",
+        "mpidist/training/optimizer.py",
+        "        self._agree_on_sums(strategy, lambda: code)\n",
+        "",
+        ("tests/training/test_same_on_all_ranks.py",),
+        ranks=2,
+    ),
+    Fault(
+        "an accumulator keeps the caller's arrays of sparse gradients",
+        "mpidist/training/gradients.py",
+        "kept = IndexedSlices(copy_of(gradient.values), copy_of(gradient.indices), gradient.dense_shape)",
+        "kept = gradient",
+        ("tests/training/test_gradients.py",),
     ),
 )
 
@@ -663,6 +850,13 @@ _CHECKPOINT = (
         "max(0, len(saved_at) - max(1, self._max_to_keep - 1))",
         ("tests/checkpoint/test_manager.py",),
     ),
+    Fault(
+        "the iterator's state is accepted without a check",
+        "mpidist/checkpoint/restoring.py",
+        "                check(aligned.values[key])\n",
+        "                pass\n",
+        ("tests/checkpoint/test_contents.py",),
+    ),
 )
 
 _ELASTIC = (
@@ -678,6 +872,20 @@ _ELASTIC = (
         "mpidist/elastic/state.py",
         "        restore_snapshot(tracked, self._last.snapshot)\n",
         "",
+        ("tests/elastic/test_run.py",),
+    ),
+    Fault(
+        "only the objects of the first commit are compared between ranks",
+        "mpidist/elastic/state.py",
+        "        if described != self._agreed:\n",
+        "        if not self._agreed:\n",
+        ("tests/elastic/test_state.py",),
+    ),
+    Fault(
+        "a commit keeps the program's own arrays",
+        "mpidist/elastic/state.py",
+        "arrays.update({key: np.array(on_host(array)) for key, array in leaves.arrays.items()})",
+        "arrays.update({key: on_host(array) for key, array in leaves.arrays.items()})",
         ("tests/elastic/test_run.py",),
     ),
 )
@@ -697,6 +905,20 @@ _ESTIMATOR = (
         "chief = trainers[0]",
         ("tests/estimator/test_cast.py",),
     ),
+    Fault(
+        "the last evaluation does not wait for the checkpoint that the chief has saved",
+        "mpidist/estimator/evaluations.py",
+        "        if told is not None:\n            self._await(told)\n",
+        "",
+        ("tests/estimator/test_evaluations.py",),
+    ),
+    Fault(
+        "an evaluation whose checkpoint was removed holds the next one back",
+        "mpidist/estimator/evaluations.py",
+        "            self._next_look = self._next_evaluation = begin\n",
+        "",
+        ("tests/estimator/test_evaluations.py",),
+    ),
 )
 
 _COMPAT = (
@@ -712,6 +934,20 @@ _COMPAT = (
         "mpidist/compat/v1_strategies.py",
         "        self._iterator = iter(self._dataset)\n",
         "        self._iterator = self._iterator or iter(self._dataset)\n",
+        ("tests/compat/test_v1_iterators.py",),
+    ),
+    Fault(
+        "the first worker is the chief of a cluster that has a chief",
+        "mpidist/compat/multi_worker_util.py",
+        'return task_type == "worker" and task_id == 0 and "chief" not in spec.jobs',
+        'return task_type == "worker" and task_id == 0',
+        ("tests/compat/test_multi_worker_util.py",),
+    ),
+    Fault(
+        "a smaller last batch is refused if the size of the batches is not known beforehand",
+        "mpidist/compat/v1_strategies.py",
+        "            whole = max(whole, rows)\n",
+        "",
         ("tests/compat/test_v1_iterators.py",),
     ),
 )
@@ -732,6 +968,20 @@ _TORCH = (
         "if info is None or info.size is None:",
         ("tests/torch/test_launchers.py",),
     ),
+    Fault(
+        "a WORLD_SIZE that mpidist has set is taken for that of another launcher",
+        "mpidist/torch/variables.py",
+        'if name in ("WORLD_SIZE", "MASTER_ADDR"):',
+        'if name == "MASTER_ADDR":',
+        ("tests/topology/test_launcher.py",),
+    ),
+    Fault(
+        "a number that the launcher does not give is set as None",
+        "mpidist/torch/variables.py",
+        "if value is None or name in os.environ:",
+        "if name in os.environ:",
+        ("tests/torch/test_launchers.py",),
+    ),
 )
 
 _JAX = (
@@ -747,6 +997,13 @@ _JAX = (
         "mpidist/jax/leaf_packs.py",
         "of_dtype.setdefault(leaf.dtype, [])",
         "of_dtype.setdefault(None, [])",
+        ("tests/jax/test_leaf_packs.py",),
+    ),
+    Fault(
+        "leaves come back without their shapes",
+        "mpidist/jax/leaf_packs.py",
+        "pack[start:stop].reshape(self._shapes[index])",
+        "pack[start:stop]",
         ("tests/jax/test_leaf_packs.py",),
     ),
 )
@@ -767,6 +1024,20 @@ _KERAS = (
         "    return np.arange(len(np.concatenate(of_ranks)))",
         ("tests/keras/test_shares.py",),
     ),
+    Fault(
+        "a batch in which a rank has no rows has no output there",
+        "mpidist/keras/shares.py",
+        "np.full(max(stop - start, 1), stop > start)",
+        "np.full(stop - start, True)",
+        ("tests/keras/test_shares.py",),
+    ),
+    Fault(
+        "the rows of a batch are counted from its end",
+        "mpidist/keras/shares.py",
+        "np.arange(start, stop) + end - size",
+        "np.arange(start, stop) + end",
+        ("tests/keras/test_shares.py",),
+    ),
 )
 
 _CLI = (
@@ -784,6 +1055,20 @@ _CLI = (
         "    return 0",
         ("tests/cli/test_doctor.py",),
     ),
+    Fault(
+        "the second value of an option is taken for the program",
+        "mpidist/cli/launch.py",
+        "    if option in _TWO_VALUES:\n        return 2\n",
+        "    if option in _TWO_VALUES:\n        return 1\n",
+        ("tests/cli/test_launch.py",),
+    ),
+    Fault(
+        "a document of facts has no version",
+        "mpidist/cli/json_output.py",
+        'json.dumps({"mpidist": __version__, **facts}, indent=2)',
+        "json.dumps({**facts}, indent=2)",
+        ("tests/cli/test_json_output.py",),
+    ),
 )
 
 _FACADES_FAULTS = (
@@ -800,6 +1085,20 @@ _FACADES_FAULTS = (
         "    get_loss_reduction,\n",
         "",
         ("tests/acceptance/test_enums_and_options.py",),
+    ),
+    Fault(
+        "AdamW is Adam",
+        "mpidist/optimizers.py",
+        "import SGD, Adam, AdamW, Optimizer, RMSprop\n",
+        "import SGD, Adam, Optimizer, RMSprop\n\nAdamW = Adam\n",
+        ("tests/training/test_optimizers.py",),
+    ),
+    Fault(
+        "a public name of the experimental module is that of another module",
+        "mpidist/experimental/__init__.py",
+        '"mpidist.parameter_server.remote": "cache_variable_reads"',
+        '"mpidist.parameter_server.remote_value": "cache_variable_reads"',
+        ("tests/acceptance/test_public_paths.py",),
     ),
 )
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from tests.mutations import __main__ as program
 from tests.mutations.faults import FACADES, FAULTS, Fault
 from tests.mutations.judging import RunError, Sighting, judge
 from tests.support.ranks.jobs import ROOT
@@ -34,16 +36,37 @@ def test_a_text_that_is_not_there_once_is_named() -> None:
             fault.put_into(text)
 
 
+def test_a_fault_that_no_longer_applies_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mpidist" / "text.py"
+    file.parent.mkdir()
+    file.write_text("a = 1\n")
+    stale = Fault("a is 2", "mpidist/text.py", "a = 3\n", "a = 2\n", (NEST,))
+    monkeypatch.setattr(program, "FAULTS", (stale, Fault("a is gone", "mpidist/gone.py", "a", "b", (NEST,))))
+    monkeypatch.setattr(program, "worktree", lambda commit: nullcontext(tmp_path))
+    monkeypatch.setattr(program, "run_tests", lambda fault, tree: pytest.fail("no test is to be run"))
+    for name in ("_git", "_check_what_is_imported", "_build_native_core"):
+        monkeypatch.setattr(program, name, lambda *_: "0123456789abcdef")
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert program.main([]) == 2
+    printed = capsys.readouterr().out
+    assert "a is 2: ERROR: mpidist/text.py has this text 0 times, expected once" in printed
+    assert "a is gone: ERROR: " in printed
+    assert "0 of 2 faults were seen" in printed
+    assert file.read_text() == "a = 1\n"
+
+
 def test_names_differ() -> None:
     assert [name for name, count in Counter(fault.name for fault in FAULTS).items() if count > 1] == []
 
 
-def test_every_room_has_two() -> None:
+def test_every_room_has_three() -> None:
     layers = {path.parent.name for path in Path(ROOT, "mpidist").glob("*/__init__.py")}
     rooms = (layers - {"v1", "experimental"}) | {FACADES}
     counts = Counter(fault.room for fault in FAULTS)
     assert counts.keys() == rooms
-    assert min(counts.values()) >= 2
+    assert min(counts.values()) >= 3
 
 
 NEST = "tests/core/test_nest.py"

@@ -115,6 +115,26 @@ def test_settings_that_must_agree(name: str, odd: int) -> None:
     check(f"os.environ[{name!r}] = {VALUES[name]!r}", odd, f"LaunchError: Ranks differ in {name}")
 
 
+def test_a_setting_that_one_rank_changes_later() -> None:
+    program = """
+    import os
+    import mpidist
+
+    first = mpidist.Communicator()
+    if first.rank == 1:
+        os.environ["MPIDIST_RANKS_PER_NODE"] = "1"
+    try:
+        mpidist.Communicator()
+    except mpidist.LaunchError as error:
+        print(error)
+    print("the first one has", first.all_reduce("SUM", 1))
+    """
+    done = run_script(program, 2, env=deadlines(20), timeout=40)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Ranks differ in MPIDIST_RANKS_PER_NODE: it is not set on rank 0 and 1 on rank 1.") == 2
+    assert done.stdout.count("the first one has 2") == 2
+
+
 def test_memory_that_one_rank_may_not_read() -> None:
     # Denies process_vm_readv with EPERM by a seccomp filter.
     number = {"x86_64": 310, "aarch64": 270}

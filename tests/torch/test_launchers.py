@@ -43,6 +43,12 @@ def test_programs_find_their_place(environ: MutableMapping[str, str]) -> None:
     assert [environ[name] for name in TORCH] == ["5", "8", "1", "4"]
 
 
+def test_numbers_that_a_launcher_does_not_give_are_not_set(environ: MutableMapping[str, str]) -> None:
+    environ |= {"PMI_RANK": "5", "PMI_SIZE": "8"}
+    set_variables()
+    assert {name: environ[name] for name in TORCH if name in environ} == {"RANK": "5", "WORLD_SIZE": "8"}
+
+
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
 def test_a_place_that_is_set_stays(environ: MutableMapping[str, str], name: str) -> None:
     environ |= {**open_mpi(5, 8, 1, 4), name: "3"}

@@ -98,9 +98,10 @@ def test_accumulation(strategy: mpidist.Strategy, monkeypatch: pytest.MonkeyPatc
 
 def test_accumulation_of_sparse_and_missing_gradients() -> None:
     accumulator = GradientAccumulator(2)
-    array = np.ones(2)
-    assert accumulator.add([None, array, mpidist.IndexedSlices([1.0], [3])]) is None
-    array[:] = 7
+    array, rows, indices = np.ones(2), np.ones(1), np.array([3])
+    assert accumulator.add([None, array, mpidist.IndexedSlices(rows, indices)]) is None
+    # The caller uses its arrays again.
+    array[:], rows[:], indices[:] = 7, 7, 0
     sums: Any = accumulator.add([None, None, mpidist.IndexedSlices([2.0], [3])])
     assert sums[0] is None
     np.testing.assert_array_equal(sums[1], [1, 1])
