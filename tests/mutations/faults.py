@@ -259,7 +259,7 @@ _CORE = (
     ),
     Fault(
         "the time for which a job is suspended counts towards its deadlines",
-        "mpidist/core/deadline.py",
+        "mpidist/core/concurrency.py",
         "self._seconds += min(now - self._last, _LONGEST_GAP_SECONDS)",
         "self._seconds += now - self._last",
         ("tests/topology/test_suspension.py",),
@@ -314,10 +314,10 @@ _TOPOLOGY = (
     ),
     Fault(
         "WORLD_SIZE=2 is accepted with an MPI world of one rank",
-        "mpidist/topology/launcher.py",
+        "mpidist/topology/start.py",
         "    if size == 1:\n        _check_world_size_variable()\n",
         "",
-        ("tests/topology/test_launcher.py",),
+        ("tests/topology/test_start.py",),
     ),
     Fault(
         "ranks compare their versions but not their builds",
@@ -345,7 +345,7 @@ _TOPOLOGY = (
         "mpidist/topology/roll_call.py",
         "            self._answers.append(world.Isend(answer, rank, ROLL_CALL_ANSWER))\n",
         "            del answer, rank\n",
-        ("tests/topology/test_roll_call.py",),
+        ("tests/topology/test_start.py",),
     ),
 )
 
@@ -614,9 +614,9 @@ _COLLECTIVES = (
     ),
     Fault(
         "a process with several threads is called deadlocked",
-        "mpidist/collectives/watch/deadlock.py",
-        "waits[0] if len(waits) == 1 and len(threads) == 1 else None",
-        "waits[0] if len(waits) == 1 and threads else None",
+        "mpidist/collectives/observe/deadlock.py",
+        "    if len(waits) != 1 or len(threads) != 1:",
+        "    if len(waits) != 1 or not threads:",
         ("tests/collectives/test_deadlock.py",),
     ),
     Fault(
@@ -973,7 +973,7 @@ _TORCH = (
         "mpidist/torch/variables.py",
         'if name in ("WORLD_SIZE", "MASTER_ADDR"):',
         'if name == "MASTER_ADDR":',
-        ("tests/topology/test_launcher.py",),
+        ("tests/topology/test_start.py",),
     ),
     Fault(
         "a number that the launcher does not give is set as None",
