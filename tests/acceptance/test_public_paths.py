@@ -23,7 +23,7 @@ pytestmark = pytest.mark.one_rank
 PATHS = Path(__file__).with_name("public_paths.txt").read_text().split()
 # A file name, or a placeholder.
 NO_PATHS = {"mpidist.X", "mpidist.pth", "mpidist.sif", "mpidist.so"}
-ABOUT_INTERNALS = {"extending.md", "architecture.md", "journey.md"}
+ABOUT_INTERNALS = {"extending.md", "architecture.md", "walkthrough.md"}
 IMPORT = re.compile(r"^\s*[+>]? ?from (mpidist[\w.]*) import (\([^)]*\)|[^\n#]+)", re.MULTILINE)
 DOTTED = re.compile(r"\bmpidist(?:\.[A-Za-z_]\w*)+")
 
