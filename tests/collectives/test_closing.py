@@ -40,6 +40,17 @@ def test_a_closed_communicator_says_so(call: str) -> None:
     assert "closed" in repr(comm)
 
 
+def test_errors_keep_the_fast_path_closed() -> None:
+    comm, value = Communicator(), np.ones(3)
+    for _ in range(3):
+        comm.all_reduce("SUM", value)
+    comm.close()
+    for _ in range(2):
+        for call in (comm.barrier, lambda: comm.all_reduce("SUM", value)):
+            with pytest.raises(RuntimeError, match="it has been closed"):
+                call()
+
+
 @pytest.mark.min_ranks(2)
 def test_a_message_that_nobody_receives(capfd: pytest.CaptureFixture[str]) -> None:
     """Otherwise the next communicator, to which Open MPI gives the same number, receives it, and then hangs."""

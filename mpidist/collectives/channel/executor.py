@@ -321,6 +321,7 @@ class Executor:
         self.fast.lock()
         if self.state is ChannelState.OPEN:
             self.state, self.reason = ChannelState.CLOSED, "it has been closed"
+        self.fast.update()
 
     def disown(self) -> None:
         """Refuse all operations in a forked child, which lacks the holder of the lock."""
@@ -332,6 +333,7 @@ class Executor:
     def finish(self) -> Steps[None]:
         """Finish all works at the program's end, as far as the other ranks take part."""
         self.state = ChannelState.SHUT_DOWN
+        self.fast.update()
         abort_job = partial(shutdown.abort_job, self._rank)
         if not self._lock.take_for_good(shutdown.EXIT_SECONDS):
             abort_job("a thread was still in one of its collectives when the program ended")
