@@ -313,7 +313,7 @@ def test_no_room(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_several_ranks(strategy)
     with monkeypatch.context() as patch:
         patch.setattr(shared_memory, "free_bytes", lambda: 1 << 20)
-        with pytest.raises(MemoryError, match=r"variable 'w'.*/dev/shm for 80000 bytes.*--shm-size"):
+        with pytest.raises(MemoryError, match=r"variable 'w'.*/dev/shm has no room for 80000 bytes.*--shm-size"):
             make_variable(strategy, np.zeros(10_000), name="w")
     same(make_variable(strategy, np.ones(10_000), name="w").numpy(), np.ones(10_000))
 
