@@ -1,4 +1,4 @@
-"""What three calls cross, counted on each rank: started by ``tests.house.calls`` with the folder to write into.
+"""What some calls cross, counted on each rank: started by ``tests.house.calls`` with the folder to write into.
 
 Nothing of the tests is imported here, so that ``mpidist`` is that of the checkout that is counted.
 """
@@ -74,7 +74,7 @@ def _collectives() -> int:
 
 
 def main(folder: Path) -> None:
-    """Write what an all-reduce of 1 MiB, a step of an optimizer and a save of one variable cross."""
+    """Write what some calls cross: reductions of 1 MiB, a step of an optimizer, a save, a barrier, a message."""
     found = {}
     with mpidist.MultiWorkerMirroredStrategy() as strategy:
         with strategy.scope():
@@ -94,6 +94,13 @@ def main(folder: Path) -> None:
         found["apply_gradients"] = crossed(lambda: strategy.run(step))
         checkpoint = mpidist.Checkpoint(v=variable)
         found["save"] = crossed(lambda: checkpoint.save(folder / "saved"))
+        with mpidist.Communicator() as comm:
+            other = 1 - comm.rank
+            found["all_reduce_async"] = crossed(lambda: comm.all_reduce_async("SUM", array).wait())
+            found["barrier"] = crossed(comm.barrier)
+            found["send"] = crossed(
+                lambda: comm.send(gradient, other) if comm.rank == 0 else comm.recv(gradient, other)
+            )
         if strategy.extended.should_checkpoint:
             (folder / "found.json").write_text(json.dumps(found))
 
