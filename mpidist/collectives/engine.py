@@ -15,7 +15,7 @@ from mpidist.collectives.gpu.device_call import DeviceReduction, ReductionCall, 
 from mpidist.collectives.gpu.device_choice import DeviceChoice, may_move_by_nccl
 from mpidist.collectives.gpu.device_movement import DeviceMovement
 from mpidist.collectives.gpu.device_streams import DeviceStreams, QueuePlace
-from mpidist.collectives.move.host_movement import HostMovement
+from mpidist.collectives.move.move import HostMovement
 from mpidist.collectives.mpi import gathering
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
@@ -24,8 +24,7 @@ from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import Pack, are_in_place, copies_of_overlapping
 from mpidist.collectives.reduce.choice import Choice, place_of
 from mpidist.collectives.reduce.plan import ReductionPlan
-from mpidist.collectives.reduce.registry import Algorithm, Site, host_algorithms
-from mpidist.collectives.reduce.table import Table
+from mpidist.collectives.reduce.registry import Algorithm, Site, Table, host_algorithms
 from mpidist.core.options import ReduceOp
 
 BY_CORE, BY_LEADERS, ALONE = "hierarchical", "leaders", "alone"

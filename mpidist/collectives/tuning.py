@@ -22,10 +22,8 @@ from mpidist.collectives.channel.operation import Operation, describe
 from mpidist.collectives.communicator import Communicator
 from mpidist.collectives.reduce import tuning_file
 from mpidist.collectives.reduce.choice import place_of
-from mpidist.collectives.reduce.cost_model import Network
-from mpidist.collectives.reduce.measured_network import measured_network
-from mpidist.collectives.reduce.registry import Row, candidates_at, host_algorithms
-from mpidist.collectives.reduce.table import SHIPPED, KiB, Table, size_text
+from mpidist.collectives.reduce.cost_model import Network, measure_network
+from mpidist.collectives.reduce.registry import SHIPPED, KiB, Row, Table, candidates_at, host_algorithms, size_text
 from mpidist.collectives.reduce.tuning_file import Setup
 from mpidist.core.errors import AlgorithmError, DeviceError
 from mpidist.core.options import CommunicationOptions, ReduceOp
@@ -147,7 +145,7 @@ def _run(
     if not channel.node.is_alone:
         told("messages between nodes")
         measuring = describe("measuring the messages between nodes")
-        network: Network = channel.run(Operation(measured_network(channel.comm, channel.node), measuring))
+        network: Network = channel.run(Operation(measure_network(channel.comm, channel.node), measuring))
         table = table._replace(between_nodes=network)
     if comm.size > 1:
         # The ways between nodes are those that the costs make the fastest.

@@ -21,14 +21,17 @@ from mpidist.collectives.reduce.choice import place_of
 from mpidist.collectives.reduce.registry import (
     GPU_PLACES,
     HOST_PLACES,
+    SHIPPED,
     Row,
+    Table,
     algorithms_at,
     candidates_at,
+    check_table,
     gpu_names,
     host_algorithms,
     host_names,
+    look_up,
 )
-from mpidist.collectives.reduce.table import SHIPPED, Table, check_table, look_up
 from mpidist.collectives.reduce.tuning_file import Setup, merge, read, setup_of
 from mpidist.collectives.tuning import SIZES, Timing, best_row, decide
 from mpidist.core.errors import AlgorithmError, DeviceError

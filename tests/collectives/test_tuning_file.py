@@ -13,7 +13,7 @@ import pytest
 from mpidist import Communicator
 from mpidist.collectives.reduce import tuning_file
 from mpidist.collectives.reduce.choice import place_of
-from mpidist.collectives.reduce.table import SHIPPED, Table
+from mpidist.collectives.reduce.registry import SHIPPED, Table
 from mpidist.collectives.reduce.tuning_file import Setup, merge, read, setup_of
 from mpidist.experimental import CommunicationOptions
 
@@ -102,17 +102,23 @@ BAD = {
     "empty": ("", "is not JSON"),
     "a list": ("[]", 'has no list "tables"'),
     "no tables": ("{}", 'has no list "tables"'),
-    "an entry that is none": ('{"tables": [3]}', "table 1, is 3; expected texts host, mpi, layout"),
-    "no host": (json.dumps({"tables": [entry(host=None)]}), "table 1, is .*expected texts host, mpi, layout"),
-    "no rows": (json.dumps({"tables": [HERE._asdict()]}), "table 1 has nothing; expected one_node, several_nodes"),
-    "unknown": (json.dumps({"tables": [entry(one_node=[[None, "x"]])]}), 'table 1: one_node is .*out of .*not "x"'),
+    "an entry that is none": ('{"tables": [3]}', "table 1, is 3; expected strings host, mpi, layout"),
+    "no host": (json.dumps({"tables": [entry(host=None)]}), "table 1, is .*expected strings host, mpi, layout"),
+    "no rows": (json.dumps({"tables": [HERE._asdict()]}), "table 1 has no rows; expected one_node, several_nodes"),
+    "unknown": (
+        json.dumps({"tables": [entry(one_node=[[None, "x"]])]}),
+        'table 1: one_node is .*one of the algorithms .*not "x"',
+    ),
     "falling": (
         json.dumps({"tables": [entry(one_node=[[9, "mpi"], [8, "mpi"], [None, "mpi"]])]}),
-        "table 1: one_node is .*sizes in bytes that rise",
+        "table 1: one_node is .*rising sizes in bytes",
     ),
-    "last": (json.dumps({"tables": [entry(one_node=[[9, "mpi"]])]}), "table 1: one_node is .*null, which is any size"),
+    "last": (
+        json.dumps({"tables": [entry(one_node=[[9, "mpi"]])]}),
+        "table 1: one_node is .*null, which matches any size",
+    ),
     "another version": ('{"version": 3, "tables": []}', "has version 3, of another mpidist; expected a file that"),
-    "twice": (json.dumps({"tables": [entry(), entry()]}), "table 2, is a second one for some CPU"),
+    "twice": (json.dumps({"tables": [entry(), entry()]}), "table 2, is a second table for some CPU"),
 }
 
 
@@ -259,7 +265,7 @@ def test_a_table_that_is_given_goes_before_the_file(
 
 
 def test_what_is_no_table_is_refused() -> None:
-    with pytest.raises(TypeError, match="table is 3; expected None, or what mpidist.tune"):
+    with pytest.raises(TypeError, match="table is 3. Pass None or the result of mpidist.tune"):
         Communicator(table=3)  # type: ignore[arg-type]
 
 
