@@ -263,7 +263,7 @@ def test_a_rank_keeps_to_one_device(cupy: Any) -> None:
         other = (comm.rank + 1) % 6
         with cupy.cuda.Device(other):
             array = cupy.ones(2)
-        with pytest.raises(ValueError, match=f"arrays on gpu:{other}; this communicator reduces on gpu:{comm.rank}"):
+        with pytest.raises(ValueError, match=f"arrays are on gpu:{other}, but this communicator uses gpu:{comm.rank}"):
             comm.all_reduce("SUM", array)
 
 

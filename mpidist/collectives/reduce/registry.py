@@ -354,10 +354,10 @@ def table_to_json(table: Table) -> dict[str, object]:
 
 
 def table_from_json(rows: object, where: str) -> Table:
-    """Parse and validate the output of :func:`table_to_json`. ValueErrors begin with ``where``."""
+    """Parse and validate the output of :func:`table_to_json`. ``where`` locates it in errors."""
     if not isinstance(rows, dict) or set(rows) != set(Table._fields):
         given = ", ".join(sorted(map(str, rows))) if isinstance(rows, dict) else json.dumps(rows)
-        raise ValueError(f"{where} has {given or 'no rows'}; expected {', '.join(Table._fields)}")
+        raise ValueError(f"{where} has {given or 'no rows'}. The rows must be {', '.join(Table._fields)}")
     network = _network_from_json(rows["between_nodes"], where)
     return Table(between_nodes=network, **{place: _row_from_json(rows[place], place, where) for place in _PLACES})
 
@@ -370,24 +370,24 @@ def _network_from_json(costs: object, where: str) -> Network:
         or not all(type(cost) in (int, float) and 0 < cost < math.inf for cost in costs.values())
     ):
         raise ValueError(
-            f"{where}: between_nodes is {json.dumps(costs)}; expected {', '.join(names)}, each a number above 0"
+            f"{where}: between_nodes is {json.dumps(costs)}. It must have {', '.join(names)}, each a number above 0"
         )
     return Network(**{name: float(costs[name]) for name in names})
 
 
 def _row_from_json(row: object, place: str, where: str) -> Row:
-    def wrong(expected: str) -> ValueError:
-        return ValueError(f"{where}: {place} is {json.dumps(row)}; expected {expected}")
+    def wrong(fix: str) -> ValueError:
+        return ValueError(f"{where}: {place} is {json.dumps(row)}. {fix}")
 
     if not isinstance(row, list) or not row or not all(isinstance(e, list) and len(e) == 2 for e in row):
-        raise wrong('pairs of a largest size and an algorithm, such as [[32768, "mpi"], [null, "hierarchical"]]')
+        raise wrong('Use pairs of a largest size and an algorithm, such as [[32768, "mpi"], [null, "hierarchical"]]')
     names = (*algorithms_at(place), *((BY_NETWORK,) if place == "several_nodes_gpu" else ()))
     unknown = [name for _, name in row if name not in names]
     if unknown:
-        raise wrong(f"one of the algorithms {', '.join(names)}, not {json.dumps(unknown[0])}")
+        raise wrong(f"Replace {json.dumps(unknown[0])} by one of the algorithms {', '.join(names)}")
     *limits, last = [limit for limit, _ in row]
     if last is not None:
-        raise wrong("null, which matches any size, as the last size")
+        raise wrong("Use null, which matches any size, as the last size")
     if not all(type(limit) is int and limit > 0 for limit in limits) or not all(a < b for a, b in pairwise(limits)):
-        raise wrong("rising sizes in bytes, and null as the last size")
+        raise wrong("Use rising sizes in bytes, and null as the last size")
     return tuple((limit, name) for limit, name in row)

@@ -58,18 +58,18 @@ def _cpu_model() -> str:
 
 def read(path: str | Path) -> dict[Setup, Table]:
     """Read and validate the tables of a file."""
-    expected = f"expected a file that 'python -m mpidist tune --out {path}' wrote"
+    fix = "Use a file that 'python -m mpidist tune --out FILE' wrote"
     try:
         content = json.loads(Path(path).read_text("utf-8"))
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}); {expected}") from error
+        raise ValueError(f"{path} cannot be read ({error.strerror}). {fix}") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); {expected}") from error
+        raise ValueError(f"{path} is not JSON ({error}). {fix}") from error
     if not isinstance(content, dict) or not isinstance(content.get("tables"), list):
-        raise ValueError(f'{path} has no list "tables"; {expected}')
+        raise ValueError(f'{path} has no list "tables". {fix}')
     version = content.get("version", 1)
     if version not in (1, _VERSION):
-        raise ValueError(f"{path} has version {json.dumps(version)}, of another mpidist; {expected} of this one")
+        raise ValueError(f"{path} has version {json.dumps(version)}, of another mpidist. {fix} of this one")
     tables: dict[Setup, Table] = {}
     for number, entry in enumerate(content["tables"], 1):
         setup = _setup_from_json(entry, f"{path}, table {number}")
@@ -90,7 +90,7 @@ def _setup_from_json(entry: object, where: str) -> Setup:
     names = Setup._fields
     if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in names):
         raise ValueError(
-            f"{where}, is {json.dumps(entry)}; expected strings {', '.join(names)} and the rows of a table"
+            f"{where}, is {json.dumps(entry)}. It must have strings {', '.join(names)} and the rows of a table"
         )
     return Setup(*(entry[name] for name in names))
 
@@ -135,7 +135,7 @@ def agreed_table(comm: Comm, node: Node, table: Table | None) -> Steps[Table]:
     argument of rank 0 and overrides the file.
     """
     if comm.Get_size() == 1:
-        # One rank has nothing to choose, and perhaps only rank 0 of the job may read the file.
+        # A single rank runs no algorithm, and perhaps only rank 0 of the job can read the file.
         return table or SHIPPED
     return (yield from first_does(comm, lambda: _find_table(node, table)))
 
