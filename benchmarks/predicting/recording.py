@@ -16,7 +16,7 @@ from benchmarks.measuring.in_memory import Event, InMemory
 from benchmarks.predicting.trace import Action, Compute, Receive, Schedule, Send, Sleep, WaitAll
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.node import LANES_BETWEEN_NODES
-from mpidist.collectives.reduce import algorithms  # noqa: F401  # which register themselves
+from mpidist.collectives.reduce import algorithms  # noqa: F401  # registers the algorithms
 from mpidist.collectives.reduce.cost_model import Network
 from mpidist.collectives.reduce.registry import Wire, wire_algorithms
 from mpidist.core.options import ReduceOp

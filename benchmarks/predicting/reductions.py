@@ -18,8 +18,7 @@ from mpidist.collectives.reduce.cost_model import (
     recursive_halving,
     rounds_seconds,
 )
-from mpidist.collectives.reduce.registry import wire_algorithms
-from mpidist.collectives.reduce.table import SHIPPED, look_up
+from mpidist.collectives.reduce.registry import SHIPPED, look_up, wire_algorithms
 
 LEADERS = "leaders"
 

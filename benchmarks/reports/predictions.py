@@ -15,7 +15,7 @@ from benchmarks.predicting.reductions import Prediction
 from benchmarks.predicting.steps import Step
 from benchmarks.reports.text import aligned, time_text
 from mpidist.collectives.reduce.cost_model import Network
-from mpidist.collectives.reduce.table import network_text
+from mpidist.collectives.reduce.registry import network_text
 from mpidist.core.text import pip_install
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from mpidist.cli.doctor_checks import gpus
 from mpidist.cli.doctor_checks.finding import Finding
 from mpidist.cli.doctor_facts.facts import CoreFacts, Interface, JobFacts, LinkSpeed, RankFacts
 from mpidist.cli.tune import time_text
-from mpidist.collectives.reduce.table import size_text
+from mpidist.collectives.reduce.registry import size_text
 from mpidist.core import __version__
 from mpidist.core.text import groups_of, names_text, ranks_text
 

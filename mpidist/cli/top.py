@@ -29,7 +29,7 @@ from mpidist.collectives.observe.job_status import (
     process_born,
     read_status_folder,
 )
-from mpidist.collectives.reduce.table import size_text
+from mpidist.collectives.reduce.registry import size_text
 from mpidist.core.settings import STATUS
 from mpidist.core.text import groups_of, names_text, ranks_text
 

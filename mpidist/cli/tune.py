@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from mpidist.cli.json_output import add_json_argument, json_text
-from mpidist.collectives.reduce.table import network_text, size_text, table_text, table_to_json
+from mpidist.collectives.reduce.registry import network_text, size_text, table_text, table_to_json
 from mpidist.collectives.tuning import SIZES, Timing, Tuned
 from mpidist.collectives.tuning import run as measure
 from mpidist.core.errors import LaunchError

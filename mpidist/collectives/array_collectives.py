@@ -33,14 +33,13 @@ from mpidist.collectives.gpu.device_call import ReductionCall
 from mpidist.collectives.gpu.device_movement import DeviceMovement, MovementCall
 from mpidist.collectives.gpu.device_streams import DeviceCall
 from mpidist.collectives.gpu.staging import on_host
-from mpidist.collectives.move.movement_plan import BroadcastPlan, DealPlan, GatherPlan
+from mpidist.collectives.move.move import BroadcastPlan, DealPlan, GatherPlan
 from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.node.core import Resume
 from mpidist.collectives.observe.attach import observe_channel
 from mpidist.collectives.reading import check_writable, delivering
 from mpidist.collectives.reduce.plan import ReductionPlan
-from mpidist.collectives.reduce.registry import check_options, gpu_names
-from mpidist.collectives.reduce.table import Table, check_table
+from mpidist.collectives.reduce.registry import Table, check_options, check_table, gpu_names
 from mpidist.collectives.reduce.tuning_file import agreed_table
 from mpidist.collectives.world_channel import world_channel
 from mpidist.core.nest import flat_kind

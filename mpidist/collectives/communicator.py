@@ -30,7 +30,7 @@ from mpidist.collectives.channel.operation import (
     which_on_device,
 )
 from mpidist.collectives.gpu.staging import on_host
-from mpidist.collectives.move.movement_plan import check_has_axis
+from mpidist.collectives.move.move import check_has_axis
 from mpidist.collectives.move.point_to_point import PointToPoint
 from mpidist.collectives.mpi import objects
 from mpidist.collectives.mpi.waiting import Comm, Steps

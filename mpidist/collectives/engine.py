@@ -1,4 +1,4 @@
-"""Engine: the steps of the collectives on one channel. They yield while they wait."""
+"""Engine: the steps of the collectives on one channel, which yield while they wait."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpidist.collectives.gpu.device_call import DeviceReduction, ReductionCall, 
 from mpidist.collectives.gpu.device_choice import DeviceChoice, may_move_by_nccl
 from mpidist.collectives.gpu.device_movement import DeviceMovement
 from mpidist.collectives.gpu.device_streams import DeviceStreams, QueuePlace
-from mpidist.collectives.move.host_movement import HostMovement
+from mpidist.collectives.move.move import HostMovement
 from mpidist.collectives.mpi import gathering
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
@@ -24,8 +24,7 @@ from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import Pack, are_in_place, copies_of_overlapping
 from mpidist.collectives.reduce.choice import Choice, place_of
 from mpidist.collectives.reduce.plan import ReductionPlan
-from mpidist.collectives.reduce.registry import Algorithm, Site, host_algorithms
-from mpidist.collectives.reduce.table import Table
+from mpidist.collectives.reduce.registry import Algorithm, Site, Table, host_algorithms
 from mpidist.core.options import ReduceOp
 
 BY_CORE, BY_LEADERS, ALONE = "hierarchical", "leaders", "alone"
@@ -33,16 +32,7 @@ BY_CORE, BY_LEADERS, ALONE = "hierarchical", "leaders", "alone"
 
 
 class Engine:
-    """Makes the steps of collectives; each begins with the channel's handshake.
-
-    Args:
-        channel: The channel that runs them.
-        table: Algorithms by size.
-
-    Attributes:
-        on_host: The collectives that move arrays in host memory.
-        is_device_prepared: Whether ``prepare_device`` has run; equal on all ranks between their calls.
-    """
+    """Creates the steps of collectives. Each collective begins with the handshake of the channel."""
 
     def __init__(self, channel: Channel, table: Table) -> None:
         self.channel = channel
@@ -51,19 +41,20 @@ class Engine:
         self.table = table
         self._on_device: DeviceChoice | None = None
         self._queue_place: QueuePlace | None = None
+        # Whether prepare_device() has run. Equal on all ranks between collectives.
         self.is_device_prepared = False
         self._pool = Pool()
         self.on_host = HostMovement(channel, self._pool)
         self.last_algorithm = "none"
 
     def open_fast_calls(self, resume: Resume) -> FastCalls:
-        """Return the functions of the fast path. ``resume`` finishes calls whose peers are late or differ."""
+        """Return the fast path. ``resume`` finishes calls with late or mismatched peers."""
         self.channel.executor.fast.algorithm = self.core_algorithm
         return self.channel.executor.fast.open(self._pool.take, resume)
 
     @property
     def core(self) -> Core | None:
-        """The core that moves the data of all ranks, if they are on one node."""
+        """The native core that moves the data of all ranks on one node, if any."""
         node = self.channel.node
         return node.core if node.is_alone else None
 
@@ -86,7 +77,7 @@ class Engine:
         return (yield from self.on_host.gathered(core, value)) if core.state == MET else result
 
     def may_move_on_device(self, arrays: Sequence[Array]) -> bool:
-        """Whether all arrays lie on this communicator's GPU, and large reductions there take NCCL."""
+        """Whether all arrays are on this communicator's GPU, and NCCL runs large reductions there."""
         if not arrays or not all(map(is_device_array, arrays)):
             return False
         kind = ops_of(arrays[0]).kind
@@ -97,16 +88,14 @@ class Engine:
 
     @property
     def on_device(self) -> DeviceMovement | None:
-        """The collectives that move arrays on the prepared device; None where NCCL does not."""
+        """The collectives that move arrays on the prepared device by NCCL, if it is used."""
         assert self._on_device is not None
         return DeviceMovement(self.channel, self._on_device) if self._on_device.moves_by_nccl else None
 
     def choice_for(self, name: str, arrays: Sequence[Array]) -> DeviceChoice:
-        """Return the choice for arrays of a call, in the thread of the program.
+        """Return the choice for the arrays of a call, in the thread of the program.
 
-        Raises:
-            ValueError: They lie on another device than those before.
-            RuntimeError: The current stream there records a CUDA graph.
+        Raises ValueError for another device than before, and RuntimeError while the stream captures a CUDA graph.
         """
         kind, device = device_of_arrays(arrays)
         if ops_for(kind).current_stream(device).is_capturing:
@@ -114,14 +103,14 @@ class Engine:
         choice = self.choice_on(kind, device)
         if choice.streams.device != device:
             raise ValueError(
-                f"arrays on {kind}:{device}; this communicator reduces on {kind}:{choice.streams.device}, "
-                "where its first arrays lay: a rank keeps to one device"
+                f"arrays are on {kind}:{device}, but this communicator uses {kind}:{choice.streams.device}, the device "
+                "of its first arrays. Use one device per rank"
             )
         choice.streams.check_in_step()
         return choice
 
     def choice_on(self, kind: str, device: int) -> DeviceChoice:
-        """Return the choice for arrays on devices; the first device that is asked for counts."""
+        """Return the choice for arrays on a device, created for the first device."""
         channel = self.channel
         if self._on_device is None:
             streams = DeviceStreams(ops_for(kind), device, lambda: not channel.is_usable)
@@ -130,7 +119,7 @@ class Engine:
         return self._on_device
 
     def prepare_device(self, choice: DeviceChoice, description: Description) -> Steps[None]:
-        """Make what all-reduces on a device will take (collective)."""
+        """Create the algorithms of all-reduces on a device (collective)."""
         yield from self.channel.open(description)
         yield from self._take_turn(choice.streams)
         try:
@@ -140,9 +129,9 @@ class Engine:
         self.is_device_prepared = True
 
     def before_close(self) -> Steps[None]:
-        """Return the steps that go before ``close``, once all ranks have come to it (collective)."""
+        """Return the steps before ``close``, after all ranks have called it (collective)."""
         if self._on_device is not None:
-            # Those of other communicators may still be about to share what this one holds of NCCL.
+            # Queued calls of other communicators may still use the NCCL communicators of this one.
             yield from self._take_turn(self._on_device.streams)
 
     def _take_turn(self, streams: DeviceStreams) -> Steps[None]:
@@ -163,9 +152,9 @@ class Engine:
         call: ReductionCall | None = None,
         more: Sequence[Sequence[Array]] = (),
     ) -> Steps[list[Array]]:
-        """Reduce ``arrays`` over all ranks, into ``out`` where it is given; returns the results.
+        """Reduce ``arrays`` over all ranks, into ``out`` if given.
 
-        Those on a GPU are there when ``call`` is done. ``more`` are the arrays of this rank's further replicas.
+        Results on a GPU are complete when ``call`` is done. ``more`` are the arrays of further replicas of this rank.
         """
         if more and self._is_alone(plan):
             arrays, more = _combined(plan.op, [arrays, *more]), ()
@@ -175,7 +164,7 @@ class Engine:
             and not self._is_alone(plan)
             and not self._goes_in_place(plan, arrays, out)
         ):
-            # One pack may write what another has still to read, and a rank what its neighbours read.
+            # A pack may overwrite inputs of a later pack, and a rank inputs that its neighbours still read.
             arrays = self._apart(plan, arrays, out)
         try:
             return (yield from self._reduce_packs(plan, arrays, out, call, more, may_share=out is None, is_wanted=True))
@@ -184,15 +173,12 @@ class Engine:
                 call.leave()
 
     def _is_alone(self, plan: ReductionPlan) -> bool:
-        """Whether there is nothing to reduce with, and no algorithm was named."""
         return self.channel.size == 1 and plan.options.algorithm is None
 
     def _goes_in_place(self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array]) -> bool:
-        """Whether all arrays go in one call that results over inputs do no harm.
-
-        The core sees where they overlap otherwise. A rank that is alone on its node takes them one over the other, but
-        for small ones, of which all is read first.
-        """
+        """Whether all arrays are reduced in one call that allows results over inputs."""
+        # The core detects overlaps. A single rank on its node allows an array that is its own result, and any overlap
+        # of small arrays, which are read completely first.
         if len(plan.packs) > 1 or plan.device_packs:
             return False
         pack = plan.packs[0]
@@ -205,7 +191,7 @@ class Engine:
         return name == BY_CORE and (node.has_neighbours or are_in_place(arrays, out))
 
     def _made_for(self, plan: ReductionPlan, pack: Pack) -> tuple[str, Algorithm | None]:
-        """Return name and object of the algorithm for a pack. None if it is not made yet."""
+        """Return the name and object of a pack's algorithm, or None before its creation."""
         if pack.made is None:
             name = self.choice.first_working(self._names_for(plan, pack))
             algorithm = self.choice.made((name,))
@@ -220,7 +206,7 @@ class Engine:
         return pack.algorithms
 
     def _apart(self, plan: ReductionPlan, arrays: Sequence[Array], out: Sequence[Array]) -> Sequence[Array]:
-        """Return ``arrays``, with copies of those that results may overwrite too early."""
+        """Return ``arrays``, with copies of arrays that results may overwrite before they are read."""
         if plan.on_device:
             out = [target for target, is_on_device in zip(out, plan.on_device, strict=True) if not is_on_device]
         late = [arrays[index] for index in plan.read_late]
@@ -240,17 +226,17 @@ class Engine:
         may_share: bool,
         is_wanted: bool,
     ) -> Steps[list[Array]]:
-        """Reduce one pack after the other; results that are not wanted are blank."""
+        """Reduce one pack after the other. Results that are not wanted stay undefined."""
         channel = self.channel
         results = plan.blank_results(out, None if call is None else call.results)
         is_alone = self._is_alone(plan)
         if not plan.packs or call is not None or is_alone:
             yield from channel.open(plan.description)
         if call is not None:
-            # The device works on while those in host memory are reduced.
+            # The device continues while arrays in host memory are reduced.
             yield from self._reduce_on_device(plan, call, results)
         if is_alone:
-            # For the short way, which later calls of one array take.
+            # The fast path of later calls needs the shared memory.
             yield from channel.node.make_room(channel.comm)
             plan.deliver_alone(arrays, results, are_given=out is not None, pool=self._pool)
             self._took(ALONE)
@@ -259,7 +245,7 @@ class Engine:
         for number, pack in enumerate(plan.packs):
             name, algorithm = self._made_for(plan, pack)
             if algorithm is None:
-                # Making it needs all ranks.
+                # Creating an algorithm is collective, so run the handshake first.
                 yield from channel.open(plan.description)
                 yield from self.choice.make(self._names_for(plan, pack))
                 name, algorithm = self._made_for(plan, pack)
@@ -303,7 +289,7 @@ class Engine:
         self.channel.current.took(algorithm)
 
     def close(self) -> None:
-        """Free what the algorithms hold (collective)."""
+        """Free the algorithms (collective)."""
         if self._on_device is not None:
             try:
                 self._on_device.close()
@@ -312,13 +298,11 @@ class Engine:
         self.choice.close()
 
     def reduce_to(self, plan: ReductionPlan, arrays: Sequence[Array], root: int) -> Steps[list[Array]]:
-        """Reduce to rank ``root``; what the others return is of no account.
-
-        Between nodes by MPI's own call, unless the options ask for what that does not offer.
-        """
+        """Reduce to rank ``root``. Results of other ranks are undefined."""
         channel, is_root = self.channel, self.channel.rank == root
         if (channel.node.is_alone and channel.size > 1) or _asks_for_more(plan):
             return (yield from self._reduce_packs(plan, arrays, None, None, may_share=False, is_wanted=is_root))
+        # Between nodes MPI_Ireduce is sufficient, unless the options need more than it offers.
         yield from channel.open(plan.description)
         results = plan.blank_results(None)
         channel.phase(REDUCE)
@@ -332,13 +316,13 @@ class Engine:
         return results
 
     def scatters_on_device(self, plan: ReductionPlan) -> bool:
-        """Whether NCCL can carry out a ``reduce_scatter`` with its options."""
+        """Whether NCCL supports a ``reduce_scatter`` with its options."""
         return not _asks_for_more(plan) and bool(plan.device_packs) and plan.device_packs[0].suits_nccl
 
     def reduce_scatter(
         self, plan: ReductionPlan, array: Array, rows: Sequence[int], out: Array | None
     ) -> Steps[list[Array]]:
-        """Return this rank's rows of the reduction, those between two borders, one array."""
+        """Return this rank's rows of the reduction."""
         if _asks_for_more(plan):
             (whole,) = yield from self._reduce_packs(plan, [array], None, None, may_share=False, is_wanted=True)
             mine: Array = whole[rows[self.channel.rank] : rows[self.channel.rank + 1]].copy()
@@ -347,7 +331,6 @@ class Engine:
 
 
 def _combined(op: ReduceOp, replicas: Sequence[Sequence[Array]]) -> list[Array]:
-    """Return the arrays of all replicas combined, first to last."""
     totals = list(replicas[0])
     for arrays in replicas[1:]:
         totals = [NUMPY_OPS[op](total, array) for total, array in zip(totals, arrays, strict=True)]
@@ -355,6 +338,6 @@ def _combined(op: ReduceOp, replicas: Sequence[Sequence[Array]]) -> list[Array]:
 
 
 def _asks_for_more(plan: ReductionPlan) -> bool:
-    """Whether a call asks for an algorithm, a fixed order or a 16-bit wire."""
+    """Whether a call needs a named algorithm, a fixed order or a 16-bit wire."""
     options = plan.options
     return options.algorithm is not None or options.deterministic or options.wire_dtype is not None

@@ -1,4 +1,4 @@
-"""Tuning: measures the algorithms of an all-reduce and makes a table of the fastest."""
+"""Tuning: measures the algorithms of an all-reduce, and builds a table of the fastest."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ from mpidist.collectives.channel.operation import Operation, describe
 from mpidist.collectives.communicator import Communicator
 from mpidist.collectives.reduce import tuning_file
 from mpidist.collectives.reduce.choice import place_of
-from mpidist.collectives.reduce.cost_model import Network
-from mpidist.collectives.reduce.measured_network import measured_network
-from mpidist.collectives.reduce.registry import Row, candidates_at, host_algorithms
-from mpidist.collectives.reduce.table import SHIPPED, KiB, Table, size_text
+from mpidist.collectives.reduce.cost_model import Network, measure_network
+from mpidist.collectives.reduce.registry import SHIPPED, KiB, Row, Table, candidates_at, host_algorithms, size_text
 from mpidist.collectives.reduce.tuning_file import Setup
 from mpidist.core.errors import AlgorithmError, DeviceError
 from mpidist.core.options import CommunicationOptions, ReduceOp
@@ -34,75 +32,76 @@ from mpidist.core.text import parse_device
 
 _log = logging.getLogger("mpidist")
 
-# 1 KiB to 64 MiB. Larger ones are left out where time is short.
+# 1 KiB to 64 MiB. The largest sizes are skipped if time is short.
 SIZES = tuple(KiB << k for k in range(17))
 _LARGEST_ALWAYS_MEASURED = 1 << 20
 _LEAST_ROUNDS = 5
 _MOST_ROUNDS = 101
-# A call shorter than this is timed in groups, so that the meeting before it and the clock do not count.
+# Shorter calls are timed in groups, because of the barrier before them and the resolution of the clock.
 _SHORT_CALL_SECONDS = 100e-6
 _CALLS_IN_GROUP = 20
-_FIRST_LOOKS = 2
-# A candidate so many times as slow as the best at first sight is not looked at again at that size, if it is large.
+_FIRST_CALLS = 2
+# At large sizes, drop candidates that are this many times slower than the best in the first calls.
 _HOPELESS = 3.0
-# The least gain of one more entry in a row, as a part of the time of one size or summed over several: less is noise.
+# Minimum gain of one more entry in a row, as a fraction of the time of one size, or summed over several. Less is noise.
 _LEAST_GAIN = 0.1
 
 
 class Timing(NamedTuple):
-    """The times that were measured at one size."""
+    """The times measured at one size."""
 
     nbytes: int
     seconds: dict[str, float]
-    """By algorithm: the median time of a call on the slowest rank."""
+    """Median time of a call on the slowest rank, by algorithm."""
 
 
 class Tuned(NamedTuple):
     """The outcome of tuning, the same on every rank."""
 
     setup: Setup
-    """Where it was measured."""
+    """The hosts, MPI library and layout that were measured."""
     place: str
-    """The row of the table that counts there."""
+    """The measured row of the table."""
     table: Table
-    """The table; rows that do not count there are as they were before."""
+    """The table. Rows of other places are unchanged."""
     timings: list[Timing]
-    """The times behind the table; sizes that time did not suffice for are missing."""
+    """The times behind the table, without skipped sizes."""
     path: str | None
-    """The file that has the table now, if any."""
+    """The file of the table, if any."""
 
 
 Report = Callable[[str], object]
-"""The function that is told on rank 0 how far the measuring is."""
+"""A function that reports progress on rank 0."""
 
 
 def _ignore(_: str) -> None:
-    """Ignore a report."""
+    pass
 
 
 def tune(path: str | os.PathLike[str] | None = None, *, seconds: float = 10.0, device: str = "cpu") -> Table:
-    """Measure the fastest algorithm of each size here, and keep it in a file.
+    """Measure the fastest all-reduce algorithm of each size, and save the table to a file.
 
-    Collective: call it on every rank, in the same order. It compares the algorithms of an all-reduce on all ranks of
-    the job, in the layout that they have now, and takes about ``seconds`` (on slow networks it goes less far up).
-    Communicators and strategies that are made later, in this program or another, take the table from the file that
-    ``MPIDIST_TUNING_FILE`` names; ``Communicator(table=...)`` takes one straight.
+    Collective: call it on every rank, in the same order. It compares the algorithms on all ranks of the job, in their
+    present layout, and takes about ``seconds``. On slow networks it skips the largest sizes. Communicators and
+    strategies that you create later, in this program or another, read the table from the file that
+    ``MPIDIST_TUNING_FILE`` names. To use a table without a file, pass it as ``Communicator(table=...)``.
 
-    A file holds tables for several kinds of host, MPI libraries and layouts; the one for these ranks is put in.
+    A file holds tables for several kinds of host, MPI libraries and layouts. Only the table for these ranks is
+    replaced.
 
     Args:
-        path: The file. By default the one that ``MPIDIST_TUNING_FILE`` names; where that is not set either, the table
-            is only returned. The argument of rank 0 counts.
-        seconds: About how long it may take; the argument of rank 0 counts.
-        device: ``"cpu"`` for arrays in host memory, ``"gpu"`` for arrays on this rank's GPU or ``"gpu:1"`` for those on
-            another; of the same kind on every rank.
+        path: File to write. Defaults to the file that ``MPIDIST_TUNING_FILE`` names. If that is not set either, the
+            table is only returned. The argument of rank 0 counts.
+        seconds: Approximate duration. The argument of rank 0 counts.
+        device: ``"cpu"`` for arrays in host memory, ``"gpu"`` for arrays on this rank's GPU, or ``"gpu:1"`` for arrays
+            on GPU 1. Pass the same kind on every rank.
 
     Returns:
-        The table. One rank alone has nothing to compare: it gets the shipped one, and no file is written.
+        The table. A job of one rank gets the shipped table and writes no file.
 
     Raises:
-        ValueError: The file is there and is not a tuning file, or it cannot be written; on all ranks.
-        DeviceError: There is no GPU on some rank; on all ranks.
+        ValueError: The file is not a tuning file, or cannot be written. Raised on all ranks.
+        DeviceError: A rank has no GPU. Raised on all ranks.
 
     >>> table = tune()
     >>> table.several_nodes[-1]
@@ -112,20 +111,20 @@ def tune(path: str | os.PathLike[str] | None = None, *, seconds: float = 10.0, d
 
 
 def run(path: str | os.PathLike[str] | None, seconds: float, report: Report = _ignore, *, device: str = "cpu") -> Tuned:
-    """Tune like :func:`tune`, and return the whole outcome (collective)."""
+    """Tune like :func:`tune`, and return the timings too (collective)."""
     if not seconds > 0:
-        raise ValueError(f"seconds is {seconds!r}; expected more than 0")
+        raise ValueError(f"seconds is {seconds!r}. Pass a number above 0")
     kind, number, _, _ = parse_device(device)
     with Communicator(table=SHIPPED) as comm:
         outcome = _unusable(comm, kind) or _run(comm, path, seconds, ops_for(kind), number, report)
-    # Every rank has the same error, and the communicator is closed.
+    # Raise after the communicator is closed. Every rank has the same error.
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
 
 
 def _unusable(comm: Communicator, kind: str) -> DeviceError | None:
-    """Return the error of the first rank without devices of a kind, or None (collective)."""
+    """Return the error of the first rank without devices of a kind, if any (collective)."""
     try:
         ops_for(kind)
         problem = None
@@ -142,32 +141,26 @@ def _run(
     if isinstance(goal, ValueError):
         return goal
     timings: list[Timing] = []
-    table, channel, told = goal.before, _channel_of(comm), report if comm.rank == 0 else _ignore
+    table, channel, report = goal.before, _channel_of(comm), report if comm.rank == 0 else _ignore
     place = place_of(channel.node, ops.kind)
     if not channel.node.is_alone:
-        told("messages between nodes")
+        report("messages between nodes")
         measuring = describe("measuring the messages between nodes")
-        network: Network = channel.run(Operation(measured_network(channel.comm, channel.node), measuring))
+        network: Network = channel.run(Operation(measure_network(channel.comm, channel.node), measuring))
         table = table._replace(between_nodes=network)
     if comm.size > 1:
-        # The ways between nodes are those that the costs make the fastest.
+        # Measure with the inter-node algorithms that the new costs select.
         with Communicator(table=table) as tuned:
-            timings = _Measuring(tuned, candidates_at(place), goal.seconds, ops, device, told).timings()
+            timings = _Measuring(tuned, candidates_at(place), goal.seconds, ops, device, report).timings()
     outcome: Tuned | ValueError
-    # One rank decides: on hosts of different kinds the last bit of a logarithm may differ.
+    # One rank decides, because the last bit of a logarithm may differ between hosts.
     outcome = comm.broadcast_object(_kept(comm, goal, decide(table, place, timings), place, timings))
     return outcome
 
 
 @dataclass(frozen=True)
 class _Goal:
-    """The wish of rank 0.
-
-    Attributes:
-        before: The table so far.
-        path: Where the new one goes, if anywhere.
-        seconds: About how long to measure.
-    """
+    """The arguments of rank 0, with the table so far."""
 
     before: Table
     path: str | None
@@ -177,7 +170,7 @@ class _Goal:
 def _goal(comm: Communicator, path: str | os.PathLike[str] | None, seconds: float) -> _Goal | ValueError:
     target = TUNING_FILE.read() if path is None else os.fspath(path)
     if comm.size == 1:
-        _log.warning("mpidist: tune() compares ways between ranks, and this is one rank: nothing was measured")
+        _log.warning("mpidist: tune() measured nothing, because the job has one rank. Run it under mpirun")
     if comm.size == 1 or target is None:
         return _Goal(SHIPPED, None, seconds)
     try:
@@ -212,40 +205,28 @@ def _kept(
 
 @dataclass
 class _Point:
-    """One size while it is measured.
-
-    Attributes:
-        nbytes: The size.
-        looks: Seconds of each candidate at first sight.
-    """
+    """One size while it is measured."""
 
     nbytes: int
-    looks: dict[str, float]
+    first: dict[str, float]
+    """Seconds of the first calls, by candidate."""
 
     def __post_init__(self) -> None:
-        worst = _HOPELESS * min(self.looks.values()) if self.nbytes > _LARGEST_ALWAYS_MEASURED else math.inf
-        self.times: dict[str, list[float]] = {name: [] for name, look in self.looks.items() if look <= worst}
+        worst = _HOPELESS * min(self.first.values()) if self.nbytes > _LARGEST_ALWAYS_MEASURED else math.inf
+        self.times: dict[str, list[float]] = {name: [] for name, first in self.first.items() if first <= worst}
 
     def calls(self, name: str) -> int:
-        """Return how many calls are timed together."""
-        return _CALLS_IN_GROUP if self.looks[name] < _SHORT_CALL_SECONDS else 1
+        """Return the number of calls that are timed together."""
+        return _CALLS_IN_GROUP if self.first[name] < _SHORT_CALL_SECONDS else 1
 
     @property
     def round_seconds(self) -> float:
         """The approximate seconds of one round over the candidates."""
-        return sum(self.looks[name] * self.calls(name) for name in self.times)
+        return sum(self.first[name] * self.calls(name) for name in self.times)
 
 
 class _Measuring:
-    """Times candidates beside each other (collective).
-
-    Args:
-        comm: The ranks.
-        candidates: Names of algorithms.
-        seconds: About how long it may take.
-        ops, device: Where the arrays lie.
-        report: Is told how far it is.
-    """
+    """Times candidates in turn (collective)."""
 
     def __init__(
         self,
@@ -266,30 +247,30 @@ class _Measuring:
         self._start = time.perf_counter()
 
     def timings(self) -> list[Timing]:
-        """Measure as many sizes as time suffices for; the same on all ranks."""
+        """Measure the sizes for which there is time, the same on all ranks."""
         points: list[_Point] = []
         for nbytes in SIZES:
             if nbytes > _LARGEST_ALWAYS_MEASURED and self._needed(points) > self._seconds:
                 break
-            points.append(_Point(nbytes, self._look(nbytes)))
+            points.append(_Point(nbytes, self._first_seconds(nbytes)))
             self._report(f"first look at {size_text(nbytes)}")
         self._repeat(points)
         return [self._timing(point) for point in points]
 
     def _timing(self, point: _Point) -> Timing:
         slowest = {name: statistics.median(self._agree(times)) for name, times in point.times.items()}
-        return Timing(point.nbytes, {**point.looks, **slowest})
+        return Timing(point.nbytes, {**point.first, **slowest})
 
     def _needed(self, points: Sequence[_Point]) -> float:
-        """Return the seconds in all with one more size, which takes twice as long."""
-        one_more = 2 * ((1 + _FIRST_LOOKS) * sum(points[-1].looks.values()) + _LEAST_ROUNDS * points[-1].round_seconds)
+        """Predict the total seconds with one more size, twice as slow as the last."""
+        one_more = 2 * ((1 + _FIRST_CALLS) * sum(points[-1].first.values()) + _LEAST_ROUNDS * points[-1].round_seconds)
         return self._elapsed() + _LEAST_ROUNDS * sum(point.round_seconds for point in points) + one_more
 
     def _repeat(self, points: Sequence[_Point]) -> None:
-        """Repeat all sizes in rounds, so that a disturbance of the machine hits all alike."""
+        """Repeat all sizes in rounds, so that a disturbance of the machine affects all equally."""
         for number in range(1, _MOST_ROUNDS + 1):
             for point in points:
-                # No candidate always finds the caches as the same other one has left them.
+                # In random order, so that caches do not favor the successor of one candidate.
                 for name in self._draw.sample(list(point.times), len(point.times)):
                     point.times[name].append(self._seconds_per_call(point.nbytes, name, point.calls(name)))
             elapsed = self._elapsed()
@@ -297,20 +278,20 @@ class _Measuring:
             if number >= _LEAST_ROUNDS and elapsed * (number + 1) > self._seconds * number:
                 return
 
-    def _look(self, nbytes: int) -> dict[str, float]:
-        """Return a first measure of the candidates, and leave out those that do not work."""
-        looks = {}
+    def _first_seconds(self, nbytes: int) -> dict[str, float]:
+        """Return the seconds of the first calls, and drop candidates that do not work."""
+        first = {}
         for name in [name for name in self._candidates if host_algorithms.is_tuned_to(name, nbytes)]:
             try:
-                # Plans are made, and pages touched.
+                # Warm up: create plans and touch pages.
                 self._seconds_per_call(nbytes, name, 1)
             except AlgorithmError as error:
                 self._candidates.remove(name)
                 if self._comm.rank == 0:
-                    _log.info("mpidist: tune() leaves %s out: %s", name, error)
+                    _log.info("mpidist: tune() skips %s: %s", name, error)
                 continue
-            (looks[name],) = self._agree([min(self._seconds_per_call(nbytes, name, 1) for _ in range(_FIRST_LOOKS))])
-        return looks
+            (first[name],) = self._agree([min(self._seconds_per_call(nbytes, name, 1) for _ in range(_FIRST_CALLS))])
+        return first
 
     def _seconds_per_call(self, nbytes: int, name: str, calls: int) -> float:
         options = CommunicationOptions(algorithm=name)
@@ -327,37 +308,37 @@ class _Measuring:
         return elapsed
 
     def _agree(self, values: Sequence[float]) -> list[float]:
-        """Return the largest values of all ranks."""
+        """Return the maximum of each value over all ranks."""
         largest: list[float] = self._comm.all_reduce("MAX", np.array(values)).tolist()
         return largest
 
 
-# Deciding -------------------------------------------------------------------------------------------------------------
+# Decision -------------------------------------------------------------------------------------------------------------
 
 
 def decide(before: Table, place: str, timings: Sequence[Timing]) -> Table:
-    """Return ``before`` with the row of a place by its timings, whose sizes rise."""
+    """Return ``before`` with the best row for a place. Sizes of ``timings`` must rise."""
     return Table(**{**before._asdict(), place: best_row(timings)}) if timings else before
 
 
 def best_row(timings: Sequence[Timing]) -> Row:
-    """Return the fastest row over all sizes, without entries that gain nothing.
+    """Return the fastest row over all sizes, without entries of little gain.
 
     >>> best_row([Timing(1024, {"a": 1.0, "b": 3.0}), Timing(4096, {"a": 6.0, "b": 2.0})])
     ((2048, 'a'), (None, 'b'))
     >>> best_row([Timing(1024, {"a": 1.0, "b": 3.0}), Timing(4096, {"b": 5.0})])
     ((1024, 'a'), (None, 'b'))
     """
-    # By the algorithm at the last size so far: the cost of the best way there, and that way.
+    # Dynamic programming. By the algorithm at the last size so far: the least cost, and the algorithms up to there.
     best: dict[str, tuple[float, tuple[str, ...]]] = dict.fromkeys(timings[0].seconds, (0.0, ()))
     for _, seconds in timings:
         fastest = min(seconds.values())
-        cost, way = min(best.values())
-        change = (cost + _LEAST_GAIN, way)
-        came = {name: min(best[name], change) for name in best}
-        # One that is not measured at a size is none for it.
-        worse = {name: math.log(seconds.get(name, math.inf) / fastest) for name in best}
-        best = {name: (came[name][0] + worse[name], (*came[name][1], name)) for name in best}
+        cost, path = min(best.values())
+        change = (cost + _LEAST_GAIN, path)
+        previous = {name: min(best[name], change) for name in best}
+        # An algorithm without a time at a size has an infinite cost there.
+        loss = {name: math.log(seconds.get(name, math.inf) / fastest) for name in best}
+        best = {name: (previous[name][0] + loss[name], (*previous[name][1], name)) for name in best}
     _, names = min(best.values())
     row: list[tuple[int | None, str]] = [
         (_break_even_size(low, high, below, above), below)
@@ -368,7 +349,7 @@ def best_row(timings: Sequence[Timing]) -> Row:
 
 
 def _break_even_size(low: Timing, high: Timing, below: str, above: str) -> int:
-    """Return the size where two algorithms are equally fast, by lines on logarithmic scales."""
+    """Interpolate the size at which two algorithms are equally fast, on logarithmic scales."""
     ahead = math.log(low.seconds[above] / low.seconds[below])
     behind = math.log(high.seconds.get(below, math.inf) / high.seconds[above])
     part = ahead / (ahead + behind) if ahead + behind > 0 else 0.0

@@ -13,7 +13,7 @@ from mpidist.cli import COMMANDS
 from mpidist.cli.json_output import json_text
 from mpidist.cli.tune import facts_of_tuning
 from mpidist.collectives.observe.trace import TraceFile
-from mpidist.collectives.reduce.table import SHIPPED
+from mpidist.collectives.reduce.registry import SHIPPED
 from mpidist.collectives.reduce.tuning_file import Setup
 from mpidist.collectives.tuning import Timing, Tuned
 from mpidist.core import __version__

@@ -11,7 +11,7 @@ import pytest
 from mpidist.__main__ import main
 from mpidist.cli import COMMANDS
 from mpidist.cli.tune import report, time_text
-from mpidist.collectives.reduce.table import SHIPPED
+from mpidist.collectives.reduce.registry import SHIPPED
 from mpidist.collectives.reduce.tuning_file import Setup, read
 from mpidist.collectives.tuning import SIZES, Timing, Tuned
 from tests.support.ranks.jobs import child_environment, run_script

@@ -240,9 +240,9 @@ def test_two_ranks_on_one_gpu_are_told_of_the_recipes(
 @pytest.mark.min_ranks(2)
 @PUNCTUAL
 def test_algorithms_of_the_other_kind_of_memory(cupy: Any, comm: Communicator) -> None:
-    with pytest.raises(AlgorithmError, match="'nccl' is for arrays on GPUs, and was asked for arrays in host memory"):
+    with pytest.raises(AlgorithmError, match="'nccl' is for arrays on GPUs, but the arrays are in host memory"):
         comm.all_reduce("SUM", np.ones(1000), options=CommunicationOptions(algorithm="nccl"))
-    with pytest.raises(AlgorithmError, match="'mpi' is for arrays in host memory, and was asked for arrays on GPUs"):
+    with pytest.raises(AlgorithmError, match="'mpi' is for arrays in host memory, but the arrays are on GPUs"):
         comm.all_reduce("SUM", cupy.ones(1000), options=CommunicationOptions(algorithm="mpi"))
     assert comm.all_reduce("SUM", cupy.ones(2)).get().tolist() == [comm.size] * 2
 
@@ -263,7 +263,7 @@ def test_a_rank_keeps_to_one_device(cupy: Any) -> None:
         other = (comm.rank + 1) % 6
         with cupy.cuda.Device(other):
             array = cupy.ones(2)
-        with pytest.raises(ValueError, match=f"arrays on gpu:{other}; this communicator reduces on gpu:{comm.rank}"):
+        with pytest.raises(ValueError, match=f"arrays are on gpu:{other}, but this communicator uses gpu:{comm.rank}"):
             comm.all_reduce("SUM", array)
 
 

@@ -17,7 +17,7 @@ from mpidist import Communicator
 from mpidist.arrays import cupy_ops
 from mpidist.arrays.kernel_source import kernel_for
 from mpidist.collectives.gpu import staging
-from mpidist.collectives.reduce.algorithms import ring as host_ring
+from mpidist.collectives.reduce.algorithms import inter_node
 from mpidist.collectives.reduce.registry import wire_algorithms
 from mpidist.core.errors import PeerError
 from mpidist.experimental import CommunicationOptions
@@ -172,7 +172,7 @@ def test_sums_between_nodes_are_formed_on_the_gpu_in_memory_that_is_there(
     def on_the_host(*_: Any) -> Any:
         raise AssertionError("sums are formed on the host")
 
-    monkeypatch.setattr(host_ring.Ring, "all_reduce", on_the_host)
+    monkeypatch.setattr(inter_node.Ring, "all_reduce", on_the_host)
     with Communicator() as comm:
         array = cupy.ones(1 << 16, "f4")
         comm.all_reduce("SUM", array, out=array, options=HIERARCHICAL)

@@ -185,7 +185,7 @@ def wrong_calls(me: Rank) -> list[tuple[Any, type[Exception], str]]:
         (lambda: comm.all_reduce(good, elsewhere, total, stream), ValueError, f"target is on gpu:{away}; .*gpu:{here}"),
         (lambda: comm.all_reduce(grid[:, 1], good, total, stream), ValueError, "source, of shape .6,..*not contiguous"),
         (lambda: comm.all_reduce(np.ones(6, "f4"), good, total, stream), TypeError, "source is of type numpy.ndarray"),
-        (lambda: comm.all_reduce(small, small, total, stream), TypeError, "no SUM of int16; cast to int32"),
+        (lambda: comm.all_reduce(small, small, total, stream), TypeError, "no SUM of int16. Cast to int32"),
         (
             lambda: comm.all_gather(good, me.array(np.ones(6 * n + 1, "f4")), stream),
             ValueError,
@@ -243,13 +243,13 @@ def test_an_error_at_the_end_of_a_group(me: Rank, monkeypatch: Any) -> None:
 @pytest.mark.parametrize(
     ("dtype", "op", "message"),
     [
-        ("c8", "PROD", "no PROD of complex64; of complex numbers it forms SUM"),
+        ("c8", "PROD", "no PROD of complex64. It supports SUM of complex numbers only"),
         ("c16", "MAX", "no MAX of complex128"),
-        ("i4", "MEAN", "asked for a MEAN; expected a SUM"),
-        ("u2", "SUM", "no SUM of uint16; cast to uint32 first"),
-        ("?", "SUM", "no SUM of bool; cast to uint8"),
+        ("i4", "MEAN", "no MEAN. Use SUM"),
+        ("u2", "SUM", "no SUM of uint16. Cast to uint32 first"),
+        ("?", "SUM", "no SUM of bool. Cast to uint8"),
         (">f4", "SUM", "native byte order"),
-        ("U3", "SUM", "expected one of int8,.*bfloat16.*complex128"),
+        ("U3", "SUM", "Use one of int8,.*bfloat16.*complex128"),
     ],
 )
 def test_reductions_that_nccl_lacks(fake_gpus: Any, dtype: str, op: str, message: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from mpidist import Communicator
 from mpidist.collectives.gpu import network_probes, staging
 from mpidist.collectives.gpu.network_probes import Fabric, rdma_fabric
-from mpidist.collectives.reduce.table import SHIPPED
+from mpidist.collectives.reduce.registry import SHIPPED
 from mpidist.topology import world_topology
 from tests.support.fake_cupy import nccl as fake_nccl
 

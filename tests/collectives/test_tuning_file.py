@@ -13,7 +13,7 @@ import pytest
 from mpidist import Communicator
 from mpidist.collectives.reduce import tuning_file
 from mpidist.collectives.reduce.choice import place_of
-from mpidist.collectives.reduce.table import SHIPPED, Table
+from mpidist.collectives.reduce.registry import SHIPPED, Table
 from mpidist.collectives.reduce.tuning_file import Setup, merge, read, setup_of
 from mpidist.experimental import CommunicationOptions
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a folder in which this user may write"):
         merge(tmp_path / "missing" / "t", HERE, SHIPPED)
     (tmp_path / "t").write_text("a letter")
-    with pytest.raises(ValueError, match=r"t is not JSON \(.*\); expected a file that 'python -m mpidist tune --out"):
+    with pytest.raises(ValueError, match=r"t is not JSON \(.*\)\. Use a file that 'python -m mpidist tune --out"):
         merge(tmp_path / "t", HERE, SHIPPED)
     assert (tmp_path / "t").read_text() == "a letter"
 
@@ -102,17 +102,26 @@ BAD = {
     "empty": ("", "is not JSON"),
     "a list": ("[]", 'has no list "tables"'),
     "no tables": ("{}", 'has no list "tables"'),
-    "an entry that is none": ('{"tables": [3]}', "table 1, is 3; expected texts host, mpi, layout"),
-    "no host": (json.dumps({"tables": [entry(host=None)]}), "table 1, is .*expected texts host, mpi, layout"),
-    "no rows": (json.dumps({"tables": [HERE._asdict()]}), "table 1 has nothing; expected one_node, several_nodes"),
-    "unknown": (json.dumps({"tables": [entry(one_node=[[None, "x"]])]}), 'table 1: one_node is .*out of .*not "x"'),
+    "an entry that is none": ('{"tables": [3]}', "table 1, is 3. It must have strings host, mpi, layout"),
+    "no host": (json.dumps({"tables": [entry(host=None)]}), "table 1, is .*must have strings host, mpi, layout"),
+    "no rows": (
+        json.dumps({"tables": [HERE._asdict()]}),
+        "has no rows. The rows must be one_node, several_nodes",
+    ),
+    "unknown": (
+        json.dumps({"tables": [entry(one_node=[[None, "x"]])]}),
+        'table 1: one_node is .*Replace "x" by one of the algorithms',
+    ),
     "falling": (
         json.dumps({"tables": [entry(one_node=[[9, "mpi"], [8, "mpi"], [None, "mpi"]])]}),
-        "table 1: one_node is .*sizes in bytes that rise",
+        "table 1: one_node is .*Use rising sizes in bytes",
     ),
-    "last": (json.dumps({"tables": [entry(one_node=[[9, "mpi"]])]}), "table 1: one_node is .*null, which is any size"),
-    "another version": ('{"version": 3, "tables": []}', "has version 3, of another mpidist; expected a file that"),
-    "twice": (json.dumps({"tables": [entry(), entry()]}), "table 2, is a second one for some CPU"),
+    "last": (
+        json.dumps({"tables": [entry(one_node=[[9, "mpi"]])]}),
+        "table 1: one_node is .*Use null, which matches any size",
+    ),
+    "another version": ('{"version": 3, "tables": []}', "has version 3, of another mpidist. Use a file that"),
+    "twice": (json.dumps({"tables": [entry(), entry()]}), "table 2, is a second table for some CPU"),
 }
 
 
@@ -129,7 +138,7 @@ def test_a_wrong_file_is_not_read(kind: str, tmp_path: Path) -> None:
 
 
 def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot be read \(No such file or directory\); expected a file that"):
+    with pytest.raises(ValueError, match=r"cannot be read \(No such file or directory\). Use a file that"):
         read(tmp_path / "t")
     with pytest.raises(ValueError, match=r"cannot be read \(Is a directory\)"):
         read(tmp_path)
@@ -259,7 +268,7 @@ def test_a_table_that_is_given_goes_before_the_file(
 
 
 def test_what_is_no_table_is_refused() -> None:
-    with pytest.raises(TypeError, match="table is 3; expected None, or what mpidist.tune"):
+    with pytest.raises(TypeError, match="table is 3. Pass None or the result of mpidist.tune"):
         Communicator(table=3)  # type: ignore[arg-type]
 
 

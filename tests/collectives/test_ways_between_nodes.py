@@ -11,7 +11,7 @@ from benchmarks.measuring.in_memory import InMemory, flattened
 from mpidist.arrays.dtypes import Array, as_dtype
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
-from mpidist.collectives.reduce import algorithms  # noqa: F401  # which register themselves
+from mpidist.collectives.reduce import algorithms  # noqa: F401  # registers the algorithms
 from mpidist.collectives.reduce.registry import Wire, wire_algorithms
 from mpidist.core.options import ReduceOp
 

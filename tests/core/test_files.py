@@ -14,7 +14,7 @@ from mpidist.collectives.node import shared_memory
 from mpidist.collectives.observe.record import FlightFile, flight_path
 from mpidist.collectives.observe.trace import TraceFile, merge, trace_path
 from mpidist.collectives.reduce import tuning_file
-from mpidist.collectives.reduce.table import SHIPPED
+from mpidist.collectives.reduce.registry import SHIPPED
 from mpidist.core.files import open_regular, replacing
 from mpidist.estimator import evaluations
 

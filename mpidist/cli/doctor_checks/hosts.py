@@ -7,7 +7,7 @@ import math
 from mpidist.cli.doctor_checks import commands
 from mpidist.cli.doctor_checks.finding import WARNING, Finding
 from mpidist.cli.doctor_facts.facts import CoreFacts, JobFacts
-from mpidist.collectives.reduce.table import size_text
+from mpidist.collectives.reduce.registry import size_text
 from mpidist.core.text import names_text, numbered_ranks
 
 ENOUGH_BYTES = 256 << 20

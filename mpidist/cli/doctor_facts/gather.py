@@ -17,7 +17,7 @@ from mpidist.collectives.gpu.network_probes import rdma_everywhere, takes_device
 from mpidist.collectives.mpi.waiting import drive
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.reduce.choice import place_of
-from mpidist.collectives.reduce.table import SHIPPED, Table, resolved, table_text
+from mpidist.collectives.reduce.registry import SHIPPED, Table, resolved, table_text
 from mpidist.collectives.reduce.tuning_file import Setup, read, setup_of
 from mpidist.core.concurrency import Deadline
 from mpidist.core.settings import RANKS_PER_NODE, TUNING_FILE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from mpidist.collectives.gpu import algorithms  # noqa: F401  # which register themselves
+from mpidist.collectives.gpu import algorithms  # noqa: F401  # registers the algorithms
 from mpidist.collectives.gpu.algorithms.nccl_all_reduce import Nccl
 from mpidist.collectives.gpu.device_call import DeviceAlgorithm, DeviceSite
 from mpidist.collectives.gpu.device_streams import DeviceStreams
@@ -15,8 +15,16 @@ from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.reduce.choice import Choice, place_of
 from mpidist.collectives.reduce.device_packs import SLICE_ALIGNMENT, DevicePack
-from mpidist.collectives.reduce.registry import Algorithm, Row, gpu_algorithms
-from mpidist.collectives.reduce.table import BY_NETWORK, Table, look_up, resolved, row_text
+from mpidist.collectives.reduce.registry import (
+    BY_NETWORK,
+    Algorithm,
+    Row,
+    Table,
+    gpu_algorithms,
+    look_up,
+    resolved,
+    row_text,
+)
 from mpidist.core.options import CommunicationOptions
 
 _log = logging.getLogger("mpidist")

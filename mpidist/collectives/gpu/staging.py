@@ -22,7 +22,7 @@ from mpidist.collectives.mpi.gathering import agreed_minimum
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Comm, Steps, until_event
 from mpidist.collectives.node.chunks import slices
-from mpidist.collectives.reduce.registry import Rail
+from mpidist.collectives.reduce.cost_model import Rail
 from mpidist.core import settings
 from mpidist.core.options import ReduceOp
 from mpidist.topology import import_mpi

@@ -1,1 +1,1 @@
-"""Collectives that move arrays: all-gather and broadcast, and the rows of a reduce-scatter."""
+"""Collectives that move arrays, and messages between two ranks."""

@@ -1,8 +1,8 @@
 """Messages from one rank to another, independent of the collectives of a communicator.
 
-A header describes the array and the line that sends it. Small data travel in the header. Larger data follow straight
-from memory to memory, with a tag that the header names, after the receiver has checked the description: some MPI
-libraries write past the end of the receiver's memory if a message is too long.
+A header describes the array and the call site of the sender, and holds small data. Larger data follow without a copy,
+with a tag from the header, after the receiver has checked the description, because some MPI libraries write past the
+end of the receiver's memory if a message is too long.
 """
 
 from __future__ import annotations
@@ -39,22 +39,17 @@ from mpidist.topology import import_mpi
 T = TypeVar("T")
 _log = logging.getLogger("mpidist")
 
-# Number of the message to its receiver, bytes of the data and of the text. The text and small data follow.
+# Number of the message to its receiver, bytes of the data and of the text, then the text and small data.
 _HEAD = struct.Struct("<IQH")
 _TEXT_BYTES, _SMALL_BYTES = 500, 4096
-# Of so many polls of a wait, one advances all messages.
+# Every 16th poll of a wait advances all messages, and the others only the message that is waited for.
 _POLLS_OF_ONE = 16
-# How often a long wait queries whether the other side has ended its program.
+# Interval of queries during a long wait: has the peer exited?
 _ASK_EVERY_SECONDS = 5.0
 
 
 class _Message(Operation[object]):
-    """One message.
-
-    Attributes:
-        other: The rank of the other side; None for any rank.
-        has_header: Whether its header has arrived.
-    """
+    """One message. ``other`` is the peer, or None for any rank."""
 
     def __init__(
         self, steps: Steps[object], description: Description, timeout: float | None, other: int | None, here: str
@@ -69,7 +64,7 @@ class PointToPoint:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._in_flight: list[_Message] = []
-        # Number of messages to each rank so far.
+        # Number of messages to each rank so far, which selects their data tags.
         self._numbers: Counter[int] = Counter()
         self._lock = threading.RLock()
         self._mpi = import_mpi()
@@ -88,7 +83,7 @@ class PointToPoint:
                 )
 
     def send(self, array: Array, dest: int, tag: int, timeout: float | None) -> Work[None]:
-        """Start to send an array."""
+        """Start sending an array."""
         text, description = _described(f"send to rank {dest}", tag, array.shape, array.dtype)
         here = user_call_site()
         data, header_text = as_bytes(in_order(array)), f"{text}\n{here}".encode()[:_TEXT_BYTES]
@@ -96,7 +91,7 @@ class PointToPoint:
         return self._started(message)
 
     def receive(self, out: Array, source: int | None, tag: int, timeout: float | None) -> Work[int]:
-        """Start to receive an array into ``out``. The result is the rank that sent it."""
+        """Start receiving an array into ``out``. The result is the sending rank."""
         of = "any rank" if source is None else f"rank {source}"
         text, description = _described(f"recv from {of}", tag, out.shape, out.dtype)
         here = user_call_site()
@@ -110,18 +105,18 @@ class PointToPoint:
         message.timeout = message.timeout or channel.timeout
         message.ask_at = time.monotonic() + self._ask_after
         if channel.observers.message_began:
-            self._tell(message, channel.observers.message_began)
+            self._notify(message, channel.observers.message_began)
         if channel.observers.message_ended:
             message.steps = self._observed(message, message.steps)
         message.start(self)
         with self._lock:
             self._in_flight.append(message)
-            # The order of the calls is the order of the messages.
+            # The first step sends or receives, so messages keep the order of their calls.
             self._step(message)
         return message
 
     def abort(self) -> None:
-        """End all messages with an error. MPI may still write to their memory, which they keep."""
+        """Fail all messages. They keep their memory, because MPI may still write to it."""
         self._fail_all(PeerError("this Communicator was aborted while the message was in flight"))
 
     def _fail_all(self, error: Exception) -> None:
@@ -131,14 +126,14 @@ class PointToPoint:
                     message.fail(error)
 
     def close(self) -> None:
-        """Advance no more messages."""
+        """Stop advancing messages."""
         with self._lock:
             if self.move in also_moved:
                 also_moved.remove(self.move)
         progress.forget(self.move)
 
     def later(self, work: Work[T]) -> Work[T]:
-        """Advance a message while the program computes, or waits for something else."""
+        """Advance a message while the program computes or waits for other works."""
         with self._lock:
             if not work.is_done and self.move not in also_moved:
                 also_moved.append(self.move)
@@ -167,9 +162,9 @@ class PointToPoint:
     ) -> Steps[int]:
         mpi, comm, status = self._mpi, self._channel.comm, self._mpi.Status()
         head = np.empty(_HEAD.size + _TEXT_BYTES + _SMALL_BYTES, np.uint8)
-        asked = mpi.ANY_SOURCE if source is None else source
-        coming = comm.Irecv([head, head.size, mpi.BYTE], asked, HEADS_OF_PROGRAMS + tag)
-        while not coming.Test(status):
+        sender = mpi.ANY_SOURCE if source is None else source
+        request = comm.Irecv([head, head.size, mpi.BYTE], sender, HEADS_OF_PROGRAMS + tag)
+        while not request.Test(status):
             yield
         self._count.received += 1
         rank = int(status.Get_source())
@@ -185,39 +180,39 @@ class PointToPoint:
             as_bytes(into)[:] = head[_HEAD.size + length :][:nbytes]
         if not fits:
             raise MismatchError(
-                f"rank {rank} sends {theirs}, at {there}, and rank {self._channel.rank} expects {text}, at {here}, "
-                f"with tag {tag}; expected arrays of the same shape and dtype on both sides"
+                f"rank {rank} sends {theirs}, at {there}, but rank {self._channel.rank} expects {text}, at {here}, "
+                f"with tag {tag}. Pass arrays of the same shape and dtype on both sides"
             )
         if into is not out:
             out[...] = into.view(out.dtype).reshape(out.shape)
         return rank
 
     def _observed(self, message: _Message, steps: Steps[T]) -> Steps[T]:
-        """Run the steps of a message, and tell observers of its end."""
+        """Run the steps of a message, then notify the observers."""
         try:
             result = yield from steps
-        except GeneratorExit:  # the program ends while it is in flight, so observers see no end
+        except GeneratorExit:  # observers see no end, because the program exits with the message in flight
             raise
         except BaseException as error:
             message.error = error
-            self._tell(message, self._channel.observers.message_ended)
+            self._notify(message, self._channel.observers.message_ended)
             message.error = None
             raise
-        self._tell(message, self._channel.observers.message_ended)
+        self._notify(message, self._channel.observers.message_ended)
         return result
 
-    def _tell(self, message: _Message, event: Sequence[Callable[[Operation[object]], None]]) -> None:
-        for tell in event:
+    def _notify(self, message: _Message, observers: Sequence[Callable[[Operation[object]], None]]) -> None:
+        for notify in observers:
             try:
-                tell(message)
+                notify(message)
             except Exception:
-                # The other side waits for the message.
+                # Continue, because the peer waits for the message.
                 _log.exception("mpidist: an observer of %s failed", message.text)
 
     # Progress -----------------------------------------------------------------------------------------------------
 
     def move(self) -> Work[object] | None:
-        """Advance all messages, and return one that is in flight, if any."""
+        """Advance all messages, and return one in flight, if any."""
         self.advance()
         return next((message for message in list(self._in_flight) if not message.is_done), None)
 
@@ -237,7 +232,7 @@ class PointToPoint:
             self._channel.executor.fail_in(message.text, error)
 
     def wait_for(self, operation: Operation[object], timeout: float | None) -> None:
-        """Advance messages until one is done, for at most ``timeout`` seconds."""
+        """Advance messages until ``operation`` is done, for at most ``timeout`` seconds."""
         assert isinstance(operation, _Message), "messages only"
         left = operation.timeout - operation.waited
         is_last = timeout is None or timeout >= left
@@ -245,7 +240,7 @@ class PointToPoint:
         operation.waited += 0 if is_last else seconds
         error = partial(self._expired if is_last else _not_yet, operation)
         report = partial(self._report, operation)
-        with suppress(MessageTimeoutError):  # all messages end with it, including this one
+        with suppress(MessageTimeoutError):  # every message has failed with it, including this one
             drive(self._polling(operation), lambda: Deadline(report, error, seconds, meanwhile=move_works))
 
     def _polling(self, message: _Message) -> Steps[None]:
@@ -253,7 +248,7 @@ class PointToPoint:
         while not message.is_done:
             polls += 1
             if polls % _POLLS_OF_ONE:
-                # Latency first: most messages arrive soon.
+                # Poll only this message for low latency, because most messages arrive soon.
                 with self._lock:
                     if not message.is_done:
                         self._step(message)
@@ -263,7 +258,7 @@ class PointToPoint:
             self.advance()
             self._ask(message)
             if message.hopeless:
-                self.advance()  # it may have arrived just before the answer
+                self.advance()  # the message may have arrived just before the answer
                 if not message.is_done and not message.has_header:
                     self._lose(message)
             yield
@@ -288,7 +283,7 @@ class PointToPoint:
         self._fail_all(PeerError(f"{message.text}, at {message.call_site}, {text}"))
 
     def _expired(self, message: _Message, waited: float) -> MessageTimeoutError:
-        # MPI may still write to its memory, which the message keeps.
+        # The message keeps its memory, because MPI may still write to it.
         self._channel.executor.fail(f"{message.text} did not arrive within its deadline")
         error = MessageTimeoutError(message.text, str(message.call_site), waited, self._channel.rank)
         self._fail_all(error)
@@ -297,14 +292,13 @@ class PointToPoint:
 
 @lru_cache(maxsize=1024)
 def _described(what: str, tag: int, shape: tuple[int, ...], dtype: DType) -> tuple[str, Description]:
-    """Return the array as text, and the description of the message."""
     text = signature_text(((shape, dtype),))
     nbytes = math.prod(shape) * dtype.itemsize
     return text, describe(f"{what} with tag {tag}", text, operation=what.partition(" ")[0], nbytes=nbytes)
 
 
 def _not_yet(message: _Message, waited: float) -> TimeoutError:
-    return TimeoutError(f"{message.text} is not done after {waited:.3g} s. It continues, and you may wait for it again")
+    return TimeoutError(f"{message.text} is not done after {waited:.3g} s. It continues. Call wait() again")
 
 
 def _no_steps() -> Steps[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-from mpidist.collectives.reduce.table import size_text
+from mpidist.collectives.reduce.registry import size_text
 from mpidist.core.text import ranks_text
 
 Totals = dict[str, Counter[str]]

@@ -1,4 +1,4 @@
-"""The choice of an algorithm for each reduction, and the algorithms made so far."""
+"""Choice and creation of the algorithm for each reduction."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Generic, Protocol, TypeVar
 
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.node import Node
-from mpidist.collectives.reduce import algorithms  # noqa: F401  # which register themselves
-from mpidist.collectives.reduce.registry import AlgorithmEntry, Registry, Row, Site, not_for, wire_algorithms
-from mpidist.collectives.reduce.table import look_up
+from mpidist.collectives.reduce import algorithms  # noqa: F401  # registers the algorithms
+from mpidist.collectives.reduce.registry import AlgorithmEntry, Registry, Row, Site, look_up, not_for, wire_algorithms
 from mpidist.core.errors import AlgorithmError
 from mpidist.core.options import CommunicationOptions
 
@@ -25,24 +24,13 @@ A = TypeVar("A", bound=_Closable)
 
 
 def place_of(node: Node, kind: str = "cpu") -> str:
-    """Return the place of the ranks around ``node``, which names a row.
-
-    For arrays on devices of a kind.
-    """
-    if kind == "gpu":
-        return "one_node_gpu" if node.is_alone else "several_nodes_gpu"
-    return "one_node" if node.is_alone else "several_nodes"
+    """Return the name of the table row for a node and a device kind."""
+    place = "one_node" if node.is_alone else "several_nodes"
+    return f"{place}_gpu" if kind == "gpu" else place
 
 
 class Choice(Generic[A]):
-    """The algorithms of one communicator for arrays of one kind.
-
-    Args:
-        registry: The algorithms that there are.
-        site: Where they work: a Site, or one for arrays on GPUs.
-        place: The row of the table that counts there.
-        row: Its content.
-    """
+    """The algorithms of one communicator for arrays of one kind."""
 
     def __init__(self, registry: Registry, site: Site, place: str, row: Row) -> None:
         self._registry = registry
@@ -51,26 +39,23 @@ class Choice(Generic[A]):
         self.row = row
         self._names: dict[tuple[str, bool, bool, bool, bool], tuple[str, ...]] = {}
         self._made: dict[str, A] = {}
-        self._without: set[str] = set()
+        self._failed: set[str] = set()
 
     def names_for(self, nbytes: int, options: CommunicationOptions, is_common: bool = True) -> tuple[str, ...]:
-        """Return the algorithm for a message, then its substitutes; the same on every rank.
+        """Return the algorithm for a message, then its substitutes, the same on every rank.
 
-        Args:
-            nbytes: Of the message.
-            options: Of the call.
-            is_common: Whether every algorithm takes its dtype and operation.
+        ``is_common`` says whether every algorithm supports the dtype and the operation.
         """
-        asked = options.algorithm
-        name = look_up(self.row, nbytes) if asked is None else asked
-        key = (name, asked is None, options.deterministic, options.wire_dtype is not None, is_common)
+        requested = options.algorithm
+        name = look_up(self.row, nbytes) if requested is None else requested
+        key = (name, requested is None, options.deterministic, options.wire_dtype is not None, is_common)
         names = self._names.get(key)
         if names is None:
             names = self._names[key] = self._suiting(*key)
         return names
 
     def names_from(self, name: str) -> tuple[str, ...]:
-        """Return the algorithm that the table names, then its substitutes."""
+        """Return the algorithm for a name in the table, then its substitutes."""
         return self._suiting(name, may_differ=True, is_ordered=False, rounds=False, is_common=True)
 
     def _suiting(self, name: str, may_differ: bool, is_ordered: bool, rounds: bool, is_common: bool) -> tuple[str, ...]:
@@ -84,7 +69,6 @@ class Choice(Generic[A]):
         return tuple(dict.fromkeys(found)) if may_differ else (*found[:1],) or (name,)
 
     def _entries_from(self, name: str) -> list[AlgorithmEntry]:
-        """Return the algorithm that serves for the named one, then its substitutes."""
         first = self._registry.get("hierarchical" if wire_algorithms.get(name) else name)
         if first is None:
             return []
@@ -97,20 +81,17 @@ class Choice(Generic[A]):
         return [entry for entry in serving if entry is not None]
 
     def first_working(self, names: Sequence[str]) -> str:
-        """Return the first algorithm that has not failed to work here, else the last."""
-        return next((name for name in names if name not in self._without), names[-1])
+        """Return the first algorithm that has not failed to start, else the last."""
+        return next((name for name in names if name not in self._failed), names[-1])
 
     def made(self, names: Sequence[str]) -> A | None:
-        """Return the algorithm for ``names_for`` a message if it has been made."""
+        """Return the algorithm for the names of a message if it exists already."""
         return self._made.get(self.first_working(names))
 
     def make(self, names: Sequence[str]) -> Steps[A]:
-        """Make the algorithm for ``names_for`` a message (collective).
+        """Create the first working algorithm for the names of a message (collective).
 
-        Where one does not work the next takes its place, and a warning says so.
-
-        Raises:
-            AlgorithmError: None of them works here, or the only one is not for arrays of this kind.
+        Logs a warning for each substitute. Raises AlgorithmError if no algorithm works.
         """
         while (name := self.first_working(names)) not in self._made:
             entry = self._registry.get(name)
@@ -121,7 +102,7 @@ class Choice(Generic[A]):
             except AlgorithmError as error:
                 if name == names[-1]:
                     raise
-                self._without.add(name)
+                self._failed.add(name)
                 if self.site.comm.Get_rank() == 0:
                     _log.warning("mpidist: %s%s", error, self._registry.say_instead(self.first_working(names)))
         return self._made[name]

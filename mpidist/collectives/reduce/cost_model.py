@@ -1,25 +1,34 @@
-"""The cost model of an all-reduce on several nodes.
+"""The cost model of an all-reduce on several nodes, and the measurement of its parameters.
 
-Each way between nodes says what its busiest rank does, in rounds; ``mpidist.tune`` measures the network. A round takes
-the latency of a message, the time of a processor for each message, and that of the bytes on the link, which the rails
-of a node share (the model of Hockney, doi:10.1016/S0167-8191(06)80021-9, with an overhead). Slices are under way
-together: the wire, the processor, or the latencies of a slice, of which only so many are under way, set the pace,
-whichever takes longest. Nothing here needs MPI: ``python -m benchmarks predict`` asks about nodes that are not there.
+Each inter-node algorithm lists the rounds of its busiest rank, and ``mpidist.tune`` measures the network. The time of
+a round is the latency of a message, the processor time for each message, and the time of the bytes on the link, which
+all rails of a node share (the model of Hockney, doi:10.1016/S0167-8191(06)80021-9, with an overhead). Slices overlap,
+so the slowest of three sets the pace: the link, the processor, or the latency of a slice divided by the slices in
+flight. The model needs no MPI, so ``python -m benchmarks predict`` uses it for clusters of any size.
 
-All ranks compare sums and products of the same numbers, which IEEE 754 rounds alike everywhere: all choose the same.
+All ranks compare sums and products of the same numbers. IEEE 754 rounds these identically everywhere, so all ranks
+choose the same algorithm without a message.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from mpidist.arrays.dtypes import Array, DType
+from mpidist.collectives.mpi.gathering import agreed_minimum
+from mpidist.collectives.mpi.mpi_types import message, tag_of
+from mpidist.collectives.mpi.waiting import Comm, Steps, pause, until_all_done, until_done
 from mpidist.collectives.node.core import SMALL_BETWEEN_NODES
-from mpidist.collectives.node.node import LANES_BETWEEN_NODES, SLICE_BYTES_BETWEEN_NODES
+from mpidist.collectives.node.node import LANES_BETWEEN_NODES, SLICE_BYTES_BETWEEN_NODES, Node
 
-# Between nodes less than this is not worth a message to each of them.
+# Smaller slices are not worth a message to each node.
 SMALLEST_SLICE_BETWEEN_NODES = 64 << 10
-# Slices of which no more than the lanes are on their way do well everywhere; others have to promise so much more.
+# Prefer the size that keeps at most the lanes in flight. Other sizes must be predicted at least 5 % faster.
 _WORTH_WHILE = 1.05
 
 
@@ -27,23 +36,23 @@ class Network(NamedTuple):
     """The costs of messages between nodes and of work inside them, as ``mpidist.tune`` measures them."""
 
     latency: float
-    """Seconds from one node to another, of a message without bytes, beside the overhead."""
+    """Seconds of an empty message to another node, without the overhead."""
     overhead: float
     """Seconds of the processor for each message that is sent and received."""
     bandwidth: float
-    """Bytes per second out of each node to the next, by all its rails."""
+    """Bytes per second from each node to the next, by all its rails."""
     far_bandwidth: float
-    """The same, each node sending to the one half-way round: less where switches are oversubscribed."""
+    """Bytes per second from each node to the node halfway around. Oversubscribed switches lower it."""
     rail_bandwidth: float
-    """Bytes per second that one rank reaches alone."""
+    """Bytes per second of a single rank."""
     reduce: float
     """Seconds to combine a byte with another."""
     copy: float
     """Seconds to copy a byte inside a node."""
     meeting: float
-    """Seconds in which the ranks of a node meet."""
+    """Seconds of a barrier of the ranks of a node."""
     exchange: float
-    """Seconds of a round of the handshake, between the first ranks of nodes."""
+    """Seconds of a round of the handshake between the node leaders."""
 
 
 SHIPPED_NETWORK = Network(
@@ -57,43 +66,68 @@ SHIPPED_NETWORK = Network(
     meeting=25e-6,
     exchange=40e-6,
 )
-"""Of virtual hosts at 1 Gbit/s, measured by ``mpidist.tune``.
+"""Measured by ``mpidist.tune`` on four virtual hosts with two ranks each.
 
-There were four, of two ranks each, on one 2-core x86-64 machine. Times on a real cluster are shorter; the choice
-depends on their ratios alone, which differ less.
+They ran on one 2-core x86-64 machine, connected at 1 Gbit/s. Times on a real cluster are shorter. The choice depends
+only on the ratios of the costs, which differ less.
 """
 
 
+class Rail:
+    """The ranks with the same local rank on each node, which exchange slices.
+
+    Attributes:
+        _ranks: Their ranks in the communicator.
+        _position: Index of this rank among them.
+        _wire_dtype: Dtype of sums in transit, for an algorithm that rounds.
+    """
+
+    def __init__(self, comm: Comm, ranks: list[int], position: int, wire_dtype: DType | None = None) -> None:
+        self._comm, self._ranks, self._position, self._wire_dtype = comm, ranks, position, wire_dtype
+
+    def _exchange(self, received: Mapping[int, Array], sent: Mapping[int, Array], chunk: int) -> Steps[None]:
+        """Receive and send arrays by position on the rail, except this rank's own. ``chunk`` selects the tag."""
+        comm, ranks, me, tag = self._comm, self._ranks, self._position, tag_of(chunk)
+        requests = [comm.Irecv(self._message(array), ranks[at], tag) for at, array in received.items() if at != me]
+        requests += [comm.Isend(self._message(array), ranks[at], tag) for at, array in sent.items() if at != me]
+        yield from until_all_done(requests)
+
+    def _message(self, array: Array) -> Any:
+        return message(array)
+
+
+# Rounds ---------------------------------------------------------------------------------------------------------------
+
+
 class Round(NamedTuple):
-    """Rounds of a way that are alike, as the rank has them that does most."""
+    """A number of equal rounds of an inter-node algorithm, as the busiest rank runs them."""
 
     times: int
-    """How many there are, one after the other."""
+    """Number of rounds, one after the other."""
     messages: int
-    """Sent in each, or received if those are more."""
+    """Messages in each: sent or received, whichever is more."""
     elements: int
-    """Sent in each, or received if those are more."""
+    """Elements in each: sent or received, whichever is more."""
     reduced: int
     """Elements combined in each."""
     is_far: bool
-    """Whether they go to other nodes than the next one."""
+    """Whether messages go to other nodes than the next one."""
 
 
 Cost = Callable[[int, int], Sequence[Round]]
-"""Returns the rounds of a way, given the number of nodes and of elements."""
+"""Returns the rounds of an inter-node algorithm for a number of nodes and of elements."""
 
 
 class Way(NamedTuple):
-    """A way between nodes, with the slices for it."""
+    """An inter-node algorithm with its slice size and the predicted seconds of the whole all-reduce."""
 
     name: str
     slice_bytes: int
     seconds: float
-    """Of the whole all-reduce, as predicted."""
 
 
 def recursive_doubling(nodes: int, count: int) -> list[Round]:
-    """Return the rounds of ``leaders`` for small data, which all goes ever farther.
+    """Return the rounds of ``leaders`` for small data: all elements, to nodes at doubling distances.
 
     >>> [(r.times, r.elements) for r in recursive_doubling(6, 100)]
     [(2, 100), (1, 100), (1, 100)]
@@ -103,32 +137,26 @@ def recursive_doubling(nodes: int, count: int) -> list[Round]:
 
 
 def recursive_halving(nodes: int, count: int) -> list[Round]:
-    """Return the rounds of ``leaders`` for larger data, half as much each time, and back.
+    """Return the rounds of ``leaders`` for larger data: half the elements each time, and back.
 
     >>> [(r.times, r.elements) for r in recursive_halving(4, 100)]
     [(1, 50), (1, 25), (1, 25), (1, 50)]
     """
     parts = [(step, -(-count // (2 << step))) for step in range(nodes.bit_length() - 1)]
-    forth = [Round(1, 1, part, part, is_far=step > 0) for step, part in parts]
-    return _folded(nodes, count) + forth + [each._replace(reduced=0) for each in reversed(forth)]
+    halving = [Round(1, 1, part, part, is_far=step > 0) for step, part in parts]
+    return _folded(nodes, count) + halving + [each._replace(reduced=0) for each in reversed(halving)]
 
 
 def _folded(nodes: int, count: int) -> list[Round]:
-    """Return the rounds of nodes beyond a power of two, which hand theirs to another."""
+    # Nodes beyond a power of two send their data to another node first, and receive the result last.
     return [Round(2, 1, count, count, is_far=True)] if nodes & (nodes - 1) else []
 
 
-# Seconds --------------------------------------------------------------------------------------------------------------
+# Prediction -----------------------------------------------------------------------------------------------------------
 
 
 def rounds_seconds(rounds: Sequence[Round], rails: int, network: Network) -> float:
-    """Return how long a slice takes between nodes, beside those of the other rails.
-
-    Args:
-        rounds: For a slice in bytes.
-        rails: Of the node; all send at once.
-        network: The costs.
-    """
+    """Predict the seconds of a slice between nodes while all rails send. The rounds count bytes."""
     return sum(
         each.times
         * (
@@ -142,16 +170,7 @@ def rounds_seconds(rounds: Sequence[Round], rails: int, network: Network) -> flo
 
 
 def hierarchical_seconds(cost: Cost, nodes: int, rails: int, nbytes: int, slice_bytes: int, network: Network) -> float:
-    """Return how long an all-reduce in two levels takes, from the handshake to the result.
-
-    Args:
-        cost: Of the way between nodes.
-        nodes: Their number.
-        rails: Ranks of a node, each of which reduces a part.
-        nbytes: Of the message.
-        slice_bytes: Of a slice, at most.
-        network: The costs.
-    """
+    """Predict the seconds of a two-level all-reduce, from the handshake to the result."""
     share = -(-nbytes // rails)
     number = max(1, -(-share // slice_bytes))
     each = -(-share // number)
@@ -166,53 +185,41 @@ def hierarchical_seconds(cost: Cost, nodes: int, rails: int, nbytes: int, slice_
 
 
 def handshake_seconds(nodes: int, network: Network) -> float:
-    """Return how long all ranks take to see that all make the same call."""
+    """Predict the seconds of a handshake of all ranks."""
     return leaders_seconds(nodes, 1, 0, network)
 
 
 def leaders_seconds(nodes: int, per_node: int, nbytes: int, network: Network) -> float:
-    """Return how long ``leaders`` takes: a handshake with data, or several for larger ones.
-
-    Args:
-        nodes: Their number.
-        per_node: Ranks of a node.
-        nbytes: Of the message.
-        network: The costs.
-    """
+    """Predict the seconds of ``leaders``: one handshake with data, or several for larger data."""
     parts = max(1, -(-nbytes // SMALL_BETWEEN_NODES))
     each = -(-nbytes // parts)
     in_node = each * (per_node * network.reduce + network.copy)
-    between = min(_exchange_seconds(way, nodes, each, network) for way in (recursive_doubling, recursive_halving))
+    between = min(_exchange_seconds(cost, nodes, each, network) for cost in (recursive_doubling, recursive_halving))
     return parts * (network.meeting + in_node + between)
 
 
-def _exchange_seconds(way: Cost, nodes: int, nbytes: int, network: Network) -> float:
-    return rounds_seconds(way(nodes, nbytes), 1, network._replace(latency=network.exchange, overhead=0.0))
+def _exchange_seconds(cost: Cost, nodes: int, nbytes: int, network: Network) -> float:
+    return rounds_seconds(cost(nodes, nbytes), 1, network._replace(latency=network.exchange, overhead=0.0))
 
 
 def halved_from(nodes: int, network: Network) -> int:
-    """Return the bytes from which ``leaders`` takes recursive halving.
-
-    That sends less data, in twice as many rounds.
+    """Return the least bytes for which ``leaders`` uses recursive halving: less data, twice the rounds.
 
     >>> halved_from(4, SHIPPED_NETWORK._replace(exchange=15e-6)), halved_from(2, SHIPPED_NETWORK)
     (7168, 65537)
     """
-    sizes = range(1 << 10, SMALL_BETWEEN_NODES + 1, 1 << 10)
-    seconds = {
-        way: [_exchange_seconds(way, nodes, nbytes, network) for nbytes in sizes]
-        for way in (recursive_doubling, recursive_halving)
-    }
-    pairs = zip(sizes, seconds[recursive_doubling], seconds[recursive_halving], strict=True)
-    return next((nbytes for nbytes, doubling, halving in pairs if halving < doubling), SMALL_BETWEEN_NODES + 1)
+    for nbytes in range(1 << 10, SMALL_BETWEEN_NODES + 1, 1 << 10):
+        doubling, halving = [
+            _exchange_seconds(cost, nodes, nbytes, network) for cost in (recursive_doubling, recursive_halving)
+        ]
+        if halving < doubling:
+            return nbytes
+    return SMALL_BETWEEN_NODES + 1
 
 
 def _seconds_per_byte(each: Round, rails: int, network: Network) -> float:
     link = network.far_bandwidth if each.is_far else network.bandwidth
     return max(rails / link, 1 / network.rail_bandwidth)
-
-
-# Choosing -------------------------------------------------------------------------------------------------------------
 
 
 def fastest(
@@ -224,17 +231,7 @@ def fastest(
     limit: int = SLICE_BYTES_BETWEEN_NODES,
     smallest: int = SMALLEST_SLICE_BETWEEN_NODES,
 ) -> Way:
-    """Return the fastest way between nodes and its slices, the same on every rank.
-
-    Args:
-        costs: The ways, by name.
-        nodes: Their number.
-        rails: Ranks of a node that reduce slices.
-        nbytes: Of the message.
-        network: The costs.
-        limit: Bytes of a slice, at most.
-        smallest: Bytes of a slice, at least.
-    """
+    """Choose the fastest inter-node algorithm and its slices of ``smallest`` to ``limit`` bytes."""
     sizes = [limit]
     while sizes[-1] // 2 >= smallest:
         sizes.append(sizes[-1] // 2)
@@ -245,3 +242,113 @@ def fastest(
         for size in sizes
     ]
     return min(ways, key=lambda way: way.seconds * (1.0 if way.slice_bytes == usual else _WORTH_WHILE))
+
+
+# Measurement ----------------------------------------------------------------------------------------------------------
+
+# Each cost is the median of this number of repetitions.
+_REPETITIONS = 5
+_ROUNDS, _SMALL_BYTES, _MANY = 20, 8, 8
+# Grow large messages until they take this long, so that latencies and clock resolution do not matter.
+_AT_LEAST_SECONDS, _LARGE, _FIRST_BYTES, _MOST_BYTES = 10e-3, 4, 64 << 10, 4 << 20
+_WORK_BYTES = 1 << 20
+# A difference of two measurements may be zero or negative, but costs must be positive.
+_LEAST_SECONDS = 1e-7
+
+
+class _Probe(Rail):
+    """Times messages on all rails, from each node to the node at a distance."""
+
+    def __init__(self, comm: Comm, node: Node) -> None:
+        rail = [ranks[node.rank] if node.rank < node.rails else -1 for ranks in node.ranks]
+        super().__init__(comm, rail, node.topology.node_index)
+        self._node = node
+
+    def seconds(self, messages: int, nbytes: int, distance: int = 1, rails: int | None = None) -> Steps[float]:
+        """Measure a round of concurrent messages on a number of rails, by default all (collective)."""
+        takes_part = self._node.rank < (self._node.rails if rails is None else rails)
+        buffers = [
+            (np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)) for _ in range(messages if takes_part else 0)
+        ]
+        rounds = _ROUNDS if nbytes == _SMALL_BYTES else 1
+        return (yield from _median(self._comm, lambda: self._pass(buffers, distance), rounds))
+
+    def _pass(self, buffers: Sequence[tuple[Array, Array]], distance: int) -> Steps[None]:
+        n, me = len(self._ranks), self._position
+        dest, source = (me + distance) % n, (me - distance) % n
+        in_flight = [self._exchange({source: into}, {dest: sent}, k) for k, (sent, into) in enumerate(buffers)]
+        failed_polls = 0
+        while in_flight:
+            unfinished = [steps for steps in in_flight if next(steps, in_flight) is not in_flight]
+            failed_polls = 0 if len(unfinished) < len(in_flight) else failed_polls + 1
+            in_flight = unfinished
+            pause(self._comm, failed_polls)
+            yield
+
+    def large(self) -> Steps[int]:
+        """Return the bytes of messages that take long enough."""
+        nbytes = _FIRST_BYTES
+        while nbytes < _MOST_BYTES and (yield from self.seconds(_LARGE, nbytes)) < _AT_LEAST_SECONDS:
+            nbytes *= 2
+        return nbytes
+
+
+def measure_network(comm: Comm, node: Node) -> Steps[Network]:
+    """Measure the costs between several nodes, the same on every rank (collective)."""
+    probe, half = _Probe(comm, node), max(1, len(node.ranks) // 2)
+    # One message at a time shows the latency, and many small ones show the processor time of each.
+    one = yield from probe.seconds(1, _SMALL_BYTES)
+    many = yield from probe.seconds(_MANY, _SMALL_BYTES)
+    overhead = max((many - one) / (_MANY - 1), _LEAST_SECONDS)
+    nbytes = yield from probe.large()
+    near = yield from probe.seconds(_LARGE, nbytes)
+    far = near if half == 1 else (yield from probe.seconds(_LARGE, nbytes, half))
+    alone = near if node.rails == 1 else (yield from probe.seconds(_LARGE, nbytes, rails=1))
+    source, target = np.ones(_WORK_BYTES // 4, np.float32), np.ones(_WORK_BYTES // 4, np.float32)
+    reduce = yield from _median(comm, lambda: _done(lambda: np.add(target, source, out=target)))
+    copy = yield from _median(comm, lambda: _done(lambda: np.copyto(target, source)))
+    meeting = yield from _median(comm, lambda: _barrier(comm, node, of_all=False), _ROUNDS)
+    everyone = yield from _median(comm, lambda: _barrier(comm, node, of_all=True), _ROUNDS)
+    exchanges = sum(each.times for each in recursive_doubling(len(node.ranks), 0))
+    return Network(
+        latency=max(one - overhead, _LEAST_SECONDS),
+        overhead=overhead,
+        bandwidth=node.rails * _LARGE * nbytes / near,
+        far_bandwidth=node.rails * _LARGE * nbytes / far,
+        rail_bandwidth=_LARGE * nbytes / alone,
+        reduce=reduce / _WORK_BYTES,
+        copy=copy / _WORK_BYTES,
+        meeting=meeting,
+        exchange=max((everyone - meeting) / exchanges, _LEAST_SECONDS),
+    )
+
+
+def _median(comm: Comm, act: Callable[[], Steps[None]], rounds: int = 1) -> Steps[float]:
+    """Return the median time of an action on the slowest rank (collective)."""
+    times = []
+    for _ in range(1 + _REPETITIONS):
+        yield from until_done(comm.Ibarrier())
+        start = time.perf_counter()
+        # Short actions need several rounds, because ranks do not leave a barrier at the same time.
+        for _ in range(rounds):
+            yield from act()
+        slowest = yield from agreed_minimum(comm, -int(1e9 * (time.perf_counter() - start)))
+        times.append(max(-slowest / 1e9, _LEAST_SECONDS))
+    # The first repetition allocates memory and opens connections.
+    return statistics.median(times[1:]) / rounds
+
+
+def _barrier(comm: Comm, node: Node, of_all: bool) -> Steps[None]:
+    """Wait for the ranks of the node, or for all, as the handshake does."""
+    if node.core is None:
+        yield from until_done((comm if of_all else node.comm).Ibarrier())
+    elif of_all:
+        node.core.meet(0)
+        yield from node.core.go_on()
+    else:
+        yield from node.core.meeting()
+
+
+def _done(work: Callable[[], object]) -> Steps[None]:
+    work()
+    yield from ()

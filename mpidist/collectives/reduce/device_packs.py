@@ -1,6 +1,6 @@
 """Packs of arrays on a GPU, flat and in a dtype of NCCL.
 
-Arrays that are only moved, and not reduced, travel as bytes, whatever their dtype.
+Arrays that are only moved, not reduced, are sent as bytes.
 """
 
 from __future__ import annotations
@@ -21,48 +21,42 @@ from mpidist.core.options import ReduceOp
 # Dtypes and operations of NCCL ----------------------------------------------------------------------------------------
 
 
-# ncclDataType_t and ncclRedOp_t: part of NCCL's binary interface. By name, as extension dtypes share their letters.
+# ncclDataType_t and ncclRedOp_t, part of NCCL's binary interface. By name, because extension dtypes share type letters.
 _INTEGERS = {"int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5}
 _FLOATS = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
 _COMPLEX = {"complex64": 7, "complex128": 8}
 _WIDER = {"int16": "int32", "uint16": "uint32"}
 _OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
 BYTES = 1
-"""ncclUint8, as which everything can be moved."""
+"""ncclUint8, to send any dtype as bytes."""
 
 
 class NcclCode(NamedTuple):
-    """A reduction in the codes of NCCL.
-
-    Args:
-        datatype: The ncclDataType_t.
-        op: The ncclRedOp_t.
-        numbers: How many numbers of that type an element is: two for complex ones.
-    """
+    """A reduction in the codes of NCCL."""
 
     datatype: int
+    """The ncclDataType_t."""
     op: int
+    """The ncclRedOp_t."""
     numbers: int
+    """Numbers of that type per element: two for complex elements."""
 
 
 @lru_cache(maxsize=256)
 def nccl_reduction(dtype: DType, op: ReduceOp) -> NcclCode:
-    """Return NCCL's codes of a reduction of ``dtype`` by ``op``.
+    """Return NCCL's codes of a reduction, or raise TypeError if NCCL does not support it.
 
     A mean is a SUM that is divided afterwards. NCCL adds and multiplies float16 and bfloat16 in their own precision,
-    and lets MIN and MAX of floating point pass over NaN.
-
-    Raises:
-        TypeError: NCCL has no such reduction.
+    and its MIN and MAX of floating point ignore NaN.
 
     >>> nccl_reduction(np.dtype("complex64"), ReduceOp.SUM)
     NcclCode(datatype=7, op=0, numbers=2)
     """
     name = dtype.name
     if not dtype.isnative:
-        raise TypeError(f"NCCL reduces numbers in native byte order, and was given dtype {dtype!r}")
+        raise TypeError(f"NCCL does not support dtype {dtype!r}. Convert it to native byte order")
     if op is ReduceOp.MEAN:
-        raise TypeError("NCCL was asked for a MEAN; expected a SUM, to be divided afterwards")
+        raise TypeError("NCCL has no MEAN. Use SUM, and divide the result")
     if op.is_bitwise:
         raise TypeError(f"NCCL has no {op.name}")
     if name in _COMPLEX and op is ReduceOp.SUM:
@@ -71,25 +65,25 @@ def nccl_reduction(dtype: DType, op: ReduceOp) -> NcclCode:
         return NcclCode(_FLOATS[name], _OPS[op], 1)
     if name in _INTEGERS:
         return NcclCode(_INTEGERS[name], _OPS[op], 1)
-    raise TypeError(f"NCCL has no {op.name} of {name}; {_instead(name)}")
+    raise TypeError(f"NCCL has no {op.name} of {name}. {_instead(name)}")
 
 
 def _instead(name: str) -> str:
     if name in _COMPLEX:
-        return "of complex numbers it forms SUM"
+        return "It supports SUM of complex numbers only"
     if name in _WIDER:
-        return f"cast to {_WIDER[name]} first"
+        return f"Cast to {_WIDER[name]} first"
     if name == "bool":
-        return "cast to uint8 first, in which MAX is 'any' and MIN is 'all'"
-    return f"expected one of {', '.join([*_INTEGERS, *_FLOATS, *_COMPLEX])}"
+        return "Cast to uint8 first, for which MAX is 'any' and MIN is 'all'"
+    return f"Use one of {', '.join([*_INTEGERS, *_FLOATS, *_COMPLEX])}"
 
 
 @lru_cache(maxsize=256)
 def nccl_dtype(dtype: DType, op: ReduceOp) -> DType | None:
     """Return the dtype in which NCCL reduces ``dtype`` by ``op``, or None.
 
-    The values are to be cast to it, and back. Of floating point MIN and MAX are not formed here: NCCL loses NaN, which
-    NumPy keeps. A mean counts as the sum that it is divided from.
+    The values must be cast to it, and back. None for MIN and MAX of floating point, because NCCL ignores NaN and NumPy
+    does not. A mean counts as SUM.
 
     >>> nccl_dtype(np.dtype("int16"), ReduceOp.SUM)
     dtype('int32')
@@ -110,30 +104,24 @@ def nccl_dtype(dtype: DType, op: ReduceOp) -> DType | None:
 # Packs ----------------------------------------------------------------------------------------------------------------
 
 
-# At multiples of so many bytes arrays begin in a flat one: kernels read and write so many at a time, and XLA takes no
-# array that begins elsewhere.
+# Alignment of arrays in a flat array, in bytes. Kernels access this many bytes at a time, and XLA requires it.
 _ALIGNMENT = 16
-# And slices that NCCL is given, which reads element by element where they begin elsewhere.
+# Alignment of slices for NCCL, which otherwise reads single elements.
 SLICE_ALIGNMENT = 128
 
 
 class DevicePack:
-    """Arrays of one dtype that travel together.
+    """Arrays of one dtype that are sent together.
 
-    Args:
-        indices: Which arrays of the call, in the order they travel in.
-        shapes: Shapes of all arrays of the call.
-        dtype: Dtype in which the reduction is formed.
-        source_dtype: Dtype of the arrays.
-        result_dtype: Dtype of the results.
-        op: The operation.
+    ``indices`` selects the arrays of the call, and ``shapes`` has the shapes of all.
 
     Attributes:
-        dtype: In which the arrays travel: NCCL lacks some, whose place a wider one takes.
-        suits_nccl: Whether NCCL can reduce them at all.
-        indices, starts: The arrays in the order in which they travel, and where each begins in their flat array.
-        count: The elements of the flat array, up to the last array's end.
-        gaps_from: Where the first gap between arrays begins; ``count`` where there is none.
+        dtype: Dtype in transit: wider than the dtype of the reduction if NCCL lacks that one.
+        suits_nccl: Whether NCCL can reduce the arrays.
+        indices, starts: The arrays in order, and the first element of each in the flat array.
+        count: Elements of the flat array, up to the end of the last array.
+        gaps_from: First element of the first gap between arrays, or ``count`` without gaps.
+        is_plain: Whether the single array needs no flat array.
     """
 
     def __init__(
@@ -152,17 +140,13 @@ class DevicePack:
         self._place(indices, [math.prod(shape) for shape in shapes], min(self.dtype.itemsize, result_dtype.itemsize))
         self.nbytes = self.count * self.dtype.itemsize
         self.is_plain = len(self.indices) == 1 and source_dtype == result_dtype == self.dtype
-        """Whether the one array can travel as it is."""
         self._on_host: list[Pack] = []
         self.residuals: dict[int, Array] = {}
         self._casts = ((source_dtype, self.dtype), (self.dtype, result_dtype))
         self._is_compiled = False
 
     def on_host(self, per_chunk: int) -> Sequence[Pack]:
-        """Return flat chunks for the host, of ``per_chunk`` elements but for the last.
-
-        Always as many.
-        """
+        """Return cached flat chunks for the host, of at most ``per_chunk`` elements."""
         if not self._on_host:
             for start in range(0, self.count, per_chunk):
                 count = min(per_chunk, self.count - start)
@@ -170,10 +154,8 @@ class DevicePack:
         return self._on_host
 
     def compile(self, ops: DeviceOps, divides: bool) -> None:
-        """Compile the kernels that pack and unpack, on the current device.
-
-        Only the first time, as a communicator keeps to one device.
-        """
+        """Compile the kernels that pack and unpack, on the current device."""
+        # Once is enough, because a communicator uses one device.
         if not self._is_compiled:
             together, apart = self._casts
             ops.compile(*together, divides=False)
@@ -182,7 +164,7 @@ class DevicePack:
 
     def _place(self, indices: Sequence[int], sizes: Sequence[int], itemsize: int) -> None:
         unit = max(1, _ALIGNMENT // itemsize)
-        # What is no multiple of it comes last, so that the gaps lie close together.
+        # Sizes that are no multiple of the unit come last, so that the gaps are close together.
         self.indices = tuple(sorted(indices, key=lambda index: sizes[index] % unit > 0))
         self.starts: list[int] = []
         self.count = 0
@@ -196,23 +178,20 @@ class DevicePack:
         self.gaps_from = gaps[0] if gaps else self.count
 
     def load(self, ops: DeviceOps, arrays: Sequence[Array], flat: Array, stream: Stream) -> None:
-        """Put the arrays of this pack, contiguous and in its order, into a flat array.
-
-        That may be longer.
-        """
+        """Copy the arrays, contiguous and in order, to the front of a flat array."""
         if self.gaps_from < flat.size:
-            # They travel, too, and should be numbers.
+            # Gaps are sent and reduced too, so they should be numbers.
             ops.blank(flat[self.gaps_from :], stream)
         ops.pack(arrays, flat, stream, self.starts)
 
     def parts(self, flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-        """Return the arrays that lie in a flat one, as views."""
+        """Return the arrays in a flat array, as views."""
         return [
             flat[start : start + math.prod(shapes[index])].reshape(shapes[index])
             for index, start in zip(self.indices, self.starts, strict=True)
         ]
 
     def deliver(self, pieces: Sequence[Array], results: list[Array]) -> None:
-        """Put the arrays of this pack, reduced, into ``results``."""
+        """Store the reduced arrays of this pack in ``results``."""
         for index, piece in zip(self.indices, pieces, strict=True):
             results[index] = piece

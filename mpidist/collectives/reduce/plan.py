@@ -1,7 +1,6 @@
-"""Plans of reductions, worked out once per signature and kept.
+"""Plans of reductions, cached per signature (operation, shapes, dtypes, options).
 
-A plan is found by the arguments of a call (operation, shapes, dtypes, options) and carries an id that is the
-same on all ranks that passed the same. It is never negotiated: the handshake compares the ids.
+Equal arguments give equal ids on all ranks. Ranks never negotiate a plan, because the handshake compares the ids.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from mpidist.collectives.reduce.device_packs import DevicePack
 from mpidist.core.nest import flat_kind
 from mpidist.core.options import CommunicationOptions, ReduceOp
 
-_TO_COME = np.empty(0)
+# Placeholder for a result in a list.
+_PENDING = np.empty(0)
 
 
 def _options_text(options: CommunicationOptions) -> str:
@@ -32,27 +32,21 @@ def _options_text(options: CommunicationOptions) -> str:
 
 
 class ReductionPlan:
-    """The plan for a list of arrays to be reduced.
+    """The plan of an all-reduce, a reduce or a reduce-scatter of a list of arrays.
+
+    Raises TypeError for a dtype that ``op`` cannot reduce.
 
     Args:
-        operation: ``"all_reduce"``, ``"reduce"`` or ``"reduce_scatter"``.
-        op: The operation.
-        signature: Shape and dtype of each array.
-        options: Packing and algorithm.
-        divisor: By which a mean divides the sum.
-        on_device: See :func:`which_on_device`.
-        note: Further facts that all ranks must agree on, such as the structure that the arrays came from.
-        root: The rank that gets the result; None for all.
-        by_core: Whether the core of a node takes small arrays from where they are, and 16-bit ones as they are.
+        on_device: Whether each array is on a GPU. Empty if no array is.
+        note: Structure of the arrays, or other facts that must be equal on all ranks.
+        root: Rank that gets the result. None for all.
+        by_core: Whether the core of a node reads small arrays without a copy, and 16-bit arrays without a cast.
 
     Attributes:
-        description: The text and id that all ranks have to agree on.
-        in_memory: Which arrays lie in host memory, but for those without elements.
-        may_be_short: Whether it is about arrays as they are, in one pack.
-        read_late: Which arrays in host memory are still to be read when the first results are written.
-
-    Raises:
-        TypeError: A dtype that ``op`` cannot reduce.
+        description: Text and id that must be equal on all ranks.
+        in_memory: Indices of the arrays in host memory with elements.
+        may_be_short: Whether all arrays are in one pack without casts, as the fast path requires.
+        read_late: Indices of the arrays in host memory that may be read after the first results are written.
     """
 
     def __init__(
@@ -79,7 +73,7 @@ class ReductionPlan:
         self.shapes = [shape for shape, _ in signature]
         self.formed = formed = [reduction_dtypes(dtype, op) for _, dtype in signature]
         if by_core:
-            # Of arrays on a GPU it gets nothing.
+            # The core does not reduce arrays on a GPU.
             devices = on_device or (False,) * len(signature)
             self.formed = formed = [
                 (to, to) if is_half(to) and not is_on_device else (wire, to)
@@ -92,11 +86,11 @@ class ReductionPlan:
         self.packs: list[Pack] = []
         self.device_packs: list[DevicePack] = []
         self._make_packs(signature, formed, options.bytes_per_pack, not by_core)
-        as_they_are = [(dtype, dtype) for _, dtype in signature] == formed
+        needs_no_cast = [(dtype, dtype) for _, dtype in signature] == formed
         is_one_pack = len(self.packs) == 1 and len(self.packs[0].indices) == len(signature)
-        self.may_be_short = is_one_pack and as_they_are and flat_kind(note) is not None
+        self.may_be_short = is_one_pack and needs_no_cast and flat_kind(note) is not None
         self.in_memory = [index for pack in self.packs for index in pack.indices]
-        # All but those that the first pack copies into its buffer.
+        # The first pack copies its small arrays into a buffer before any result is written.
         self.read_late = [
             index for number, pack in enumerate(self.packs) for index in (pack.indices if number else pack.apart)
         ]
@@ -104,14 +98,14 @@ class ReductionPlan:
     def _make_packs(
         self, signature: Signature, formed: list[tuple[DType, DType]], bytes_per_pack: int, joins_small: bool
     ) -> None:
-        alike: dict[tuple[DType, DType, DType, bool], list[int]] = {}
+        groups: dict[tuple[DType, DType, DType, bool], list[int]] = {}
         on_device = self.on_device or (False,) * len(signature)
-        # Last arrays first: in a list of gradients they are ready first.
+        # Last arrays first, because in a list of gradients they are ready first.
         for index in reversed(range(len(signature))):
             if self._counts[index]:
                 kind = (formed[index][0], signature[index][1], formed[index][1], on_device[index])
-                alike.setdefault(kind, []).append(index)
-        for (dtype, source_dtype, result_dtype, is_on_device), indices in alike.items():
+                groups.setdefault(kind, []).append(index)
+        for (dtype, source_dtype, result_dtype, is_on_device), indices in groups.items():
             sizes = [self._counts[i] * dtype.itemsize for i in indices]
             for group in group_by_size(sizes, bytes_per_pack):
                 members = [indices[k] for k in group]
@@ -129,27 +123,19 @@ class ReductionPlan:
         pool: Pool,
         more: Sequence[Sequence[Array]] = (),
     ) -> PackedReduction:
-        """Return the work of an algorithm for ``pack``.
-
-        ``more`` are the arrays of this rank's further replicas.
-        """
+        """Return the job of an algorithm for ``pack``. ``more`` are the arrays of further replicas of this rank."""
         targets = None if out is None else pack.targets(out, pool)
-        inputs, *others = [pack.inputs(given, pool) for given in (arrays, *more)]
+        inputs, *others = [pack.inputs(replica, pool) for replica in (arrays, *more)]
         return PackedReduction(pack, inputs, others, targets, self.op, self.divisor, self.options, pool)
 
     def blank_results(self, out: Sequence[Array] | None, on_device: Mapping[int, Array] | None = None) -> list[Array]:
-        """Return a list of results in which those without elements are there already.
-
-        Args:
-            out: The results, where the caller gave arrays for them.
-            on_device: Those that lie on a GPU, by index.
-        """
+        """Return the list of results, with placeholders for results in host memory."""
         if out is not None:
             return list(out)
         if self._has_no_blanks and not on_device:
-            return [_TO_COME] * len(self.shapes)
+            return [_PENDING] * len(self.shapes)
         results = [
-            np.empty(shape, dtype) if count == 0 else _TO_COME
+            np.empty(shape, dtype) if count == 0 else _PENDING
             for shape, dtype, count in zip(self.shapes, self.result_dtypes, self._counts, strict=True)
         ]
         for index, result in (on_device or {}).items():
@@ -157,17 +143,9 @@ class ReductionPlan:
         return results
 
     def deliver_alone(self, arrays: Sequence[Array], results: list[Array], *, are_given: bool, pool: Pool) -> None:
-        """Put the results in host memory of a lone rank into ``results``.
-
-        Args:
-            arrays: The arrays of the call.
-            results: See ``Pack.deliver``.
-            are_given: See ``Pack.deliver``.
-            pool: Where new memory comes from.
-        """
+        """Write the results of a single rank in host memory to ``results``, as ``Pack.deliver`` does."""
         here = self.in_memory
         if are_given:
-            # Where an array is its own result nothing moves.
             moved = [index for index in here if arrays[index] is not results[index]]
             targets = [results[index] for index in here]
             sources = copies_of_overlapping([arrays[index] for index in moved], targets, pool)

@@ -1,117 +1,84 @@
-"""The registry of algorithms: their names, places, abilities and makers.
+"""The registry of algorithms, and the tables that choose one by message size.
 
-An algorithm is one file, in ``reduce/algorithms`` for arrays in host memory or in ``gpu/algorithms`` for those on GPUs,
-which registers its algorithms. All files there are imported with the package.
+Each file in ``reduce/algorithms`` (arrays in host memory) and ``gpu/algorithms`` (arrays on GPUs) registers its
+algorithms when its package is imported.
+
+A row of a table is a list of ``(largest number of bytes, algorithm)`` in rising order, and None matches any size. The
+limits of the shipped table are the crossing points of the curves that ``python -m benchmarks`` measured on a 2-core
+x86-64 virtual machine. ``mpidist.tune`` measures them for other machines. Inter-node algorithms are chosen by predicted
+time (see ``mpidist.collectives.reduce.cost_model``), so a table holds the costs of messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import json
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import pairwise
 from pkgutil import iter_modules
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from mpidist.arrays.dtypes import Array, DType
-from mpidist.collectives.mpi.mpi_types import message, tag_of
-from mpidist.collectives.mpi.waiting import Comm, Steps, until_all_done
+from mpidist.arrays.dtypes import Array
+from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import PackedReduction
-from mpidist.collectives.reduce.cost_model import Cost, Network
+from mpidist.collectives.reduce.cost_model import SHIPPED_NETWORK, Cost, Network
 from mpidist.core.errors import AlgorithmError
 from mpidist.core.options import CommunicationOptions, ReduceOp
 
 S = TypeVar("S")
 T = TypeVar("T")
-
-
-class Algorithm(Protocol):
-    """The interface of an algorithm for arrays in host memory, with defaults.
-
-    Attributes:
-        takes_replicas: Whether it combines the replicas of a rank itself, so that sums are formed in replica order.
-    """
-
-    takes_replicas: bool = False
-
-    def start(self, job: PackedReduction) -> Callable[[int], None] | None:
-        """Return the function that begins a reduction while all ranks meet.
-
-        Given the id of the meeting; None if nothing does.
-        """
-        return None
-
-    def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
-        """Reduce a job over all ranks, which have met.
-
-        Returns the flat results, as cut as the input. They are the targets of the job, if it has any. ``job.took`` may
-        name the part of it that was chosen.
-        """
-
-    def close(self) -> None:
-        """Free the memory and communicators of the algorithm (collective), if it has any."""
-
-
-class Wire(Protocol):
-    """A way between nodes: an all-reduce over the ranks of one rail."""
-
-    def all_reduce(self, source: Array, flat: Array, op: ReduceOp, chunk: int, residual: Array | None) -> Steps[None]:
-        """Reduce ``source`` over all ranks into ``flat``.
-
-        Args:
-            source: This rank's input; not changed, unless it is ``flat``.
-            flat: The result.
-            op: The operation.
-            chunk: Tells several apart that are on their way.
-            residual: Of the size of ``flat``: the loss of rounding last time, added to the input, and replaced by the
-                loss now; None to let it go. For a way that rounds.
-        """
-
-
-class Rail:
-    """The ranks of one rail, among which a way between nodes goes.
-
-    Args:
-        comm: The communicator.
-        ranks: The ranks of the rail, in it.
-        position: Of this rank among them.
-        wire_dtype: In which sums travel, for a way that rounds.
-    """
-
-    def __init__(self, comm: Comm, ranks: list[int], position: int, wire_dtype: DType | None = None) -> None:
-        self._comm, self._ranks, self._position, self._wire_dtype = comm, ranks, position, wire_dtype
-
-    def _exchange(self, received: Mapping[int, Array], sent: Mapping[int, Array], chunk: int) -> Steps[None]:
-        """Receive and send arrays by position on the rail, but for this rank's own.
-
-        ``chunk`` tells several exchanges apart that are on their way.
-        """
-        comm, ranks, me, tag = self._comm, self._ranks, self._position, tag_of(chunk)
-        requests = [comm.Irecv(self._message(array), ranks[at], tag) for at, array in received.items() if at != me]
-        requests += [comm.Isend(self._message(array), ranks[at], tag) for at, array in sent.items() if at != me]
-        yield from until_all_done(requests)
-
-    def _message(self, array: Array) -> Any:
-        return message(array)
-
-
 Row = tuple[tuple[int | None, str], ...]
 
 HOST_PLACES = ("one_node", "several_nodes")
 """The rows of a table for arrays in host memory."""
 GPU_PLACES = ("one_node_gpu", "several_nodes_gpu")
 """The rows of a table for arrays on GPUs."""
+KiB = 1 << 10
+
+
+class Algorithm(Protocol):
+    """The interface of an algorithm for arrays in host memory, with defaults."""
+
+    takes_replicas: bool = False
+    """Whether the algorithm combines the replicas of a rank, to sum them in replica order."""
+
+    def start(self, job: PackedReduction) -> Callable[[int], None] | None:
+        """Return a function that starts the job during the handshake, given its id, or None."""
+        return None
+
+    def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
+        """Reduce a job over all ranks after the handshake.
+
+        Returns the flat results in the pieces of the input: the targets of the job, if any. ``job.took`` may be set to
+        the name of the chosen inter-node algorithm.
+        """
+
+    def close(self) -> None:
+        """Free the memory and communicators of the algorithm (collective)."""
+
+
+class Wire(Protocol):
+    """An inter-node algorithm: an all-reduce over the ranks of one rail."""
+
+    def all_reduce(self, source: Array, flat: Array, op: ReduceOp, chunk: int, residual: Array | None) -> Steps[None]:
+        """Reduce ``source`` over all ranks into ``flat``.
+
+        Args:
+            source: Input of this rank. It is not changed unless it is ``flat``.
+            flat: Output.
+            op: Operation.
+            chunk: Number of the slice, which distinguishes concurrent slices.
+            residual: Rounding error of the previous call, added to the input and replaced by the error of this call.
+                None if rounding errors are dropped.
+        """
 
 
 @dataclass(frozen=True)
 class Site:
-    """The place of work of an algorithm.
-
-    Attributes:
-        comm: The communicator.
-        node: Its node of this rank.
-        between_nodes: The costs of messages between nodes.
-    """
+    """The ranks of an algorithm, with the costs of messages between their nodes."""
 
     comm: Comm
     node: Node
@@ -120,83 +87,71 @@ class Site:
 
 @dataclass(frozen=True)
 class AlgorithmEntry:
-    """One algorithm.
-
-    Args:
-        name: The name that users give.
-        make: Returns the steps that make it for a site (collective), which end in an AlgorithmError on all ranks where
-            it does not work. A way between nodes is made at once, of a communicator, the ranks of a rail there, the
-            position of this one among them, and, where it rounds, the dtype in which sums travel.
-        places: The rows of a table that may name it, or ``between_nodes``; none for one that nobody names.
-        tuned_at: The rows for which ``mpidist.tune`` measures it.
-        tuned_to: Bytes of the largest message for which that does so; None for any.
-        is_ordered: Whether sums are formed in a fixed order.
-        rounds: Whether it can send sums between nodes in 16 bits.
-        is_general: Whether it takes every dtype and operation that can be reduced.
-        instead: Names of its substitutes, of which the first that works is taken.
-        stands_for: Returns the name of the entry that does its work on a node, if that is another.
-        cost: Returns the rounds of a way between nodes, by which it is chosen; see ``cost_model``.
-    """
+    """The registration of one algorithm."""
 
     name: str
     make: Callable[..., Any]
+    """Returns the steps that create the algorithm for a site (collective).
+
+    They raise AlgorithmError on all ranks if it does not work there. An inter-node algorithm is created directly, from
+    a communicator, the ranks of a rail, the position of this rank, and the wire dtype if the algorithm rounds.
+    """
     places: tuple[str, ...]
+    """The rows of a table that may name it, or ``between_nodes``. Empty for an internal algorithm."""
     tuned_at: tuple[str, ...] = ()
+    """The rows for which ``mpidist.tune`` measures it."""
     tuned_to: int | None = None
+    """Bytes of the largest message that ``mpidist.tune`` measures. None means no limit."""
     is_ordered: bool = False
+    """Whether sums are formed in a fixed order."""
     rounds: bool = False
+    """Whether it can send sums between nodes in 16 bits."""
     is_general: bool = True
+    """Whether it supports every dtype and operation."""
     instead: tuple[str, ...] = ("mpi", "hierarchical")
+    """Substitutes if it does not work. The first one that works is used."""
     stands_for: Callable[[Node], str] | None = None
+    """Returns the name of the algorithm to use on a node."""
     cost: Cost | None = None
+    """Returns the rounds of an inter-node algorithm."""
 
 
 class Registry(dict[str, AlgorithmEntry]):
-    """Algorithms by name.
-
-    Args:
-        where: Where the arrays lie that they take.
-        say_instead: Returns the end of a warning, given the name of the algorithm that takes the place of another.
-    """
+    """Algorithms by name. ``say_instead`` ends a warning with the name of a substitute."""
 
     def __init__(self, where: str, say_instead: Callable[[str], str]) -> None:
         self.where, self.say_instead = where, say_instead
 
     def register(self, entry: AlgorithmEntry) -> None:
-        """Add an algorithm; its name must be new."""
+        """Add an algorithm under a new name."""
         if entry.name in self:
-            raise ValueError(f"there is an algorithm {entry.name!r} for arrays {self.where}; expected a new name")
+            raise ValueError(f"algorithm {entry.name!r} for arrays {self.where} exists already. Use a new name")
         if "between_nodes" in entry.places and entry.cost is None:
-            raise ValueError(f"way {entry.name!r} between nodes has no cost, by which it is chosen; give it one")
+            raise ValueError(f"inter-node algorithm {entry.name!r} has no cost, which the choice needs. Pass cost=")
         self[entry.name] = entry
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names that users may give, sorted."""
+        """The names that users may pass, sorted."""
         return tuple(sorted(name for name, entry in self.items() if entry.places))
 
     def at(self, place: str) -> tuple[str, ...]:
-        """Return the names that a row of the table may have, sorted."""
+        """Return the names that a row of the table may contain, sorted."""
         return tuple(sorted(name for name, entry in self.items() if place in entry.places))
 
     def is_tuned_to(self, name: str, nbytes: int) -> bool:
-        """Return whether a message is measured, unless the algorithm is another registry's."""
+        """Return True if ``mpidist.tune`` measures messages of this size."""
         limit = self[name].tuned_to if name in self else None
         return limit is None or nbytes <= limit
 
-    def tuned_at(self, place: str) -> tuple[str, ...]:
-        """Return the names that are measured for a row of the table, sorted."""
-        return tuple(sorted(name for name, entry in self.items() if place in entry.tuned_at))
-
     @property
     def costs(self) -> dict[str, Cost]:
-        """Return the costs of the ways between nodes."""
+        """The costs of the inter-node algorithms."""
         return {name: entry.cost for name, entry in self.items() if entry.cost is not None}
 
 
 def _say_instead(name: str) -> str:
-    substitute = "MPI's own call" if name == "mpi" else repr(name)
-    return f"; {substitute} is taken in its place"
+    return f". Using {'MPI' if name == 'mpi' else repr(name)} instead"
 
 
 def _say_instead_on_gpus(name: str) -> str:
@@ -207,14 +162,12 @@ def _say_instead_on_gpus(name: str) -> str:
 host_algorithms = Registry("in host memory", _say_instead)
 gpu_algorithms = Registry("on GPUs", _say_instead_on_gpus)
 wire_algorithms = Registry("between nodes", _say_instead)
-"""Ways between nodes; as the name of an algorithm each is ``hierarchical`` with that way."""
+"""Inter-node algorithms. As ``algorithm=`` each name selects ``hierarchical`` with that inter-node algorithm."""
+_REGISTRIES = (host_algorithms, gpu_algorithms, wire_algorithms)
 
 
 def at_once(make: Callable[[S], T]) -> Callable[[S], Steps[T]]:
-    """Return the ``make`` of an algorithm that needs no messages to be made.
-
-    Such as a class that takes a site.
-    """
+    """Convert a constructor that sends no messages into the ``make`` of an entry."""
 
     def made(site: S) -> Steps[T]:
         yield from ()
@@ -231,17 +184,12 @@ def import_files(package: str, path: Iterable[str]) -> None:
 
 def algorithms_at(place: str) -> tuple[str, ...]:
     """Return the algorithms that the row of a place may name."""
-    registries = (host_algorithms, gpu_algorithms, wire_algorithms)
-    return next((names for registry in registries if (names := registry.at(place))), ())
+    return next((names for registry in _REGISTRIES if (names := registry.at(place))), ())
 
 
 def candidates_at(place: str) -> tuple[str, ...]:
-    """Return the algorithms that ``mpidist.tune`` compares at a place.
-
-    MPI's own call, which they are to beat, comes first.
-    """
-    registries = (host_algorithms, gpu_algorithms, wire_algorithms)
-    names = [name for registry in registries for name in registry.tuned_at(place)]
+    """Return the algorithms that ``mpidist.tune`` compares at a place, MPI first."""
+    names = [name for registry in _REGISTRIES for name, entry in registry.items() if place in entry.tuned_at]
     return tuple(sorted(names, key=lambda name: (name != "mpi", name)))
 
 
@@ -251,40 +199,195 @@ def host_names() -> tuple[str, ...]:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Return the names for arrays on GPUs alone, sorted."""
+    """Return the names that are only for arrays on GPUs, sorted."""
     return tuple(sorted(set(gpu_algorithms.names) - set(host_algorithms.names)))
 
 
-def check_name(name: str | None) -> None:
-    """Raise ValueError unless there is an algorithm of that name, or it is None."""
-    if name is not None and name not in (*host_names(), *gpu_names()):
-        raise ValueError(
-            f"algorithm is {name!r}; expected one of {', '.join(host_names())}, for arrays on GPUs "
-            f"{', '.join(gpu_names())}, or None"
-        )
-
-
 def not_for(registry: Registry, name: str, place: str) -> AlgorithmError:
-    """Return the error of an algorithm for arrays that lie elsewhere."""
+    """Return the error of an algorithm for another kind of arrays."""
     is_host = registry is host_algorithms
     other, offered = (gpu_algorithms, host_names()) if is_host else (host_algorithms, registry.at(place))
     return AlgorithmError(
-        f"algorithm {name!r} is for arrays {other.where}, and was asked for arrays {registry.where}; leave algorithm "
-        f"out, or take one of {', '.join(offered)}"
+        f"algorithm {name!r} is for arrays {other.where}, but the arrays are {registry.where}. Omit algorithm, or use "
+        f"one of {', '.join(offered)}"
     )
 
 
 def check_options(options: CommunicationOptions) -> None:
-    """Raise for options that name something unknown, or two things that do not go together."""
-    check_name(options.algorithm)
+    """Raise ValueError for unknown or incompatible options."""
+    name = options.algorithm
+    if name is not None and name not in (*host_names(), *gpu_names()):
+        raise ValueError(
+            f"unknown algorithm {name!r}. Use one of {', '.join(host_names())}, for arrays on GPUs "
+            f"{', '.join(gpu_names())}, or None"
+        )
     for option, ability in (("wire_dtype", "rounds"), ("deterministic", "is_ordered")):
-        if getattr(options, option) and options.algorithm is not None:
-            entries = [host_algorithms.get(name) or wire_algorithms.get(name) for name in host_names()]
+        if getattr(options, option) and name is not None:
+            entries = [host_algorithms.get(each) or wire_algorithms.get(each) for each in host_names()]
             able = [entry.name for entry in entries if entry is not None and getattr(entry, ability)]
-            if options.algorithm not in able:
+            if name not in able:
                 raise ValueError(
-                    f"{option}={getattr(options, option)!r} and algorithm={options.algorithm!r} do not go together; "
-                    f"leave algorithm out, or take one of {', '.join(able)}"
+                    f"{option}={getattr(options, option)!r} does not support algorithm={name!r}. Omit algorithm, or "
+                    f"use one of {', '.join(able)}"
                 )
     if options.error_feedback and options.wire_dtype is None:
-        raise ValueError("error_feedback=True makes good what a wire_dtype loses; give wire_dtype='bfloat16' as well")
+        raise ValueError("error_feedback=True has no effect without a wire_dtype. Pass wire_dtype='bfloat16' as well")
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+class Table(NamedTuple):
+    """The algorithms by message size, a row per place."""
+
+    one_node: Row
+    """All ranks on one node."""
+    several_nodes: Row
+    """Ranks on several nodes."""
+    between_nodes: Network
+    """The costs by which ``hierarchical`` chooses its inter-node algorithm."""
+    one_node_gpu: Row
+    """Arrays on GPUs, all ranks on one node."""
+    several_nodes_gpu: Row
+    """Arrays on GPUs, ranks on several nodes."""
+
+
+_PLACES = tuple(name for name in Table._fields if name != "between_nodes")
+# For arrays on GPUs on several nodes: "nccl" if NCCL has RDMA on all ranks, else "hierarchical", because NCCL would use
+# sockets.
+BY_NETWORK = "by_network"
+SHIPPED = Table(
+    one_node=((None, "hierarchical"),),
+    several_nodes=((64 * KiB, "leaders"), (None, "hierarchical")),
+    between_nodes=SHIPPED_NETWORK,
+    one_node_gpu=((None, "nccl"),),
+    several_nodes_gpu=((None, BY_NETWORK),),
+)
+
+
+def resolved(row: Row, has_rdma: bool) -> Row:
+    """Replace ``BY_NETWORK`` in a row.
+
+    >>> resolved(SHIPPED.several_nodes_gpu, has_rdma=True)
+    ((None, 'nccl'),)
+    """
+    by_network = "nccl" if has_rdma else "hierarchical"
+    return tuple((limit, by_network if name == BY_NETWORK else name) for limit, name in row)
+
+
+def look_up(row: Row, nbytes: int) -> str:
+    """Return the algorithm of a row for a message.
+
+    >>> look_up(((10, "small"), (None, "large")), 11)
+    'large'
+    """
+    return next(name for limit, name in row if limit is None or nbytes <= limit)
+
+
+def size_text(nbytes: int) -> str:
+    """Return a size as text, to a tenth of its unit.
+
+    >>> size_text(256 * KiB), size_text(1536 * KiB), size_text(300)
+    ('256 KiB', '1.5 MiB', '300 B')
+    """
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", KiB)):
+        if nbytes >= size:
+            return f"{round(nbytes / size, 1):g} {unit}"
+    return f"{nbytes} B"
+
+
+def row_text(row: Row) -> str:
+    """Return a row as text.
+
+    >>> row_text(SHIPPED.several_nodes)
+    'up to 64 KiB leaders, above hierarchical'
+    """
+    if len(row) == 1:
+        return f"{row[0][1]} at any size"
+    return ", ".join("above " + name if limit is None else f"up to {size_text(limit)} {name}" for limit, name in row)
+
+
+def table_text(table: Table, place: str) -> str:
+    """Return the row of a place as text, on several nodes with the main costs."""
+    text = row_text(getattr(table, place))
+    if place != "several_nodes":
+        return text
+    network = table.between_nodes
+    latency, rate = 1e6 * (network.latency + network.overhead), network.bandwidth / 1e6
+    return f"{text}; between nodes {latency:.3g} us a message, {rate:.3g} MB/s a node"
+
+
+def network_text(network: Network) -> str:
+    """Return all costs between nodes as text.
+
+    >>> network_text(SHIPPED_NETWORK).split("; ")[0]
+    'latency 140 us, overhead 90 us, meeting 25 us, exchange 40 us'
+    """
+    times = ("latency", "overhead", "meeting", "exchange")
+    seconds = ", ".join(f"{name} {1e6 * getattr(network, name):.3g} us" for name in times)
+    near, far, alone = [
+        f"{rate / 1e6:.3g}" for rate in (network.bandwidth, network.far_bandwidth, network.rail_bandwidth)
+    ]
+    reduced, copied = [f"{1e-6 / cost:.3g}" for cost in (network.reduce, network.copy)]
+    return (
+        f"{seconds}; MB/s of a node {near}, to a far one {far}, of a rank {alone}, reduced {reduced}, copied {copied}"
+    )
+
+
+def check_table(table: object) -> None:
+    """Raise unless ``table`` is None or a valid table."""
+    if table is None:
+        return
+    if not isinstance(table, Table):
+        raise TypeError(f"table is {table!r}. Pass None or the result of mpidist.tune()")
+    table_from_json(table_to_json(table), "table")
+
+
+def table_to_json(table: Table) -> dict[str, object]:
+    """Convert a table to lists and dicts for JSON.
+
+    >>> table_to_json(SHIPPED)["several_nodes"]
+    [[65536, 'leaders'], [None, 'hierarchical']]
+    """
+    rows = {place: [list(entry) for entry in getattr(table, place)] for place in _PLACES}
+    return {**rows, "between_nodes": table.between_nodes._asdict()}
+
+
+def table_from_json(rows: object, where: str) -> Table:
+    """Parse and validate the output of :func:`table_to_json`. ``where`` locates it in errors."""
+    if not isinstance(rows, dict) or set(rows) != set(Table._fields):
+        given = ", ".join(sorted(map(str, rows))) if isinstance(rows, dict) else json.dumps(rows)
+        raise ValueError(f"{where} has {given or 'no rows'}. The rows must be {', '.join(Table._fields)}")
+    network = _network_from_json(rows["between_nodes"], where)
+    return Table(between_nodes=network, **{place: _row_from_json(rows[place], place, where) for place in _PLACES})
+
+
+def _network_from_json(costs: object, where: str) -> Network:
+    names = Network._fields
+    if (
+        not isinstance(costs, dict)
+        or set(costs) != set(names)
+        or not all(type(cost) in (int, float) and 0 < cost < math.inf for cost in costs.values())
+    ):
+        raise ValueError(
+            f"{where}: between_nodes is {json.dumps(costs)}. It must have {', '.join(names)}, each a number above 0"
+        )
+    return Network(**{name: float(costs[name]) for name in names})
+
+
+def _row_from_json(row: object, place: str, where: str) -> Row:
+    def wrong(fix: str) -> ValueError:
+        return ValueError(f"{where}: {place} is {json.dumps(row)}. {fix}")
+
+    if not isinstance(row, list) or not row or not all(isinstance(e, list) and len(e) == 2 for e in row):
+        raise wrong('Use pairs of a largest size and an algorithm, such as [[32768, "mpi"], [null, "hierarchical"]]')
+    names = (*algorithms_at(place), *((BY_NETWORK,) if place == "several_nodes_gpu" else ()))
+    unknown = [name for _, name in row if name not in names]
+    if unknown:
+        raise wrong(f"Replace {json.dumps(unknown[0])} by one of the algorithms {', '.join(names)}")
+    *limits, last = [limit for limit, _ in row]
+    if last is not None:
+        raise wrong("Use null, which matches any size, as the last size")
+    if not all(type(limit) is int and limit > 0 for limit in limits) or not all(a < b for a, b in pairwise(limits)):
+        raise wrong("Use rising sizes in bytes, and null as the last size")
+    return tuple((limit, name) for limit, name in row)

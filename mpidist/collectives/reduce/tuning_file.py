@@ -1,7 +1,4 @@
-"""Tuning files: the tables that were measured on a cluster, by place.
-
-One file serves a cluster: it holds a table for each kind of host, MPI library and layout of ranks.
-"""
+"""Tuning files: one table per kind of host, MPI library and layout of ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ from mpidist.collectives.mpi.agreed import first_does
 from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.reduce.choice import place_of
-from mpidist.collectives.reduce.table import SHIPPED, Table, table_from_json, table_text, table_to_json
+from mpidist.collectives.reduce.registry import SHIPPED, Table, table_from_json, table_text, table_to_json
 from mpidist.core.files import NotAFileError, check_no_link, replacing
 from mpidist.core.settings import TUNING_FILE
 from mpidist.topology import import_mpi
 
 _log = logging.getLogger("mpidist")
-# Files without a version have a row of algorithms in place of the costs between nodes.
+# Files without a version hold a row of algorithms instead of the costs between nodes.
 _VERSION = 2
 _logged: set[str] = set()
 
@@ -39,7 +36,7 @@ class Setup(NamedTuple):
 
 
 def setup_of(node: Node) -> Setup:
-    """Return the setup of the ranks around ``node``. Other hosts are taken to be like this one."""
+    """Return the setup of a job, as if all hosts were like this one."""
     counts = {len(ranks) for ranks in node.ranks}
     nodes = len(node.ranks)
     per_node = str(min(counts)) if len(counts) == 1 else "uneven"
@@ -52,46 +49,38 @@ def setup_of(node: Node) -> Setup:
 
 
 def _cpu_model() -> str:
-    """Return the name of the CPU as the kernel knows it, else its architecture."""
-    about = Path("/proc/cpuinfo")
-    for line in about.read_text().splitlines() if about.exists() else []:
+    path = Path("/proc/cpuinfo")
+    for line in path.read_text().splitlines() if path.exists() else []:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.machine()
 
 
-# Reading and writing --------------------------------------------------------------------------------------------------
-
-
 def read(path: str | Path) -> dict[Setup, Table]:
-    """Return the tables of a file.
-
-    Raises:
-        ValueError: It cannot be read, or is not a tuning file.
-    """
-    expected = f"expected a file that 'python -m mpidist tune --out {path}' wrote"
+    """Read and validate the tables of a file."""
+    fix = "Use a file that 'python -m mpidist tune --out FILE' wrote"
     try:
         content = json.loads(Path(path).read_text("utf-8"))
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}); {expected}") from error
+        raise ValueError(f"{path} cannot be read ({error.strerror}). {fix}") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); {expected}") from error
+        raise ValueError(f"{path} is not JSON ({error}). {fix}") from error
     if not isinstance(content, dict) or not isinstance(content.get("tables"), list):
-        raise ValueError(f'{path} has no list "tables"; {expected}')
+        raise ValueError(f'{path} has no list "tables". {fix}')
     version = content.get("version", 1)
     if version not in (1, _VERSION):
-        raise ValueError(f"{path} has version {json.dumps(version)}, of another mpidist; {expected} of this one")
+        raise ValueError(f"{path} has version {json.dumps(version)}, of another mpidist. {fix} of this one")
     tables: dict[Setup, Table] = {}
     for number, entry in enumerate(content["tables"], 1):
         setup = _setup_from_json(entry, f"{path}, table {number}")
         if version == 1 and "between_nodes" in entry:
             entry["between_nodes"] = SHIPPED.between_nodes._asdict()
             _log_once(
-                f"mpidist: {path} is of an older mpidist and has no costs of messages between nodes; the shipped ones "
-                f"are taken, and 'python -m mpidist tune --out {path}' measures them"
+                f"mpidist: {path} is of an older mpidist and has no costs of messages between nodes, so the shipped "
+                f"costs are used. Run 'python -m mpidist tune --out {path}' to measure them"
             )
         if setup in tables:
-            raise ValueError(f"{path}, table {number}, is a second one for {', '.join(setup)}; expected one")
+            raise ValueError(f"{path}, table {number}, is a second table for {', '.join(setup)}. Remove one")
         rows = {name: value for name, value in entry.items() if name not in Setup._fields}
         tables[setup] = table_from_json(rows, f"{path}, table {number}")
     return tables
@@ -100,16 +89,14 @@ def read(path: str | Path) -> dict[Setup, Table]:
 def _setup_from_json(entry: object, where: str) -> Setup:
     names = Setup._fields
     if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in names):
-        raise ValueError(f"{where}, is {json.dumps(entry)}; expected texts {', '.join(names)} and the rows of a table")
+        raise ValueError(
+            f"{where}, is {json.dumps(entry)}. It must have strings {', '.join(names)} and the rows of a table"
+        )
     return Setup(*(entry[name] for name in names))
 
 
 def read_if_there(path: str | Path) -> dict[Setup, Table]:
-    """Return the tables of a file to be written; none if it does not exist.
-
-    Raises:
-        ValueError: It is not a tuning file, or there can be none at this place.
-    """
+    """Return the tables of a file before it is written. Raises ValueError if it cannot be."""
     try:
         check_no_link(path)
     except NotAFileError as error:
@@ -123,13 +110,7 @@ def read_if_there(path: str | Path) -> dict[Setup, Table]:
 
 
 def merge(path: str | Path, setup: Setup, table: Table) -> None:
-    """Put a table into a file, in place of one for the same setup.
-
-    Other tables stay as they are.
-
-    Raises:
-        ValueError: The file is not a tuning file, or cannot be written.
-    """
+    """Write a table to a file, replacing the table for the same setup, if any."""
     tables = {**read_if_there(path), setup: table}
     entries = [{**where._asdict(), **table_to_json(rows)} for where, rows in sorted(tables.items())]
     try:
@@ -140,7 +121,6 @@ def merge(path: str | Path, setup: Setup, table: Table) -> None:
 
 
 def _text(entries: list[dict[str, object]]) -> str:
-    """Return the content of a file, a line per row."""
     tables = []
     for entry in entries:
         lines = [f"      {json.dumps(name)}: {json.dumps(value)}" for name, value in entry.items()]
@@ -148,39 +128,23 @@ def _text(entries: list[dict[str, object]]) -> str:
     return f'{{\n  "version": {_VERSION},\n  "tables": [\n' + ",\n".join(tables) + "\n  ]\n}\n"
 
 
-# In force -------------------------------------------------------------------------------------------------------------
+def agreed_table(comm: Comm, node: Node, table: Table | None) -> Steps[Table]:
+    """Return the table of a communicator (collective, by MPI_Ibcast).
 
-
-def agreed_table(comm: Comm, node: Node, given: Table | None) -> Steps[Table]:
-    """Return the table of a communicator, as rank 0 finds it (collective; MPI_Ibcast).
-
-    Only rank 0 reads ``MPIDIST_TUNING_FILE`` and the file that it names, whatever the environment of the other ranks
-    says.
-
-    Args:
-        comm: The communicator.
-        node: Its node of this rank.
-        given: The table of rank 0, if it is to be a certain one.
-
-    Raises:
-        ValueError: Something is wrong with the file; on all ranks.
+    Only rank 0 reads ``MPIDIST_TUNING_FILE`` and the file, so an error in it is raised on all ranks. ``table`` is the
+    argument of rank 0 and overrides the file.
     """
     if comm.Get_size() == 1:
-        # Nothing to choose, and the file may be readable for rank 0 of the job only.
-        return given or SHIPPED
-    return (yield from first_does(comm, lambda: _found(node, given)))
+        # A single rank runs no algorithm, and perhaps only rank 0 of the job can read the file.
+        return table or SHIPPED
+    return (yield from first_does(comm, lambda: _find_table(node, table)))
 
 
-def _found(node: Node, given: Table | None) -> Table:
-    """Log and return the table in force.
-
-    Raises:
-        ValueError: Something is wrong with the file.
-    """
+def _find_table(node: Node, argument: Table | None) -> Table:
     path = TUNING_FILE.read()
     setup = setup_of(node)
-    table, origin = given or SHIPPED, "the given table" if given else "the shipped table"
-    if given is None and path is not None:
+    table, origin = argument or SHIPPED, "the given table" if argument else "the shipped table"
+    if argument is None and path is not None:
         try:
             tables = read(path)
         except ValueError as error:
@@ -189,8 +153,8 @@ def _found(node: Node, given: Table | None) -> Table:
             table, origin = tables[setup], f"from {path}"
         else:
             _log_once(
-                f"mpidist: {path} has no table for {', '.join(setup)}; the shipped one is taken, and "
-                f"'python -m mpidist tune --out {path}' under the same launcher measures one"
+                f"mpidist: {path} has no table for {', '.join(setup)}, so the shipped table is used. Run "
+                f"'python -m mpidist tune --out {path}' under the same launcher to measure one"
             )
     _log_once(f"mpidist: all-reduce on {setup.layout}: {table_text(table, place_of(node))} ({origin})")
     return table

@@ -14,8 +14,7 @@ from benchmarks.predicting.reductions import LEADERS, predicted
 from benchmarks.reports.files import save
 from mpidist.collectives.reduce import tuning_file
 from mpidist.collectives.reduce.cost_model import SHIPPED_NETWORK, leaders_seconds
-from mpidist.collectives.reduce.registry import wire_algorithms
-from mpidist.collectives.reduce.table import SHIPPED
+from mpidist.collectives.reduce.registry import SHIPPED, wire_algorithms
 from mpidist.collectives.reduce.tuning_file import Setup
 from tests.benchmarks.support import results, row
 

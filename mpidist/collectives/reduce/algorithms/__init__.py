@@ -1,4 +1,4 @@
-"""The all-reduce algorithms for host memory, and the ways between nodes, one file each."""
+"""The all-reduce algorithms for arrays in host memory, and the inter-node algorithms."""
 
 from mpidist.collectives.reduce.registry import import_files
 

@@ -1,11 +1,12 @@
-"""All-reduce in two levels: inside each node, between the nodes, inside again.
+"""All-reduce in two levels: inside each node, then between the nodes.
 
-The elements are cut into stripes, one for each *rail*: the ranks with the same number on every node. Slice by slice a
-rank reduces its stripe over its node, then over its rail, and the ranks of the node copy one another's slices. Several
-slices are on their way at a time, so the work inside a node hides behind the wire; on a single node there is no wire,
-and every rank has a stripe. (The scheme of BlueConnect, doi:10.1147/JRD.2019.2947013, with shared memory as its first
-level; on one node the reduce-scatter and all-gather of Rabenseifner's algorithm.) The node's core does what is done
-inside a node.
+The elements are cut into one stripe for each *rail*, the ranks with the same local rank on every node. Each rank
+reduces the slices of its stripe over its node, then over its rail, and the ranks of the node copy the slices of each
+other. Several slices are in flight, so that work inside a node overlaps with messages. On a single node each rank has a
+stripe and sends no messages. The native core does the work inside a node.
+
+This is BlueConnect (doi:10.1147/JRD.2019.2947013) with shared memory as its first level. On one node it is the
+reduce-scatter and all-gather of Rabenseifner's algorithm.
 """
 
 from __future__ import annotations
@@ -36,19 +37,14 @@ from mpidist.collectives.reduce.registry import (
 from mpidist.core.errors import AlgorithmError
 from mpidist.core.options import CommunicationOptions
 
-# The way that sums in a fixed order, and rounds every contribution once.
+# The algorithm that sums in a fixed order, and rounds each contribution once.
 _IN_ORDER = "pairwise"
-# Messages of so many sizes are remembered.
+# Bounds the cache of choices by message size.
 _MOST_CHOSEN = 1024
 
 
 class Wires:
-    """The ways between the nodes for one rank.
-
-    Args:
-        site: Where they are taken, with the costs of messages there.
-        costs: Of the ways, by name.
-    """
+    """The inter-node algorithms of one rank, chosen by their costs."""
 
     def __init__(self, site: Site, costs: Mapping[str, Cost]) -> None:
         node, self._comm, self._network = site.node, site.comm, site.between_nodes
@@ -59,14 +55,7 @@ class Wires:
         self._made: dict[tuple[str, str | None], Wire] = {}
 
     def choose(self, nbytes: int, options: CommunicationOptions, limit: int, smallest: int) -> Way:
-        """Return the fastest way that the options allow; the same on every rank.
-
-        Args:
-            nbytes: Of the message.
-            options: Of the call.
-            limit: Bytes of a slice, at most.
-            smallest: Bytes of a slice, at least.
-        """
+        """Choose the fastest inter-node algorithm for the options and slices of ``smallest`` to ``limit`` bytes."""
         name = options.algorithm if options.algorithm in self._costs else None
         if options.wire_dtype is not None or options.deterministic:
             name = _IN_ORDER
@@ -79,7 +68,7 @@ class Wires:
         return self._chosen[key]
 
     def made(self, name: str, options: CommunicationOptions) -> Wire:
-        """Return the way of a name."""
+        """Return an inter-node algorithm, created on first use."""
         key = name, options.wire_dtype
         if key not in self._made:
             entry = wire_algorithms[name]
@@ -89,11 +78,7 @@ class Wires:
 
 
 class TwoLevel(Algorithm):
-    """All-reduces in two levels, one after the other.
-
-    Args:
-        site: Where they are carried out.
-    """
+    """The algorithm ``hierarchical``."""
 
     def __init__(self, site: Site) -> None:
         self._comm, self._node = site.comm, site.node
@@ -102,25 +87,21 @@ class TwoLevel(Algorithm):
 
     @classmethod
     def made(cls, site: Site) -> Steps[TwoLevel]:
-        """Return a new one (collective).
-
-        Raises:
-            AlgorithmError: Shared memory has no room; on all ranks.
-        """
+        """Create it, or raise AlgorithmError on all ranks if /dev/shm is too small (collective)."""
         if not (yield from site.node.make_room(site.comm)):
             raise AlgorithmError(
-                "algorithm 'hierarchical' found no room in /dev/shm on every node; make it larger (docker run "
-                "--shm-size=1g) or leave algorithm out"
+                "algorithm 'hierarchical' found no room in /dev/shm on every node. Enlarge it (docker run "
+                "--shm-size=1g) or omit algorithm"
             )
         return cls(site)
 
     def start(self, job: PackedReduction) -> Callable[[int], None] | None:
-        """See ``Algorithm``: on one node the data go with the meeting."""
+        """Reduce during the handshake if all ranks are on one node."""
         core = self._node.core
         return None if core is None or not self._node.is_alone else partial(self._begin, job, core)
 
     def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
-        """See ``Algorithm``."""
+        """Implement ``Algorithm``."""
         core = self._node.core
         if core is None or not self._node.has_neighbours:
             yield from self._reduce_alone(job)
@@ -128,7 +109,7 @@ class TwoLevel(Algorithm):
         if not job.has_begun:
             self._begin(job, core, 0)
         shared = yield from self._settle_result(job, core)
-        in_flight = None if self._node.is_alone else self._to_wire(job)
+        in_flight = None if self._node.is_alone else self._in_flight(job)
         yield from self._finish(job, core, in_flight, shared)
         if shared is None:
             return job.targets() if job.is_wanted else []
@@ -159,10 +140,7 @@ class TwoLevel(Algorithm):
         return self._wires.choose(job.nbytes, job.options, self._node.slice_bytes, SMALLEST_SLICE_BETWEEN_NODES)
 
     def _settle_result(self, job: PackedReduction, core: Core) -> Steps[Array | None]:
-        """Return the result that the ranks of the node share, once they have met.
-
-        None where not all take one.
-        """
+        """Return the shared result of the node after the handshake, if all ranks share it."""
         results = self._node.results
         yield from core.go_on()
         while core.state == MET and job.may_share:
@@ -173,7 +151,7 @@ class TwoLevel(Algorithm):
             if shared is not None:
                 core.targets(None, shared)
                 return shared.view(job.dtype)
-            # Its making takes meetings of its own, after which the ranks meet for this call once more.
+            # Creating a result runs its own handshakes, so the ranks repeat the handshake of this call.
             job.may_share = yield from results.add(job.nbytes)
             self._begin(job, core, 0)
             yield from core.go_on()
@@ -181,15 +159,15 @@ class TwoLevel(Algorithm):
             core.look()
         return None
 
-    def _to_wire(self, job: PackedReduction) -> _InFlight:
+    def _in_flight(self, job: PackedReduction) -> _InFlight:
         job.took = self._way(job).name
         return _InFlight(job, self._wires.made(job.took, job.options))
 
     def _finish(
         self, job: PackedReduction, core: Core, in_flight: _InFlight | None, shared: Array | None
     ) -> Steps[None]:
-        """Go on until this rank has its result, slices crossing between the nodes."""
-        looks = 0
+        """Reduce until this rank has its result, while slices are in flight."""
+        polls = 0
         while core.state != DONE:
             if core.state == SLICE:
                 assert in_flight is not None
@@ -204,12 +182,11 @@ class TwoLevel(Algorithm):
                 arrived = in_flight.move()
                 for chunk in arrived:
                     core.crossed(chunk)
-                looks = 0 if arrived else core.pause(looks, looks_at(1 + len(in_flight)))
+                polls = 0 if arrived else core.pause(polls, looks_at(1 + len(in_flight)))
                 yield
             core.look(0 if in_flight is None else None)
 
     def _send(self, job: PackedReduction, core: Core, in_flight: _InFlight, shared: Array | None) -> None:
-        """Put a reduced slice on its way."""
         part, slots = core.slice(), self._node.slots
         if part.length == 0:
             in_flight.add(part.chunk, None)
@@ -221,7 +198,7 @@ class TwoLevel(Algorithm):
             flat = slots[part.lane : part.lane + part.length * job.dtype.itemsize].view(job.dtype)
         in_flight.add(part.chunk, in_flight.crossing(flat, flat, part.chunk, part.start))
 
-    # A rank that is alone on its node ---------------------------------------------------------------------------
+    # Single rank on its node ------------------------------------------------------------------------------------
 
     def _reduce_alone(self, job: PackedReduction) -> Steps[None]:
         if self._node.is_alone:
@@ -229,18 +206,18 @@ class TwoLevel(Algorithm):
                 np.copyto(target, piece)
                 divided(target, job.divisor)
             return
-        in_flight, per_slice = self._to_wire(job), self._way(job).slice_bytes // job.dtype.itemsize
-        # Slices of several results are under way together, and sums are made in them.
+        in_flight, per_slice = self._in_flight(job), self._way(job).slice_bytes // job.dtype.itemsize
+        # Sums are formed in the targets of several slices at a time, so the targets must not overlap.
         are_apart = job.given is None or job.count <= per_slice or max(overlaps(job.given, job.given)) <= 1
-        start = looks = 0
+        start = polls = 0
         while start < job.count or len(in_flight):
             while start < job.count and len(in_flight) < LANES_BETWEEN_NODES:
                 stop = min(start + per_slice, job.count)
                 chunk = start // per_slice
                 in_flight.add(chunk, self._crossing_alone(job, in_flight, chunk, start, stop, are_apart))
                 start = stop
-            looks = 0 if in_flight.move() else looks + looks_at(len(in_flight))
-            pause(self._comm, looks)
+            polls = 0 if in_flight.move() else polls + looks_at(len(in_flight))
+            pause(self._comm, polls)
             yield
 
     def _crossing_alone(
@@ -261,30 +238,19 @@ class TwoLevel(Algorithm):
 
 
 class _InFlight:
-    """The slices of one reduction on their way between the nodes.
-
-    Args:
-        job: The reduction.
-        wire: The way.
-    """
+    """The slices of one reduction in flight between the nodes."""
 
     def __init__(self, job: PackedReduction, wire: Wire) -> None:
         self._job = job
         self._wire = wire
+        # In order of their numbers. None for a slice that has arrived.
         self._parts: deque[tuple[int, Steps[None] | None]] = deque()
 
     def __len__(self) -> int:
         return len(self._parts)
 
     def crossing(self, source: Array, flat: Array, chunk: int, start: int) -> Steps[None]:
-        """Take a slice over the wire.
-
-        Args:
-            source: This rank's input.
-            flat: The result.
-            chunk: Tells it apart.
-            start: Its first element.
-        """
+        """Reduce slice ``chunk``, which begins at element ``start``, over the rail into ``flat``."""
         job, began = self._job, time.perf_counter_ns()
         yield from self._wire.all_reduce(source, flat, job.op, chunk, self._residual(flat, start))
         if job.tell_chunk is not None:
@@ -297,11 +263,11 @@ class _InFlight:
         return None if residuals is None else residuals[start]
 
     def add(self, chunk: int, steps: Steps[None] | None) -> None:
-        """Add a slice with the steps that it takes; None for none."""
+        """Add a slice with its remaining steps, if any."""
         self._parts.append((chunk, steps))
 
     def move(self) -> list[int]:
-        """Move all on; return the chunks that have come since, in order."""
+        """Advance all slices, and return the numbers of newly arrived slices, in order."""
         self._parts = deque((chunk, steps and moved(steps)) for chunk, steps in self._parts)
         arrived = []
         while self._parts and self._parts[0][1] is None:
@@ -310,7 +276,7 @@ class _InFlight:
 
 
 def moved(steps: Steps[None]) -> Steps[None] | None:
-    """Take one more step; return the steps, or None when there are no more."""
+    """Run the next step, and return the steps, or None after the last one."""
     return None if next(steps, steps) is steps else steps
 
 

@@ -1,6 +1,6 @@
-"""All-gather, broadcast and reduce-scatter of arrays in host memory.
+"""All-gather, broadcast, row exchange and reduce-scatter of arrays in host memory, with their plans.
 
-By the core inside a node, by MPI between nodes.
+The native core moves arrays inside a node, and MPI between nodes. Plans are cached per signature.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
+from mpidist.arrays.dtypes import Array, DType, check_transportable, reduction_dtypes
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.mismatch import checksums_fit, raise_rows_mismatch, rows_checksum
 from mpidist.collectives.channel.observers import MOVE, REDUCE
-from mpidist.collectives.channel.operation import Description
-from mpidist.collectives.move.movement_plan import BroadcastPlan, DealPlan, GatherPlan
+from mpidist.collectives.channel.operation import Description, Signature, describe, note_text, signature_text
 from mpidist.collectives.mpi import gathering
 from mpidist.collectives.mpi.mpi_types import as_bytes
 from mpidist.collectives.mpi.waiting import Steps
@@ -28,27 +27,107 @@ from mpidist.collectives.node.packing import copies_of_overlapping, divided, in_
 from mpidist.collectives.reduce.plan import ReductionPlan
 
 _NOTHING = np.empty(0, np.uint8)
-# Arrays for results, as many as are given; None for new ones.
+# Arrays for all results. None to allocate them.
 Outs = Sequence[Array] | None
 
 
-class HostMovement:
-    """The collectives of one communicator that move arrays in host memory.
+# Plans ----------------------------------------------------------------------------------------------------------------
+# ``note`` is the structure of the arrays, or other facts that must be equal on all ranks. ``description`` holds the
+# text and id that must be equal.
 
-    Args:
-        channel: The channel that carries them out.
-        pool: The memory for their results.
+
+class GatherPlan:
+    """The plan of an all-gather of arrays. Ranks may differ in the lengths along ``axis``."""
+
+    def __init__(self, axis: int, signature: Signature, note: str = "", on_device: bool = False) -> None:
+        parts = []
+        self.positions: list[int] = []
+        """The axis of each array, counted from 0."""
+        self.row_sizes: list[int] = []
+        """Elements of each array per index of the axis."""
+        for shape, dtype in signature:
+            check_transportable(dtype, "all_gather")
+            position = check_has_axis(len(shape), axis, "all_gather")
+            lengths = ", ".join("*" if i == position else str(n) for i, n in enumerate(shape))
+            parts.append(f"{dtype.name}({lengths})")
+            self.positions.append(position)
+            self.row_sizes.append(math.prod(shape[:position] + shape[position + 1 :]))
+        place = " on GPUs" if on_device else ""
+        of = f"{', '.join(parts)}{place}{note_text('as', note)}"
+        nbytes = _bytes_of(signature)
+        self.description = describe(f"all_gather along axis {axis}", of, operation="all_gather", nbytes=nbytes)
+
+    def moved(self, arrays: Sequence[Array]) -> list[Array]:
+        """Move the axis of each array to the front."""
+        return [
+            np.moveaxis(array, position, 0) if position else array
+            for array, position in zip(arrays, self.positions, strict=True)
+        ]
+
+    def result(self, index: int, moved: Array) -> Array:
+        """Move the axis of a result back from the front."""
+        position = self.positions[index]
+        return np.moveaxis(moved, 0, position) if position else moved
+
+
+class DealPlan:
+    """The plan of an exchange of rows. Ranks may differ in the number of rows.
+
+    ``root`` is the only sender or receiver, if there is one. ``compares`` says whether ranks pass the rows to expect.
     """
+
+    def __init__(
+        self, name: str, root: int | None, signature: Signature, note: str = "", compares: bool = False
+    ) -> None:
+        parts = []
+        for shape, dtype in signature:
+            check_transportable(dtype, name)
+            check_has_axis(len(shape), 0, name)
+            parts.append(f"{dtype.name}({', '.join(['*', *map(str, shape[1:])])})")
+        at = "" if root is None else f" {'to' if name == 'gather' else 'from'} rank {root}"
+        of = f"{', '.join(parts)}{note_text('as', note)}{' with expected rows' if compares else ''}"
+        self.description = describe(f"{name}{at}", of, operation=name, nbytes=_bytes_of(signature))
+        self.row_shapes = [shape[1:] for shape, _ in signature]
+        self.row_bytes = [math.prod(shape[1:]) * dtype.itemsize for shape, dtype in signature]
+
+
+class BroadcastPlan:
+    """The plan of a broadcast of arrays."""
+
+    def __init__(self, root: int, signature: Signature, note: str = "", on_device: bool = False) -> None:
+        for _, dtype in signature:
+            check_transportable(dtype, "broadcast")
+        self.root = root
+        of = f"{signature_text(signature)}{' on GPUs' if on_device else ''}{note_text('for', note)}"
+        nbytes = _bytes_of(signature)
+        self.description = describe(f"broadcast from rank {root}", of, operation="broadcast", nbytes=nbytes)
+
+
+def _bytes_of(signature: Signature) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in signature)
+
+
+def check_has_axis(rank: int, axis: int, method: str) -> int:
+    """Check an axis of an array of ``rank`` dimensions, and return it counted from 0."""
+    if rank == 0:
+        raise ValueError(f"{method} needs an array with at least one axis, not a scalar. Use value[None]")
+    if not -rank <= axis < rank:
+        raise ValueError(f"{method}: an array of rank {rank} has no axis {axis!r}. Use {-rank} to {rank - 1}")
+    return axis % rank
+
+
+# Host memory ----------------------------------------------------------------------------------------------------------
+
+
+class HostMovement:
+    """The collectives of one channel that move arrays in host memory."""
 
     def __init__(self, channel: Channel, pool: Pool) -> None:
         self._channel = channel
         self._pool = pool
 
     def _open(self, description: Description, begin: Callable[[Core, int], None] | None) -> Steps[Core | None]:
-        """Meet the other ranks; return the core where it moves the arrays.
-
-        ``begin`` has then begun. None where MPI has to move them.
-        """
+        """Run the handshake and ``begin``. Return the core, or None if MPI must move the arrays."""
         node = self._channel.node
         core = node.core if node.is_alone else None
         if begin is not None and core is not None and node.slots is not None:
@@ -62,7 +141,7 @@ class HostMovement:
         return core
 
     def all_gather(self, plan: GatherPlan, arrays: Sequence[Array], outs: Outs) -> Steps[list[Array]]:
-        """Concatenate arrays over the ranks."""
+        """Concatenate arrays over the ranks along the axis of the plan."""
         channel, comm = self._channel, self._channel.comm
         if outs and not all([_is_part(array, out, channel) for array, out in zip(arrays, outs, strict=True)]):
             arrays = copies_of_overlapping(arrays, outs, self._pool)
@@ -79,7 +158,8 @@ class HostMovement:
             lengths = [row[index] for row in rows] if core is None else core.notes()
             out = outs[index] if outs and plan.positions[index] == 0 else None
             if out is not None and sum(lengths[: channel.rank]) != channel.rank * len(array):
-                out = None  # which this rank's part may lie in, at another place than it comes to
+                # The input may be inside ``out``, but at another address than this rank's rows.
+                out = None
             whole = self._target((sum(lengths), *array.shape[1:]), array.dtype, out)
             if core is None:
                 counts = [length * plan.row_sizes[index] for length in lengths]
@@ -92,7 +172,7 @@ class HostMovement:
         return results
 
     def all_gather_bytes(self, description: Description, data: bytes) -> Steps[list[bytes]]:
-        """Return the bytes of all ranks, in rank order."""
+        """Gather the bytes of all ranks, in rank order."""
         core = yield from self._open(description, partial(_gather, np.frombuffer(data, np.uint8)))
         if core is None:
             return (yield from gathering.all_gather_bytes(self._channel.comm, data))
@@ -104,10 +184,7 @@ class HostMovement:
         return [gathered[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 
     def gathered(self, core: Core, value: Array) -> Steps[Array]:
-        """Return the rows of all ranks for this one, one after the other.
-
-        All have begun to give them.
-        """
+        """Return the concatenated rows of all ranks, after all ranks have started the gather."""
         rows = sum(core.lengths()) * len(value) // value.nbytes if value.nbytes else sum(core.notes())
         result = self._pool.take((rows, *value.shape[1:]), value.dtype)
         core.targets([as_bytes(result)])
@@ -115,23 +192,23 @@ class HostMovement:
         return result
 
     def broadcast(self, plan: BroadcastPlan, arrays: Sequence[Array], outs: Outs) -> Steps[list[Array]]:
-        """Return the arrays of the root; those of others tell shapes and dtypes."""
+        """Broadcast the arrays of the root. Arrays of other ranks provide shapes and dtypes."""
         is_root = self._channel.rank == plan.root
         if is_root and outs and not all([_begins(array, out) for array, out in zip(arrays, outs, strict=True)]):
             arrays = copies_of_overlapping(arrays, outs, self._pool)
-        given = [np.ascontiguousarray(array) if is_root else _NOTHING for array in arrays]
-        core = yield from self._open(plan.description, partial(_gather, given[0]) if given else None)
+        sent = [np.ascontiguousarray(array) if is_root else _NOTHING for array in arrays]
+        core = yield from self._open(plan.description, partial(_gather, sent[0]) if sent else None)
         self._channel.phase(MOVE)
         results = []
         for index, array in enumerate(arrays):
             copy = self._target(array.shape, array.dtype, outs[index] if outs else None)
             if core is not None:
-                yield from _begun(core, given[index] if index else None)
+                yield from _begun(core, sent[index] if index else None)
                 core.targets([as_bytes(copy)])
                 yield from core.go_on()
             else:
                 if is_root:
-                    copy[...] = given[index]
+                    copy[...] = sent[index]
                 yield from gathering.broadcast_flat(self._channel.comm, copy.reshape(-1), plan.root)
             results.append(copy)
         return results
@@ -144,48 +221,45 @@ class HostMovement:
         outs: Outs,
         expected: list[int] | None,
     ) -> Steps[list[Array]]:
-        """Give each rank the rows between two borders.
+        """Send each rank the rows between two borders, and return the concatenated received rows.
 
-        Returns the rows that all give to this one, one after the other.
-
-        Raises:
-            MismatchError: A rank gives another one more or fewer rows than are ``expected`` there.
+        Raises MismatchError if a rank receives other numbers of rows than ``expected``.
         """
         comm, rank, results = self._channel.comm, self._channel.rank, []
-        # Rows without bytes travel as one byte each, so that they can be counted.
+        # Send one byte for each row without bytes, so that rows can be counted.
         widths = [nbytes or 1 for nbytes in plan.row_bytes]
         parts = [[row * width for row in rows] for rows, width in zip(borders, widths, strict=True)]
-        rows_given = [[stop - start for start, stop in pairwise(rows)] for rows in borders]
-        own_notes = [0 if expected is None else rows_checksum(rank, rows, expected) for rows in rows_given]
+        rows_sent = [[stop - start for start, stop in pairwise(rows)] for rows in borders]
+        own_notes = [0 if expected is None else rows_checksum(rank, rows, expected) for rows in rows_sent]
         apart = copies_of_overlapping(arrays, outs, self._pool) if outs else arrays
-        given = [as_bytes(in_order(array)) if array.size else np.zeros(len(array), np.uint8) for array in apart]
-        begin = partial(_deal, given[0], parts[0], own_notes[0]) if given else None
+        sent = [as_bytes(in_order(array)) if array.size else np.zeros(len(array), np.uint8) for array in apart]
+        begin = partial(_deal, sent[0], parts[0], own_notes[0]) if sent else None
         core = yield from self._open(plan.description, begin)
         self._channel.phase(MOVE)
         for index, array in enumerate(arrays):
             if core is None:
-                own = [rows * widths[index] for rows in rows_given[index]]
+                own = [rows * widths[index] for rows in rows_sent[index]]
                 lengths, notes = yield from gathering.exchange_lengths(comm, own, own_notes[index])
             else:
                 if index:
-                    _deal(given[index], parts[index], own_notes[index], core, 0)
+                    _deal(sent[index], parts[index], own_notes[index], core, 0)
                     yield from core.go_on()
                 lengths, notes = core.lengths(), core.notes()
             rows = sum(lengths) // widths[index]
             dealt = self._target((rows, *plan.row_shapes[index]), array.dtype, outs[index] if outs else None)
             into = as_bytes(dealt) if plan.row_bytes[index] else np.empty(rows, np.uint8)
             if core is None:
-                yield from gathering.exchange_parts(comm, given[index], parts[index], into, lengths)
+                yield from gathering.exchange_parts(comm, sent[index], parts[index], into, lengths)
             else:
                 core.targets([into])
                 yield from core.go_on()
             if expected is not None and not checksums_fit(notes):
-                yield from raise_rows_mismatch(comm, rows_given[index], expected, self._channel.current.call_site)
+                yield from raise_rows_mismatch(comm, rows_sent[index], expected, self._channel.current.call_site)
             results.append(dealt)
         return results
 
     def _target(self, shape: tuple[int, ...], dtype: DType, out: Array | None) -> Array:
-        """Return memory for a result: that of ``out`` where it fits."""
+        """Return ``out`` if it can hold the result, else new memory."""
         if out is not None and out.shape == shape and out.dtype == dtype and in_order(out) is out:
             return out
         return self._pool.take(shape, dtype)
@@ -193,7 +267,7 @@ class HostMovement:
     def reduce_scatter(
         self, plan: ReductionPlan, array: Array, rows: Sequence[int], out: Array | None
     ) -> Steps[list[Array]]:
-        """Return the rows of the reduction between two borders, one array."""
+        """Return this rank's rows of the reduction."""
         channel = self._channel
         row_size = math.prod(array.shape[1:])
         borders = [border * row_size for border in rows]
@@ -224,27 +298,22 @@ def _gather(array: Array, core: Core, identity: int) -> None:
 
 
 def _begins(array: Array, out: Array, offset: int = 0) -> bool:
-    """Return whether an array begins so many bytes behind the begin of a result."""
+    """Return True if an array begins ``offset`` bytes after the start of a result."""
     return address_of(array) == address_of(out) + offset
 
 
 def _is_part(array: Array, out: Array, channel: Channel) -> bool:
-    """Return whether an array is this rank's part of a result.
-
-    That is one to which all ranks give as much.
-    """
+    """Return True if an array is this rank's part of a result with equal parts."""
     return out.nbytes == channel.size * array.nbytes and _begins(array, out, channel.rank * array.nbytes)
 
 
-def _deal(given: Array, parts: list[int], note: int, core: Core, identity: int) -> None:
-    core.deal(identity, given, parts, note)
+def _deal(sent: Array, parts: list[int], note: int, core: Core, identity: int) -> None:
+    core.deal(identity, sent, parts, note)
 
 
 def _begun(core: Core, array: Array | None) -> Steps[None]:
-    """Yield until all have come to gather an array.
-
-    None for the one that was begun with the meeting.
-    """
+    """Wait until all ranks have started to gather an array."""
+    # The gather of the first array starts with the handshake, so it is None.
     if array is not None:
         _gather(array, core, 0)
         yield from core.go_on()
