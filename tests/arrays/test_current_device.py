@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpidist.arrays.cuda_driver import CudaDriver
 from mpidist.arrays.device_ops import DeviceOps, ops_for
+from mpidist.arrays.streams import CudaDriver
 from mpidist.core.concurrency import mark_own_thread
 from mpidist.core.errors import DeviceError
 from tests.support import fake_cupy

@@ -13,8 +13,16 @@ from typing import NoReturn
 from mpidist.arrays.device_ops import DeviceOps, ops_for
 from mpidist.arrays.dtypes import Array
 from mpidist.arrays.streams import Stream
-from mpidist.collectives.gpu.nccl_library import IN_PROGRESS, NcclCommunicator, failure, nccl_binding, nccl_problem
-from mpidist.collectives.gpu.nccl_start import START_SECONDS, NcclShare, started
+from mpidist.collectives.gpu.nccl_start import (
+    IN_PROGRESS,
+    START_SECONDS,
+    NcclCommunicator,
+    NcclShare,
+    failure,
+    nccl_binding,
+    nccl_problem,
+    started,
+)
 from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.reduce.device_packs import BYTES, nccl_reduction
 from mpidist.core.errors import DeviceError, NcclFailure

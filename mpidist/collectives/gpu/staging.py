@@ -17,7 +17,7 @@ from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.streams import Event
 from mpidist.collectives.channel.operation import which_on_device
 from mpidist.collectives.gpu.device_streams import DeviceStreams
-from mpidist.collectives.gpu.network_probes import rdma_fabric
+from mpidist.collectives.gpu.probes import rdma_fabric
 from mpidist.collectives.mpi.gathering import agreed_minimum
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Comm, Steps, until_event

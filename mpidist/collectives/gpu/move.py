@@ -14,9 +14,9 @@ from mpidist.arrays.streams import Stream
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.observers import MOVE
 from mpidist.collectives.channel.operation import Signature
-from mpidist.collectives.gpu.device_choice import DeviceChoice
 from mpidist.collectives.gpu.device_streams import DeviceCall, DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.gpu.reduce import DeviceChoice
 from mpidist.collectives.move.movement_plan import BroadcastPlan, GatherPlan
 from mpidist.collectives.mpi import gathering
 from mpidist.collectives.mpi.agreed import all_do

@@ -1,37 +1,191 @@
-"""All-reduce of arrays on GPUs in two levels: NCCL inside each node, MPI between them.
-
-The flat array is cut into chunks, and each chunk into one slice per *rail* (see ``two_level``). NCCL reduces the slices
-of a chunk to the ranks of the node that have them; each passes through page-locked memory to its rail and back, or
-straight from and to the device where MPI takes its memory; NCCL spreads the slices over the node. The host waits for
-the device only where MPI needs the bytes. NCCL calls are made in the same order on all ranks of a node: first the
-reductions of all chunks, then, chunk by chunk, the spreading. The sums of a ring are formed on the GPU; those of small
-slices, and of slices that are rounded, on the host.
-
-Chunks overlap. The scheme of Horovod's NCCLHierarchicalAllreduce, in chunks.
-"""
+"""All-reduce of arrays on GPUs by NCCL over all ranks, or by one rank alone."""
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mpidist.arrays.dtypes import Array
 from mpidist.arrays.streams import Event, Stream
-from mpidist.collectives.gpu.device_call import DeviceReduction, DeviceSite
-from mpidist.collectives.gpu.device_streams import DeviceStreams
+from mpidist.collectives.gpu.device_streams import DeviceAlgorithm, DeviceReduction, DeviceSite, DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm
-from mpidist.collectives.gpu.network_probes import takes_device_memory
+from mpidist.collectives.gpu.probes import rdma_everywhere, rdma_fabric, takes_device_memory
 from mpidist.collectives.gpu.staging import DeviceRing, PinnedBuffer, StagingRing, agreed_staging_bytes, received_bytes
 from mpidist.collectives.mpi.agreed import problems_of
 from mpidist.collectives.mpi.waiting import Steps, pause, until_event
 from mpidist.collectives.node.chunks import slices
+from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.node import Node
+from mpidist.collectives.node.packing import Pack, PackedReduction
 from mpidist.collectives.reduce.algorithms.two_level import Wires, moved
+from mpidist.collectives.reduce.choice import Choice, place_of
 from mpidist.collectives.reduce.cost_model import Round
-from mpidist.collectives.reduce.registry import AlgorithmEntry, Wire, gpu_algorithms, wire_algorithms
+from mpidist.collectives.reduce.device_packs import SLICE_ALIGNMENT, DevicePack
+from mpidist.collectives.reduce.registry import (
+    GPU_PLACES,
+    Algorithm,
+    AlgorithmEntry,
+    Row,
+    Wire,
+    at_once,
+    gpu_algorithms,
+    gpu_names,
+    wire_algorithms,
+)
+from mpidist.collectives.reduce.table import BY_NETWORK, Table, look_up, resolved, row_text
 from mpidist.core.errors import AlgorithmError
+from mpidist.core.options import CommunicationOptions
+
+
+class Nccl:
+    """One NCCL call per pack (ncclAllReduce).
+
+    Args:
+        comm: The NCCL communicator of all ranks; closed with this object.
+        streams: Where it works.
+
+    Attributes:
+        comm: See above.
+    """
+
+    def __init__(self, comm: NcclComm, streams: DeviceStreams) -> None:
+        self.comm = comm
+        self._streams = streams
+
+    @classmethod
+    def made(cls, site: DeviceSite) -> Steps[Nccl]:
+        """Return a new one (collective).
+
+        Raises:
+            AlgorithmError: NCCL does not work on some rank; on all ranks.
+        """
+        streams = site.streams
+        made = yield from NcclComm.made(site.comm, streams.device, has_given_up=streams.has_given_up)
+        if isinstance(made, str):
+            raise AlgorithmError(f"algorithm 'nccl' does not work here: {made}")
+        streams.watch(made)
+        return cls(made, streams)
+
+    def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
+        """See ``DeviceAlgorithm``."""
+        yield from ()
+        with self._streams.on():
+            self.comm.all_reduce(job.source, job.target, job.op, self._streams.stream)
+            return job.store()
+
+    def close(self) -> None:
+        """Destroy the NCCL communicator (collective)."""
+        self.comm.close()
+
+
+gpu_algorithms.register(
+    AlgorithmEntry("nccl", Nccl.made, GPU_PLACES, GPU_PLACES, is_general=False, instead=("hierarchical", "staged"))
+)
+
+
+class Alone(DeviceAlgorithm):
+    """An all-reduce of one rank alone, which casts, divides and copies.
+
+    Args:
+        site: Where it works.
+    """
+
+    def __init__(self, site: DeviceSite) -> None:
+        self._streams = site.streams
+
+    def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
+        """See ``DeviceAlgorithm``."""
+        yield from ()
+        with self._streams.on():
+            job.copy()
+            return job.store()
+
+
+gpu_algorithms.register(AlgorithmEntry("alone", at_once(Alone), ()))
+
+
+# Chunks that are in host memory at a time: one is copied there while the one before is reduced.
+_ROOMS = 2
+
+
+class Staged:
+    """All-reduce in chunks by an algorithm for the host, in page-locked memory.
+
+    Args:
+        site: Where it works.
+        chunk_bytes: Of a chunk, at most; the same on all ranks.
+    """
+
+    def __init__(self, site: DeviceSite, chunk_bytes: int) -> None:
+        self._streams = site.streams
+        self._choice = site.on_host
+        self._pool = site.pool
+        self._chunk_bytes = chunk_bytes
+        self._given = self._reduced = [np.empty(0, np.uint8)] * _ROOMS
+
+    @classmethod
+    def made(cls, site: DeviceSite) -> Steps[Staged]:
+        """Return a new one (collective)."""
+        chunk_bytes = yield from agreed_staging_bytes(site.comm)
+        return cls(site, chunk_bytes)
+
+    def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
+        """See ``DeviceAlgorithm``."""
+        streams, ops = self._streams, self._streams.ops
+        chunks = job.pack.on_host(self._chunk_bytes // job.dtype.itemsize)
+        yield from self._make_room(chunks[0].nbytes)
+        next_copied = self._copy_to_host(job, chunks, 0)
+        for number, chunk in enumerate(chunks):
+            copied, room = next_copied, number % _ROOMS
+            if number + 1 < len(chunks):
+                next_copied = self._copy_to_host(job, chunks, number + 1)
+            # The communicator's stream has then been past the last copies from and to this room, too.
+            yield from until_event(copied)
+            given, reduced = [rooms[room][: chunk.nbytes].view(job.dtype) for rooms in (self._given, self._reduced)]
+            yield from self._reduce(job, chunk, given, reduced)
+            with streams.on():
+                start = number * chunks[0].count
+                ops.copy_to_device(job.target[start : start + chunk.count], reduced, streams.stream)
+        with streams.on():
+            return job.store()
+
+    def _make_room(self, nbytes: int) -> Steps[None]:
+        if self._given[0].nbytes < nbytes:
+            # The pool would give their memory to others at once.
+            yield from until_event(self._streams.stream.record())
+            with self._streams.on():
+                ops = self._streams.ops
+                self._given, self._reduced = [[ops.pinned(nbytes) for _ in range(_ROOMS)] for _ in range(2)]
+
+    def _copy_to_host(self, job: DeviceReduction, chunks: Sequence[Pack], number: int) -> Event:
+        streams, chunk, start = self._streams, chunks[number], number * chunks[0].count
+        given = self._given[number % _ROOMS][: chunk.nbytes].view(job.dtype)
+        with streams.on():
+            streams.ops.copy_to_host(given, job.source[start : start + chunk.count], streams.stream)
+            return streams.stream.record()
+
+    def _reduce(self, job: DeviceReduction, chunk: Pack, given: Array, reduced: Array) -> Steps[None]:
+        options = job.options
+        if options.algorithm in gpu_names():
+            options = replace(options, algorithm=None)
+        host_job = PackedReduction(chunk, [given], [], [reduced], job.op, None, options, self._pool)
+        names = self._choice.names_for(chunk.nbytes, options)
+        algorithm = self._choice.made(names) or (yield from self._choice.make(names))
+        yield from algorithm.all_reduce(host_job)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._given = self._reduced = [np.empty(0, np.uint8)] * _ROOMS
+
+
+gpu_algorithms.register(
+    AlgorithmEntry("staged", Staged.made, GPU_PLACES, GPU_PLACES, is_ordered=True, rounds=True, instead=())
+)
 
 
 @dataclass(frozen=True)
@@ -289,3 +443,85 @@ gpu_algorithms.register(
         stands_for=lambda node: "nccl" if node.is_alone else "hierarchical",
     )
 )
+
+
+_log = logging.getLogger("mpidist")
+
+
+def may_move_by_nccl(table: Table, place: str) -> bool:
+    """Return whether several ranks move arrays by NCCL if it works and has a network.
+
+    The same on every rank.
+    """
+    row: Row = getattr(table, place)
+    return look_up(row, sys.maxsize) in ("nccl", BY_NETWORK)
+
+
+class DeviceChoice(Choice[DeviceAlgorithm]):
+    """The algorithms of one communicator for arrays on one device.
+
+    Args:
+        table: Which algorithm is taken where.
+        streams: Where they work.
+        on_host: The choice for arrays in host memory.
+        pool: Host memory.
+    """
+
+    def __init__(self, table: Table, streams: DeviceStreams, on_host: Choice[Algorithm], pool: Pool) -> None:
+        comm, node = on_host.site.comm, on_host.site.node
+        site, place = DeviceSite(comm, node, table.between_nodes, streams, on_host, pool), place_of(node, "gpu")
+        super().__init__(gpu_algorithms, site, place, getattr(table, place))
+        self.streams = streams
+
+    @property
+    def multiple(self) -> int:
+        """Return the number of bytes of which flat arrays are a multiple.
+
+        So slices between nodes have one length, and each begins where NCCL reads many elements at a time.
+        """
+        rails = 1 if self.site.node.is_alone else self.site.node.rails
+        return 1 if rails == 1 else rails * SLICE_ALIGNMENT
+
+    def names_for_pack(self, pack: DevicePack, options: CommunicationOptions) -> tuple[str, ...]:
+        """Return the algorithm for a pack, then its substitutes; the same on every rank."""
+        if self.site.comm.Get_size() == 1:
+            return ("alone",)
+        return self.names_for(pack.nbytes, options, pack.suits_nccl)
+
+    def settle(self) -> Steps[None]:
+        """Replace "by network" in the row of the table, the first time (collective)."""
+        if any(name == BY_NETWORK for _, name in self.row):
+            has_rdma = yield from rdma_everywhere(self.site.comm)
+            self.row = resolved(self.row, has_rdma)
+            if self.site.comm.Get_rank() == 0:
+                fabric = rdma_fabric()
+                why = f"NCCL has RDMA on all ranks, {fabric.name} here" if has_rdma and fabric else "no RDMA for NCCL"
+                _log.info("mpidist: arrays on GPUs go between nodes by %s (%s)", row_text(self.row), why)
+
+    def prepare(self) -> Steps[None]:
+        """Make the algorithms that the table names (collective)."""
+        if self.site.comm.Get_size() > 1:
+            yield from self.settle()
+            for name in dict.fromkeys(name for _, name in self.row):
+                yield from self.make(self.names_from(name))
+
+    @property
+    def moves_by_nccl(self) -> bool:
+        """Return whether NCCL moves arrays, which it does where large reductions take it.
+
+        The same on every rank after ``prepare``.
+        """
+        taken = self.first_working(self.names_from(look_up(self.row, sys.maxsize)))
+        return self.site.comm.Get_size() > 1 and taken == "nccl"
+
+    @property
+    def nccl(self) -> NcclComm:
+        """Return NCCL over all ranks, where ``moves_by_nccl``."""
+        made = self.made(("nccl",))
+        assert isinstance(made, Nccl)
+        return made.comm
+
+    def close(self) -> None:
+        """Free the algorithms, once all work is done (collective)."""
+        self.streams.close()
+        super().close()
