@@ -193,7 +193,7 @@ def test_the_hierarchical_way(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, m
 @pytest.mark.parametrize(
     ("mutate", "late"),
     [
-        pytest.param(deaf_in("_show_first"), late_streams, id="neither copies nor sums wait for its streams"),
+        pytest.param(deaf_in("_stage_first"), late_streams, id="neither copies nor sums wait for its streams"),
         pytest.param(hasty(staging), TO_HOST, id="MPI does not wait for the copy to the host"),
         pytest.param(deaf_in("_add"), TO_DEVICE, id="the copy to the host does not wait for the sum"),
         pytest.param(deaf_in("move"), TO_DEVICE, id="its streams do not wait for the copy to the device"),

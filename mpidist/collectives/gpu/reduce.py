@@ -1,4 +1,16 @@
-"""All-reduce of arrays on GPUs by NCCL over all ranks, or by one rank alone."""
+"""All-reduce arrays on GPUs: choose an algorithm, and run it.
+
+``nccl`` reduces over all ranks with NCCL. ``staged`` runs an algorithm for the host in page-locked memory. It needs no
+NCCL and supports any dtype. ``hierarchical`` uses NCCL inside each node and MPI between nodes, like Horovod's
+NCCLHierarchicalAllreduce, but in chunks that overlap.
+
+``hierarchical`` cuts the flat array into chunks, and each chunk into one slice per *rail* (see ``two_level``). NCCL
+reduces each slice to one rank of the node. That rank exchanges it with its rail through page-locked memory, or directly
+if MPI accepts device memory. NCCL then copies the slices to all ranks of the node. The host waits for the device only
+when MPI needs the bytes. All ranks of a node make the same NCCL calls in the same order: first the reductions of all
+chunks, then the copies chunk by chunk. A ring sums on the GPU. Small slices, and slices in a wire dtype, are summed on
+the host.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +55,7 @@ from mpidist.core.options import CommunicationOptions
 
 
 class Nccl:
-    """One NCCL call per pack (ncclAllReduce).
-
-    Args:
-        comm: The NCCL communicator of all ranks; closed with this object.
-        streams: Where it works.
-
-    Attributes:
-        comm: See above.
-    """
+    """Reduce each pack with one NCCL call. Closes ``comm`` with this object."""
 
     def __init__(self, comm: NcclComm, streams: DeviceStreams) -> None:
         self.comm = comm
@@ -59,11 +63,7 @@ class Nccl:
 
     @classmethod
     def made(cls, site: DeviceSite) -> Steps[Nccl]:
-        """Return a new one (collective).
-
-        Raises:
-            AlgorithmError: NCCL does not work on some rank; on all ranks.
-        """
+        """Start NCCL, or raise AlgorithmError on all ranks (collective)."""
         streams = site.streams
         made = yield from NcclComm.made(site.comm, streams.device, has_given_up=streams.has_given_up)
         if isinstance(made, str):
@@ -72,7 +72,7 @@ class Nccl:
         return cls(made, streams)
 
     def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
-        """See ``DeviceAlgorithm``."""
+        """Reduce with one call of NCCL."""
         yield from ()
         with self._streams.on():
             self.comm.all_reduce(job.source, job.target, job.op, self._streams.stream)
@@ -89,17 +89,13 @@ gpu_algorithms.register(
 
 
 class Alone(DeviceAlgorithm):
-    """An all-reduce of one rank alone, which casts, divides and copies.
-
-    Args:
-        site: Where it works.
-    """
+    """Cast, divide and copy on a single rank."""
 
     def __init__(self, site: DeviceSite) -> None:
         self._streams = site.streams
 
     def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
-        """See ``DeviceAlgorithm``."""
+        """Copy the source to the result."""
         yield from ()
         with self._streams.on():
             job.copy()
@@ -109,78 +105,75 @@ class Alone(DeviceAlgorithm):
 gpu_algorithms.register(AlgorithmEntry("alone", at_once(Alone), ()))
 
 
-# Chunks that are in host memory at a time: one is copied there while the one before is reduced.
-_ROOMS = 2
+# Two chunks in host memory: the next one is copied there while one is reduced.
+_BUFFERS = 2
 
 
 class Staged:
-    """All-reduce in chunks by an algorithm for the host, in page-locked memory.
-
-    Args:
-        site: Where it works.
-        chunk_bytes: Of a chunk, at most; the same on all ranks.
-    """
+    """Reduce chunks of at most ``chunk_bytes`` in page-locked memory with a host algorithm."""
 
     def __init__(self, site: DeviceSite, chunk_bytes: int) -> None:
         self._streams = site.streams
         self._choice = site.on_host
         self._pool = site.pool
         self._chunk_bytes = chunk_bytes
-        self._given = self._reduced = [np.empty(0, np.uint8)] * _ROOMS
+        self._inputs = self._outputs = [np.empty(0, np.uint8)] * _BUFFERS
 
     @classmethod
     def made(cls, site: DeviceSite) -> Steps[Staged]:
-        """Return a new one (collective)."""
+        """Agree on the size of a chunk (collective)."""
         chunk_bytes = yield from agreed_staging_bytes(site.comm)
         return cls(site, chunk_bytes)
 
     def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
-        """See ``DeviceAlgorithm``."""
+        """Reduce chunk by chunk, and copy the next chunk to the host during each reduction."""
         streams, ops = self._streams, self._streams.ops
         chunks = job.pack.on_host(self._chunk_bytes // job.dtype.itemsize)
-        yield from self._make_room(chunks[0].nbytes)
+        yield from self._allocate_buffers(chunks[0].nbytes)
         next_copied = self._copy_to_host(job, chunks, 0)
         for number, chunk in enumerate(chunks):
-            copied, room = next_copied, number % _ROOMS
+            copied, index = next_copied, number % _BUFFERS
             if number + 1 < len(chunks):
                 next_copied = self._copy_to_host(job, chunks, number + 1)
-            # The communicator's stream has then been past the last copies from and to this room, too.
+            # The stream is then also past the last copies from and to these buffers.
             yield from until_event(copied)
-            given, reduced = [rooms[room][: chunk.nbytes].view(job.dtype) for rooms in (self._given, self._reduced)]
-            yield from self._reduce(job, chunk, given, reduced)
+            source, reduced = [
+                buffers[index][: chunk.nbytes].view(job.dtype) for buffers in (self._inputs, self._outputs)
+            ]
+            yield from self._reduce(job, chunk, source, reduced)
             with streams.on():
                 start = number * chunks[0].count
                 ops.copy_to_device(job.target[start : start + chunk.count], reduced, streams.stream)
         with streams.on():
             return job.store()
 
-    def _make_room(self, nbytes: int) -> Steps[None]:
-        if self._given[0].nbytes < nbytes:
-            # The pool would give their memory to others at once.
+    def _allocate_buffers(self, nbytes: int) -> Steps[None]:
+        if self._inputs[0].nbytes < nbytes:
+            # Freed memory may be reused at once, so wait for the copies.
             yield from until_event(self._streams.stream.record())
             with self._streams.on():
                 ops = self._streams.ops
-                self._given, self._reduced = [[ops.pinned(nbytes) for _ in range(_ROOMS)] for _ in range(2)]
+                self._inputs, self._outputs = [[ops.pinned(nbytes) for _ in range(_BUFFERS)] for _ in range(2)]
 
     def _copy_to_host(self, job: DeviceReduction, chunks: Sequence[Pack], number: int) -> Event:
         streams, chunk, start = self._streams, chunks[number], number * chunks[0].count
-        given = self._given[number % _ROOMS][: chunk.nbytes].view(job.dtype)
+        target = self._inputs[number % _BUFFERS][: chunk.nbytes].view(job.dtype)
         with streams.on():
-            streams.ops.copy_to_host(given, job.source[start : start + chunk.count], streams.stream)
+            streams.ops.copy_to_host(target, job.source[start : start + chunk.count], streams.stream)
             return streams.stream.record()
 
-    def _reduce(self, job: DeviceReduction, chunk: Pack, given: Array, reduced: Array) -> Steps[None]:
+    def _reduce(self, job: DeviceReduction, chunk: Pack, source: Array, reduced: Array) -> Steps[None]:
         options = job.options
         if options.algorithm in gpu_names():
             options = replace(options, algorithm=None)
-        host_job = PackedReduction(chunk, [given], [], [reduced], job.op, None, options, self._pool)
+        host_job = PackedReduction(chunk, [source], [], [reduced], job.op, None, options, self._pool)
         names = self._choice.names_for(chunk.nbytes, options)
         algorithm = self._choice.made(names) or (yield from self._choice.make(names))
         yield from algorithm.all_reduce(host_job)
 
     def close(self) -> None:
-        """Let go of the memory."""
-        self._given = self._reduced = [np.empty(0, np.uint8)] * _ROOMS
+        """Free the host memory."""
+        self._inputs = self._outputs = [np.empty(0, np.uint8)] * _BUFFERS
 
 
 gpu_algorithms.register(
@@ -190,15 +183,15 @@ gpu_algorithms.register(
 
 @dataclass(frozen=True)
 class DeviceHierarchical:
-    """NCCL in the node, MPI between the nodes.
+    """Reduce with NCCL inside nodes and MPI between them.
 
     Args:
-        node: The node of this rank.
-        level: NCCL in the node.
-        wires: The ways between nodes for host memory.
-        ring: The way between nodes for memory of the device.
-        streams: Where it works.
-        staging: The page-locked memory of slices under way.
+        node: Node of this rank.
+        level: NCCL inside the node.
+        wires: Inter-node algorithms for host memory.
+        ring: Inter-node algorithm for device memory.
+        streams: Streams of the device.
+        staging: Page-locked memory of slices in flight.
     """
 
     node: Node
@@ -210,11 +203,7 @@ class DeviceHierarchical:
 
     @classmethod
     def made(cls, site: DeviceSite) -> Steps[DeviceHierarchical]:
-        """Return a new one (collective).
-
-        Raises:
-            AlgorithmError: NCCL does not work on some node, or a rank has no memory for it; on all ranks.
-        """
+        """Start NCCL and allocate memory, or raise AlgorithmError on all ranks (collective)."""
         comm, node, streams = site.comm, site.node, site.streams
         wires = Wires(site, {**wire_algorithms.costs, "ring": _ring_on_device})
         aware = yield from takes_device_memory(comm)
@@ -225,7 +214,7 @@ class DeviceHierarchical:
         nccl, problem = (None, made) if isinstance(made, str) else (made, None)
         try:
             staging = StagingRing(streams, slice_bytes, received_bytes(slice_bytes, len(node.ranks)))
-        except Exception as error:  # the others wait for this rank
+        except Exception as error:  # agreed below, because the others wait
             problem = problem or f"rank {comm.Get_rank()}: {type(error).__name__}: {error}"
         problems = yield from problems_of(comm, problem)
         for problem in problems.values():
@@ -237,40 +226,37 @@ class DeviceHierarchical:
         level = _InNode(nccl, node.rank, node.rails, streams.stream)
         rail = [ranks[min(node.rank, len(ranks) - 1)] for ranks in node.ranks]
         ring = DeviceRing(comm, rail, node.topology.node_index, streams, aware)
-        # MPI does not wait for what a stream has still to do with memory that it gave out before.
+        # Earlier work of a stream may still use the allocated memory, and MPI does not wait for it.
         yield from until_event(staging.is_made)
         return cls(node, level, wires, ring, streams, staging)
 
     def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
-        """See ``DeviceAlgorithm``."""
+        """Reduce in overlapping chunks."""
         streams, nbytes = self.streams, self.staging.nbytes
         name = self.wires.choose(job.nbytes, job.options, nbytes, nbytes).name
         on_device = job.options.wire_dtype is None and (self.ring.takes_device_memory or name == "ring")
         run = _Run(job, self, None if on_device else self.wires.made(name, job.options))
         with streams.on():
             run.start(nbytes // job.dtype.itemsize)
-        looks = 0
+        failed_polls = 0
         while not run.is_over:
             with streams.on():
                 moved = run.move()
-            looks = 0 if moved else looks + 1
-            if looks:
-                pause(self.node.comm, looks)
+            failed_polls = 0 if moved else failed_polls + 1
+            if failed_polls:
+                pause(self.node.comm, failed_polls)
                 yield
         with streams.on():
             return job.store()
 
     def close(self) -> None:
-        """Destroy the NCCL communicator (collective over the node) and let go of the memory."""
+        """Destroy the NCCL communicator (collective over the node)."""
         if self.level.nccl is not None:
             self.level.nccl.close()
 
 
 def _ring_on_device(nodes: int, count: int) -> list[Round]:
-    """Return the rounds of the ring, a sum of which takes a launch.
-
-    That is about as long as a message.
-    """
+    """Return the rounds of the ring. A sum costs a launch, about as much as a message."""
     return [
         each._replace(reduced=0, messages=each.messages + (each.reduced > 0))
         for each in wire_algorithms.costs["ring"](nodes, count)
@@ -279,13 +265,13 @@ def _ring_on_device(nodes: int, count: int) -> list[Round]:
 
 @dataclass(frozen=True)
 class _InNode:
-    """NCCL in one node.
+    """Run NCCL inside one node.
 
     Args:
-        nccl: Its communicator; None for a rank that is alone on its node.
-        rank: In the node.
-        rails: Ranks of the node that have a slice.
-        stream: On which it works.
+        nccl: Communicator of the node, or None for a rank alone on its node.
+        rank: Rank in the node.
+        rails: Number of ranks with a slice.
+        stream: Stream of the calls.
     """
 
     nccl: NcclComm | None
@@ -294,14 +280,11 @@ class _InNode:
     stream: Stream
 
     def slices(self, chunk: Array) -> list[Array]:
-        """Return the slice of a chunk for each rank that has one."""
+        """Return one slice of a chunk per rail."""
         return [chunk[a:b] for a, b in slices(chunk.size, self.rails)]
 
     def reduce(self, job: DeviceReduction, source: Array, target: Array) -> None:
-        """Reduce each slice of a chunk to the rank that has it.
-
-        A rank that is alone on its node has copied it.
-        """
+        """Reduce each slice of a chunk to its rank."""
         nccl, targets = self.nccl, self.slices(target)
         if nccl is None:
             return
@@ -313,7 +296,7 @@ class _InNode:
                     nccl.reduce(part, targets[root], job.op, root, self.stream)
 
     def spread(self, chunk: Array) -> None:
-        """Give every rank all slices of a chunk."""
+        """Copy all slices of a chunk to every rank."""
         nccl, parts = self.nccl, self.slices(chunk)
         if nccl is None:
             return
@@ -326,27 +309,27 @@ class _InNode:
 
 
 class _Run:
-    """One reduction, and the progress of each of its chunks.
+    """Track one reduction and its chunks.
 
     Args:
-        job: The reduction.
-        way: With all that it takes.
-        wire: The way between nodes for host memory; None where that for memory of the device is taken.
+        job: Reduction to run.
+        algorithm: Algorithm with its streams and memory.
+        wire: Inter-node algorithm for host memory. None to use the ring on the device.
     """
 
-    def __init__(self, job: DeviceReduction, way: DeviceHierarchical, wire: Wire | None) -> None:
-        self._job, self._wire, self._ring = job, wire, way.ring
-        self._level, self._staging, self._streams = way.level, way.staging, way.streams
-        self._is_mpi_on_device = wire is None and way.ring.takes_device_memory
+    def __init__(self, job: DeviceReduction, algorithm: DeviceHierarchical, wire: Wire | None) -> None:
+        self._job, self._wire, self._ring = job, wire, algorithm.ring
+        self._level, self._staging, self._streams = algorithm.level, algorithm.staging, algorithm.streams
+        self._is_mpi_on_device = wire is None and algorithm.ring.takes_device_memory
         self._chunks: list[Array] = []
         self._reduced: list[Event] = []
-        # The steps left of each slice on its way between the nodes, and when it is on the device again, by its chunk.
+        # Remaining steps of each slice in flight, and the event of its return to the device, keyed by chunk.
         self._in_flight: deque[Steps[None] | None] = deque()
         self._arrived: dict[int, Event] = {}
         self._begun = self._spread = 0
 
     def start(self, per_slice: int) -> None:
-        """Cut the flat array, and have all chunks reduced in the node."""
+        """Cut the flat array into chunks, and reduce all of them in the node."""
         level, streams, job = self._level, self._streams, self._job
         per_chunk = per_slice * level.rails
         if level.nccl is None:
@@ -359,11 +342,11 @@ class _Run:
 
     @property
     def is_over(self) -> bool:
-        """Return whether all chunks have been handed to NCCL to be spread."""
+        """Return True when every chunk is enqueued for the copy to all ranks."""
         return self._spread == len(self._chunks)
 
     def move(self) -> bool:
-        """Move chunks on; return whether any has got further."""
+        """Advance the chunks, and return True on progress."""
         has_moved = self._begin()
         self._in_flight = deque(steps and moved(steps) for steps in self._in_flight)
         while self._in_flight and self._in_flight[0] is None and not self._waits_for_mpi():
@@ -376,16 +359,16 @@ class _Run:
         return has_moved
 
     def _nccl_is_done(self) -> bool:
-        """Return whether all chunks have been reduced in the node."""
+        """Return True when all chunks are reduced in the node."""
         return self._reduced[-1].is_done
 
     def _waits_for_mpi(self) -> bool:
-        """Return whether NCCL has to wait: it and MPI never use one device at once."""
+        """Return True while MPI uses the device, so that NCCL must wait."""
         all_arrived = self._begun == len(self._chunks) and not any(self._in_flight)
         return self._is_mpi_on_device and not all_arrived
 
     def _begin(self) -> bool:
-        """Begin to send the next chunk if there is room; return whether it began."""
+        """Send the next chunk if a slot is free, and return True if so."""
         chunk = self._begun
         if chunk == len(self._chunks):
             return False
@@ -403,7 +386,7 @@ class _Run:
         return True
 
     def _crossing(self, slot: PinnedBuffer, part: Array, chunk: int) -> Steps[None]:
-        """Take a slice over the ring on the device, or through the host."""
+        """Reduce a slice between nodes, and free its slot."""
         if self._wire is None:
             arrived = yield from self._ring.all_reduce(part, self._job.op, chunk, slot, self._reduced[chunk])
         else:
@@ -412,7 +395,7 @@ class _Run:
         self._arrived[chunk] = arrived
 
     def _through(self, wire: Wire, slot: PinnedBuffer, part: Array, chunk: int) -> Steps[Event]:
-        """Take a slice to the host, over the wire and back."""
+        """Copy a slice to the host, reduce it between nodes, and copy it back."""
         streams, job = self._streams, self._job
         memory = slot.array(part.size, part.dtype)
         streams.to_host.wait(self._reduced[chunk])
@@ -449,23 +432,13 @@ _log = logging.getLogger("mpidist")
 
 
 def may_move_by_nccl(table: Table, place: str) -> bool:
-    """Return whether several ranks move arrays by NCCL if it works and has a network.
-
-    The same on every rank.
-    """
+    """Return True on every rank if NCCL, when it works, moves arrays."""
     row: Row = getattr(table, place)
     return look_up(row, sys.maxsize) in ("nccl", BY_NETWORK)
 
 
 class DeviceChoice(Choice[DeviceAlgorithm]):
-    """The algorithms of one communicator for arrays on one device.
-
-    Args:
-        table: Which algorithm is taken where.
-        streams: Where they work.
-        on_host: The choice for arrays in host memory.
-        pool: Host memory.
-    """
+    """Choose among the algorithms of one communicator for arrays on one device."""
 
     def __init__(self, table: Table, streams: DeviceStreams, on_host: Choice[Algorithm], pool: Pool) -> None:
         comm, node = on_host.site.comm, on_host.site.node
@@ -475,21 +448,21 @@ class DeviceChoice(Choice[DeviceAlgorithm]):
 
     @property
     def multiple(self) -> int:
-        """Return the number of bytes of which flat arrays are a multiple.
+        """Return the number of bytes that flat arrays are padded to.
 
-        So slices between nodes have one length, and each begins where NCCL reads many elements at a time.
+        Slices between nodes then have one length, and each starts at an address where NCCL uses wide loads.
         """
         rails = 1 if self.site.node.is_alone else self.site.node.rails
         return 1 if rails == 1 else rails * SLICE_ALIGNMENT
 
     def names_for_pack(self, pack: DevicePack, options: CommunicationOptions) -> tuple[str, ...]:
-        """Return the algorithm for a pack, then its substitutes; the same on every rank."""
+        """Return the algorithm for a pack and its substitutes, the same on every rank."""
         if self.site.comm.Get_size() == 1:
             return ("alone",)
         return self.names_for(pack.nbytes, options, pack.suits_nccl)
 
     def settle(self) -> Steps[None]:
-        """Replace "by network" in the row of the table, the first time (collective)."""
+        """Replace "by network" in the row of the table once (collective)."""
         if any(name == BY_NETWORK for _, name in self.row):
             has_rdma = yield from rdma_everywhere(self.site.comm)
             self.row = resolved(self.row, has_rdma)
@@ -499,7 +472,7 @@ class DeviceChoice(Choice[DeviceAlgorithm]):
                 _log.info("mpidist: arrays on GPUs go between nodes by %s (%s)", row_text(self.row), why)
 
     def prepare(self) -> Steps[None]:
-        """Make the algorithms that the table names (collective)."""
+        """Create the algorithms that the table names (collective)."""
         if self.site.comm.Get_size() > 1:
             yield from self.settle()
             for name in dict.fromkeys(name for _, name in self.row):
@@ -507,21 +480,18 @@ class DeviceChoice(Choice[DeviceAlgorithm]):
 
     @property
     def moves_by_nccl(self) -> bool:
-        """Return whether NCCL moves arrays, which it does where large reductions take it.
-
-        The same on every rank after ``prepare``.
-        """
+        """Return True if NCCL moves arrays, the same on every rank after ``prepare``."""
         taken = self.first_working(self.names_from(look_up(self.row, sys.maxsize)))
         return self.site.comm.Get_size() > 1 and taken == "nccl"
 
     @property
     def nccl(self) -> NcclComm:
-        """Return NCCL over all ranks, where ``moves_by_nccl``."""
+        """Return NCCL over all ranks. Requires ``moves_by_nccl``."""
         made = self.made(("nccl",))
         assert isinstance(made, Nccl)
         return made.comm
 
     def close(self) -> None:
-        """Free the algorithms, once all work is done (collective)."""
+        """Free the algorithms when all work is done (collective)."""
         self.streams.close()
         super().close()
