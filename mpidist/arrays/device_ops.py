@@ -1,7 +1,7 @@
-"""The operations that mpidist needs on arrays, on the CPU and on a GPU.
+"""Select the operations on NumPy or CuPy arrays, and implement those on CuPy arrays.
 
-Every other room works with arrays of either kind through ``DeviceOps`` and never imports CuPy. Asynchronous operations
-take a stream; the others happen on the current stream of the array's device.
+Other packages use arrays of either kind through ``DeviceOps`` and never import CuPy. Asynchronous operations receive a
+stream. Other operations run on the current stream of the array's device.
 """
 
 from __future__ import annotations
@@ -29,21 +29,19 @@ if TYPE_CHECKING:
     import cupy
 
 
-# Arrays go to a GPU and back through pinned memory, in pieces of so many bytes.
+# Size of the pieces in which arrays are copied through pinned memory.
 _PIECE_BYTES = 4 << 20
-# cudaStreamPerThread.
-_PER_THREAD = 2
-# The priority of what others wait for. CUDA takes the highest that the device has, which CuPy does not tell.
+_PER_THREAD = 2  # cudaStreamPerThread
+# CUDA clamps this to the highest priority of the device, which CuPy does not expose.
 _URGENT = -100
-# cudaErrorNotReady, which CuPy has no name for.
-_NOT_READY = 600
-# What CUDA says in place of an answer while a graph is recorded: cudaErrorStreamCaptureUnsupported and -Invalidated,
-# cudaErrorCapturedEvent; and, of the default stream, cudaErrorStreamCaptureImplicit.
+_NOT_READY = 600  # cudaErrorNotReady, which CuPy does not define
+# Errors of queries while a graph is recorded: cudaErrorStreamCaptureUnsupported, cudaErrorStreamCaptureInvalidated and
+# cudaErrorCapturedEvent. Queries of the default stream return cudaErrorStreamCaptureImplicit.
 _NOT_KNOWN, _CAPTURE_IMPLICIT = (900, 901, 907), 906
 
 
 class CupyEvent(Event):
-    """A CUDA event that has been recorded."""
+    """Record a CUDA event."""
 
     def __init__(self, stream: CupyStream, raw: cupy.cuda.Event) -> None:
         self._runtime = stream.cupy.cuda.runtime
@@ -52,14 +50,12 @@ class CupyEvent(Event):
 
     @property
     def is_done(self) -> bool:
-        """Whether everything before it has happened.
+        """Return True if all work before the event is done.
 
-        False, too, while a CUDA graph is recorded and CUDA does not tell.
-
-        Raises:
-            CUDARuntimeError: The device has failed, as after an illegal access of a kernel: it never will.
+        Return False while a graph is recorded and CUDA cannot tell. Raises CUDARuntimeError if the device failed, for
+        example after an illegal memory access.
         """
-        # Event.done would be False for ever after such an error.
+        # CuPy's Event.done hides errors and would stay False.
         with self._on_device():
             status = int(self._runtime.eventQuery(self.raw.ptr))
         if status == _NOT_READY or status in _NOT_KNOWN:
@@ -69,13 +65,13 @@ class CupyEvent(Event):
         return True
 
     def synchronize(self) -> None:
-        """Block until everything before it has happened; other Python threads run meanwhile."""
+        """Block until all work before the event is done. Other Python threads run."""
         with self._on_device():
             self.raw.synchronize()
 
 
 class CupyStream(Stream):
-    """A CUDA stream with its device, for any thread; CuPy's default stream knows none."""
+    """Bind a CUDA stream to its device, for any thread. CuPy's default stream has no device."""
 
     raw: cupy.cuda.Stream
 
@@ -87,17 +83,17 @@ class CupyStream(Stream):
         self._entered = threading.local()
 
     def on_device(self) -> AbstractContextManager[None]:
-        """Return a block in which its device is current."""
+        """Return a context in which its device is current."""
         return self._current.on(self.device)
 
     @property
     def handle(self) -> int:
-        """The cudaStream_t as a number."""
+        """Return the cudaStream_t as a number."""
         return int(self.raw.ptr)
 
     @property
     def is_capturing(self) -> bool:
-        """Whether the stream records its work as a CUDA graph, or would spoil one."""
+        """Return True if work on this stream would join or invalidate a CUDA graph."""
         runtime = self.cupy.cuda.runtime
         with self.on_device():
             try:
@@ -108,18 +104,15 @@ class CupyStream(Stream):
                 raise
 
     def record(self, *, blocks: bool = False) -> CupyEvent:
-        """Return a new event after all work given so far.
-
-        A thread sleeps while it waits for an event that ``blocks``.
-        """
-        # An event belongs to the device that is current when it is made, and must be that of its stream.
+        """Return an event after all work so far. Waiting for an event that ``blocks`` sleeps."""
+        # An event is created on the current device, which must be the device of its stream.
         with self.on_device():
             event = self.cupy.cuda.Event(block=blocks, disable_timing=True)
             event.record(self.raw)
         return CupyEvent(self, event)
 
     def wait(self, event: Event) -> None:
-        """Let later work wait for ``event``; wait here for one of the CPU."""
+        """Order later work after ``event``. Block here for an event of the CPU."""
         if isinstance(event, CupyEvent):
             with self.on_device():
                 self.raw.wait_event(event.raw)
@@ -127,12 +120,12 @@ class CupyStream(Stream):
             event.synchronize()
 
     def synchronize(self) -> None:
-        """Block until everything has happened."""
+        """Block until all work is done."""
         with self.on_device():
             self.raw.synchronize()
 
     def __enter__(self) -> CupyStream:
-        # CuPy refuses a stream whose device is not current.
+        # CuPy rejects a stream if its device is not current.
         device = self._current.enter(self.device)
         before = self.cupy.cuda.get_current_stream()
         try:
@@ -147,49 +140,45 @@ class CupyStream(Stream):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         device, before = self._entered.stack.pop()
-        # Leaving CuPy's own block would return to the block around it, and undo a use() of the program's.
+        # CuPy's own block would restore the enclosing block's stream, and undo a use() of the program.
         before.use()
         self._current.leave(device)
 
 
 class CupyOps(Kernels, DeviceOps):
-    """Operations on CuPy arrays; those that pack and unpack are kernels.
-
-    Args:
-        cupy: The module, which sees a GPU.
-    """
+    """Implement operations on CuPy arrays. Packing and unpacking are CUDA kernels."""
 
     kind = "gpu"
 
     def __init__(self, cupy: ModuleType) -> None:
         super().__init__(cupy)
         self._current = CurrentDevice(cupy)
-        # By device and number.
+        # Keyed by device and number.
         self._of_others: dict[tuple[int, int], CupyStream] = {}
 
     def device_of(self, array: Array) -> int:
-        """Return the number of the GPU on which ``array`` lies."""
+        """Return the device number of ``array``."""
         return int(array.data.device_id)  # type: ignore[attr-defined]
 
     def on(self, device: int) -> AbstractContextManager[None]:
-        """Return a block in which ``device`` is current in this thread; see ``CurrentDevice``."""
+        """Return a context in which ``device`` is current. Enter it once."""
         return self._current.on(device)
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
-        """Return an array with any content."""
+        """Allocate an array."""
         with self.on(device):
             array: Array = self._cupy.empty(shape, dtype)
         return array
 
     def zeros(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
-        """Return an array of zeros."""
+        """Allocate an array of zeros."""
         with self.on(device):
             array: Array = self._cupy.zeros(shape, dtype)
         return array
 
     def from_host(self, array: Array, device: int) -> Array:
-        """Return a copy of a NumPy array, C-contiguous; ``array`` may be changed on return."""
-        # cupy.asarray would not do: it reads pinned memory later, while the caller writes there again.
+        """Copy a NumPy array in C order. ``array`` may change after the return."""
+        # Not cupy.asarray, which reads pinned memory later, when the caller may overwrite it.
         target = self.empty(array.shape, array.dtype, device)
         source, flat = np.ascontiguousarray(array).reshape(-1), target.reshape(-1)
         stream, per_piece = self.current_stream(device), max(1, _PIECE_BYTES // array.itemsize)
@@ -203,18 +192,18 @@ class CupyOps(Kernels, DeviceOps):
         return target
 
     def to_host(self, array: Array) -> Array:
-        """Return a copy as a NumPy array; waits for it."""
+        """Copy to a NumPy array. Blocks until done."""
         (copy,) = self.all_to_host([array])
         return copy
 
     def all_to_host(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return copies of arrays of one device as NumPy arrays; waits for all."""
+        """Copy arrays of one device to NumPy arrays. Blocks until done."""
         targets = [np.empty(array.shape, array.dtype) for array in arrays]
         if not arrays:
             return targets
-        # What is on its way: when it is there, where it is then, and where it goes. In pageable memory it were slower.
-        arriving: deque[tuple[CupyEvent, Array, Array]] = deque()
-        on_its_way = 0
+        # Copies in flight: event, pinned memory, target. Copies into pageable memory would be slower.
+        in_flight: deque[tuple[CupyEvent, Array, Array]] = deque()
+        bytes_in_flight = 0
         device = self.device_of(arrays[0])
         with self.on(device):
             stream = self.current_stream(device)
@@ -223,20 +212,20 @@ class CupyOps(Kernels, DeviceOps):
                 per_piece = max(1, _PIECE_BYTES // array.itemsize)
                 for start in range(0, flat.size, per_piece):
                     piece = source[start : start + per_piece]
-                    while on_its_way + piece.nbytes > MOST_STAGED_BYTES // 2:
-                        on_its_way -= _arrive(arriving.popleft())
+                    while bytes_in_flight + piece.nbytes > MOST_STAGED_BYTES // 2:
+                        bytes_in_flight -= _arrive(in_flight.popleft())
                     staged = self._staging.room(piece.nbytes)
                     self.copy_to_host(staged, piece, stream)
                     event = stream.record()
                     self._staging.keep(event, staged)
-                    arriving.append((event, staged.view(array.dtype), flat[start : start + per_piece]))
-                    on_its_way += piece.nbytes
-            while arriving:
-                _arrive(arriving.popleft())
+                    in_flight.append((event, staged.view(array.dtype), flat[start : start + per_piece]))
+                    bytes_in_flight += piece.nbytes
+            while in_flight:
+                _arrive(in_flight.popleft())
         return targets
 
     def copy(self, array: Array, device: int | None = None) -> Array:
-        """Return a C-contiguous copy on ``device``, or on the device where ``array`` is."""
+        """Copy in C order to ``device``, by default the device of ``array``."""
         source = self.device_of(array)
         if device is None or device == source:
             with self.on(source):
@@ -254,60 +243,55 @@ class CupyOps(Kernels, DeviceOps):
         return target
 
     def pointer(self, array: Array) -> int:
-        """Return the address of the first element in the memory of its GPU."""
+        """Return the address of the first element in GPU memory."""
         return int(array.data.ptr)  # type: ignore[attr-defined]
 
     def pinned(self, nbytes: int) -> Array:
-        """Return page-locked host memory as an array of uint8."""
+        """Allocate page-locked host memory as an array of uint8."""
         return self._staging.pinned(nbytes)
 
     def stream(self, device: int, *, is_urgent: bool = False) -> CupyStream:
-        """Return a new stream that waits for no other; an urgent one comes first."""
+        """Create an independent stream. Urgent streams have priority."""
         priority = _URGENT if is_urgent else None
         with self.on(device):
             raw = self._cupy.cuda.Stream(non_blocking=True, priority=priority)
             return CupyStream(self._cupy, self._current, device, raw)
 
     def current_stream(self, device: int) -> CupyStream:
-        """Return the stream that is current on ``device`` in this thread.
-
-        Raises:
-            DeviceError: It is the default stream of each thread, whose number means another one in other threads.
-        """
+        """Return the current stream of ``device``. Raises DeviceError for per-thread streams."""
         raw = self._cupy.cuda.get_current_stream(device)
         if raw.ptr == _PER_THREAD:
             raise DeviceError(
-                f"the current stream of gpu:{device} is CUDA's per-thread default stream, which is another one in each "
-                "thread, mpidist's among them; expected one for all threads. Type: unset "
-                "CUPY_CUDA_PER_THREAD_DEFAULT_STREAM; for a stream of the program's own make one current: "
+                f"the current stream of gpu:{device} is CUDA's per-thread default stream, which differs in mpidist's "
+                "threads. Type: unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM. Or make another stream current: "
                 "cupy.cuda.Stream(non_blocking=True).use()"
             )
         return CupyStream(self._cupy, self._current, device, raw)
 
     def stream_of_others(self, device: int, handle: int) -> CupyStream:
-        """Return a stream that another library has made and keeps, by its number."""
+        """Return a stream of another library by its number."""
         if (device, handle) not in self._of_others:
             with warnings.catch_warnings():
-                # Deprecated for Stream.from_external, which destroys the stream when it is let go.
+                # The replacement, Stream.from_external, destroys the stream when it is dropped.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 raw = self._cupy.cuda.ExternalStream(handle, device)
             self._of_others[device, handle] = CupyStream(self._cupy, self._current, device, raw)
         return self._of_others[device, handle]
 
     def copy_to_host(self, target: Array, source: Array, stream: Stream) -> None:
-        """Copy ``source`` into ``target``, a NumPy array over pinned memory; return before it is done."""
+        """Enqueue a copy of ``source`` into ``target``, a NumPy array over pinned memory."""
         check_copy(target, source)
         with self.on(self.device_of(source)):
             source.data.copy_to_host_async(target.ctypes.data, source.nbytes, stream.raw)  # type: ignore[attr-defined]
 
     def copy_to_device(self, target: Array, source: Array, stream: Stream) -> None:
-        """Copy ``source``, a NumPy array over pinned memory; return before it is done."""
+        """Enqueue a copy of ``source``, a NumPy array over pinned memory."""
         check_copy(target, source)
         with self.on(self.device_of(target)):
             target.data.copy_from_host_async(source.ctypes.data, source.nbytes, stream.raw)  # type: ignore[attr-defined]
 
     def blank(self, array: Array, stream: Stream) -> None:
-        """Make all elements of a contiguous array 0; return before it is done."""
+        """Enqueue a fill of a contiguous array with 0."""
         with self.on(self.device_of(array)):
             array.data.memset_async(0, array.nbytes, stream.raw)  # type: ignore[attr-defined]
 
@@ -324,7 +308,7 @@ _HOST = DeviceOps()
 
 
 def is_device_array(value: object) -> TypeGuard[Array]:
-    """Return whether ``value`` is an array on a GPU. Imports nothing: where nobody has imported CuPy there is none.
+    """Return True if ``value`` is an array on a GPU. Imports nothing.
 
     >>> is_device_array(np.zeros(3))
     False
@@ -341,20 +325,16 @@ def ops_of(array: Array) -> DeviceOps:
 
 
 def ops_for(kind: str) -> DeviceOps:
-    """Return the operations for ``"cpu"`` or ``"gpu"``.
-
-    Raises:
-        DeviceError: There is no GPU that this process can use; the text says why.
-    """
+    """Return the operations for ``"cpu"`` or ``"gpu"``. Raises DeviceError without a usable GPU."""
     if kind == "cpu":
         return _HOST
     if kind == "gpu":
         return _gpu_ops()
-    raise ValueError(f"there is no kind of device {kind!r}; expected 'cpu' or 'gpu'")
+    raise ValueError(f"unknown kind of device {kind!r}; expected 'cpu' or 'gpu'")
 
 
 def device_name(array: Array) -> str:
-    """Return where ``array`` lies: ``"cpu"``, or ``"gpu:0"`` and so on.
+    """Return the device of ``array``, such as ``"cpu"`` or ``"gpu:0"``.
 
     >>> device_name(np.zeros(3))
     'cpu'

@@ -81,7 +81,9 @@ def test_a_stream_that_cannot_be_entered_leaves_the_device(fake_gpus: Any, ops: 
 def test_the_default_stream_of_a_thread_is_refused(fake_gpus: Any, ops: CupyOps) -> None:
     if not machine().ptds:
         fake_gpus.cuda.Stream.ptds.use()
-    expected = r"current stream of gpu:0 is .* another one in each thread.*unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM"
+    expected = (
+        r"current stream of gpu:0 is .* which differs in mpidist's threads.*unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM"
+    )
     with pytest.raises(DeviceError, match=expected):
         ops.current_stream(0)
     fake_gpus.cuda.Stream(non_blocking=True).use()
