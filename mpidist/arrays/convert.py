@@ -51,8 +51,8 @@ def is_array_like(value: object) -> bool:
 def to_array(value: Any, what: str = "value") -> Array:
     """Convert ``value`` to a NumPy array, or on a GPU to a CuPy array.
 
-    The array shares memory with ``value`` if possible. Python numbers become 0-d arrays, with NumPy's dtypes. ``what``
-    names the value in errors.
+    The array shares memory with ``value`` if possible. Python numbers become 0-d arrays, with NumPy's dtypes. Errors
+    name the value ``what``.
 
     >>> to_array(1.5).dtype
     dtype('float64')
@@ -68,9 +68,7 @@ def to_array(value: Any, what: str = "value") -> Array:
     if is_device_array(value):
         return value
     if is_torch(value):
-        if not value.is_cuda:
-            return _from_torch(value, what)
-        return _from_torch_on_gpu(value, what)
+        return _from_torch_on_gpu(value, what) if value.is_cuda else _from_torch(value, what)
     if is_jax(value):
         return _from_jax(value, what)
     if _is_on_gpu(value):
@@ -91,7 +89,7 @@ def to_array(value: Any, what: str = "value") -> Array:
                 "DLPack or, on the CPU, the buffer protocol. Convert it with numpy.asarray(...)"
             ) from None
     if array.dtype.hasobject:
-        raise TypeError(f"{what} of type {_type_name(value)} holds Python objects; expected numbers")
+        raise TypeError(f"{what} of type {_type_name(value)} holds Python objects. Pass numbers")
     return array
 
 

@@ -52,8 +52,8 @@ class CupyEvent(Event):
     def is_done(self) -> bool:
         """Return True if all work before the event is done.
 
-        Return False while a graph is recorded and CUDA cannot tell. Raises CUDARuntimeError if the device failed, for
-        example after an illegal memory access.
+        Returns False if CUDA rejects the query while a graph is recorded. Raises CUDARuntimeError if the device
+        failed, for example after an illegal memory access.
         """
         # CuPy's Event.done hides errors and would stay False.
         with self._on_device():
@@ -344,7 +344,4 @@ def device_name(array: Array) -> str:
 
 @cache
 def _gpu_ops() -> DeviceOps:
-    cupy = require_cupy()
-    from mpidist.arrays.device_ops import CupyOps
-
-    return CupyOps(cupy)
+    return CupyOps(require_cupy())

@@ -62,7 +62,7 @@ def reduction_dtypes(dtype: DType, op: ReduceOp) -> tuple[DType, DType]:
     if is_half(dtype):
         return np.dtype(np.float32), dtype
     if dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
-        raise TypeError(f"{op.name} of {dtype} is not defined: complex numbers have no order; use SUM, MEAN or PROD")
+        raise TypeError(f"{op.name} of {dtype} is not defined: complex numbers have no order. Use SUM, MEAN or PROD")
     if dtype.kind in "iu" and op is ReduceOp.MEAN:
         return np.dtype(np.float64), np.dtype(np.float64)
     return dtype, dtype

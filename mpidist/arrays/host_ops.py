@@ -19,8 +19,8 @@ Starts: TypeAlias = "Sequence[int] | None"
 class DeviceOps:
     """Implement the operations on arrays of one kind, here NumPy.
 
-    The CPU is one device with one stream, and nothing is asynchronous. Callers keep each buffer until the last event of
-    a stream that uses it.
+    The CPU is one device with one stream, and all operations are synchronous. Callers keep each buffer until the
+    last event of a stream that uses it.
     """
 
     kind: str = "cpu"  # or "gpu"

@@ -78,7 +78,7 @@ def test_the_setting_has_the_last_word_and_all_ranks_must_agree(
     monkeypatch.setenv("MPIDIST_GPU_AWARE_MPI", "1")
     assert answer(comm) is True
     if comm.rank == 0:
-        assert "straight to and from GPU memory (as MPIDIST_GPU_AWARE_MPI says" in caplog.text
+        assert "directly from GPU memory (as MPIDIST_GPU_AWARE_MPI says" in caplog.text
     if comm.size > 1:
         monkeypatch.setenv("MPIDIST_GPU_AWARE_MPI", str(int(comm.rank == 0)))
         assert answer(comm) is False

@@ -12,7 +12,7 @@ thread. The caller's stream waits for the results, never the host. Steps that ca
 allocation, run before the handshake, because afterwards the other ranks wait on their devices.
 
 The host does not wait for NCCL, so it cannot cancel a call either. If a rank dies, the kernels of the others never
-finish, and a thread that reads a result blocks inside CUDA, where no deadline applies. A watchdog thread checks the
+finish, and a thread that reads a result blocks inside CUDA, beyond any deadline. A watchdog thread checks the
 oldest call of each communicator. It reports long waits, and ends the job after the deadline or when the device has
 failed, because results already returned will never be correct.
 """
@@ -422,7 +422,7 @@ class ReductionCall(DeviceCall):
             pack.load(self.streams.ops, inputs, flat.source, self.streams.stream)
 
     def join(self, results: list[Array]) -> list[Array]:
-        """Copy results into ``out`` where they were computed elsewhere, then join."""
+        """Copy results into ``out`` unless they were computed there, then join."""
         streams, out = self.streams, self._out
         apart = [] if out is None else [index for index, result in self.results.items() if result is not out[index]]
         with streams.on():

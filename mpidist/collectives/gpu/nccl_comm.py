@@ -162,7 +162,7 @@ class NcclComm:
             self._call("broadcast", self._raw.broadcast, from_, to, target.nbytes, BYTES, root, stream.handle)
 
     def group(self) -> NcclGroup:
-        """Return a context that starts its calls together, also those of other communicators.
+        """Return a context that starts calls of any communicators together.
 
         The calls start even if the block raises, so other ranks must make the same calls. NCCL may report an error of a
         call at the end of the block.

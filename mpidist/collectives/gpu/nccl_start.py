@@ -378,9 +378,9 @@ class NcclShare:
         return getattr(self._shared.raw, name)
 
     def check_in_step(self) -> None:
-        """Raise RuntimeError if a user failed, whose calls other ranks may still make.
+        """Raise RuntimeError if a user failed on this rank.
 
-        NCCL would match our call with theirs, and both results would be wrong.
+        Other ranks may still make its calls. NCCL would match them with ours, and both results would be wrong.
         """
         if not self._shared.in_step:
             raise RuntimeError(

@@ -1,7 +1,7 @@
 """Detect whether MPI accepts GPU memory, and whether NCCL has RDMA.
 
 MPI libraries without GPU support crash on device pointers, so they are queried, never tried. NCCL has no query, so this
-module searches where NCCL does: for a plugin (``libnccl-net*.so``), such as the one for libfabric, then for InfiniBand
+module searches for the same files: a plugin (``libnccl-net*.so``), such as the one for libfabric, then for InfiniBand
 and RoCE. Without them NCCL silently uses sockets.
 """
 
@@ -46,7 +46,7 @@ def takes_device_memory(comm: Comm) -> Steps[bool]:
     answer, why = answer_here()
     everywhere = bool((yield from agreed_minimum(comm, int(answer))))
     if comm.Get_rank() == 0:
-        place = "straight to and from GPU memory" if everywhere else "by way of page-locked host memory"
+        place = "directly from GPU memory" if everywhere else "through page-locked host memory"
         _log.info("mpidist: arrays on GPUs go between nodes %s (%s; MPIDIST_GPU_AWARE_MPI=0 or 1 says so)", place, why)
     return everywhere
 

@@ -27,7 +27,7 @@ from mpidist.arrays.streams import Event, Stream
 from mpidist.collectives.gpu.device_streams import DeviceAlgorithm, DeviceReduction, DeviceSite, DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.gpu.probes import rdma_everywhere, rdma_fabric, takes_device_memory
-from mpidist.collectives.gpu.staging import DeviceRing, PinnedBuffer, StagingRing, agreed_staging_bytes, received_bytes
+from mpidist.collectives.gpu.staging import DeviceRing, PinnedBuffer, StagingRing, agreed_staging_bytes
 from mpidist.collectives.mpi.agreed import problems_of
 from mpidist.collectives.mpi.waiting import Steps, pause, until_event
 from mpidist.collectives.node.chunks import slices
@@ -213,7 +213,8 @@ class DeviceHierarchical:
             made = yield from NcclComm.made(node.comm, streams.device, has_given_up=streams.has_given_up)
         nccl, problem = (None, made) if isinstance(made, str) else (made, None)
         try:
-            staging = StagingRing(streams, slice_bytes, received_bytes(slice_bytes, len(node.ranks)))
+            # A slot on the device holds a segment of a slice, which may be one element longer than others.
+            staging = StagingRing(streams, slice_bytes, slice_bytes // len(node.ranks) + 16)
         except Exception as error:  # agreed below, because the others wait
             problem = problem or f"rank {comm.Get_rank()}: {type(error).__name__}: {error}"
         problems = yield from problems_of(comm, problem)
@@ -450,7 +451,7 @@ class DeviceChoice(Choice[DeviceAlgorithm]):
     def multiple(self) -> int:
         """Return the number of bytes that flat arrays are padded to.
 
-        Slices between nodes then have one length, and each starts at an address where NCCL uses wide loads.
+        Slices between nodes then have one length, and each starts at an address that allows NCCL wide loads.
         """
         rails = 1 if self.site.node.is_alone else self.site.node.rails
         return 1 if rails == 1 else rails * SLICE_ALIGNMENT
@@ -481,8 +482,8 @@ class DeviceChoice(Choice[DeviceAlgorithm]):
     @property
     def moves_by_nccl(self) -> bool:
         """Return True if NCCL moves arrays, the same on every rank after ``prepare``."""
-        taken = self.first_working(self.names_from(look_up(self.row, sys.maxsize)))
-        return self.site.comm.Get_size() > 1 and taken == "nccl"
+        name = self.first_working(self.names_from(look_up(self.row, sys.maxsize)))
+        return self.site.comm.Get_size() > 1 and name == "nccl"
 
     @property
     def nccl(self) -> NcclComm:

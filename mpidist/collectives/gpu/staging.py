@@ -107,14 +107,6 @@ class StagingRing:
 # The ring between nodes -----------------------------------------------------------------------------------------------
 
 
-def received_bytes(slice_bytes: int, nodes: int) -> int:
-    """Return the bytes of a slot on the device, one segment of a slice.
-
-    A segment may be one element longer than others.
-    """
-    return slice_bytes // nodes + 16
-
-
 class DeviceRing(Rail):
     """All-reduce arrays on GPUs over a ring of ranks.
 
