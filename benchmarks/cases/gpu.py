@@ -13,9 +13,9 @@ from benchmarks.measuring.models import MODELS
 from benchmarks.measuring.rows import ALONE, COPY, OURS
 from benchmarks.measuring.session import Session
 from benchmarks.measuring.timing import Case
-from mpidist.arrays.cupy_module import require_cupy
 from mpidist.arrays.device_ops import ops_for
 from mpidist.arrays.dtypes import as_dtype
+from mpidist.arrays.streams import require_cupy
 from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.gpu.staging import StagingRing, staging_bytes

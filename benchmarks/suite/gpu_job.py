@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     problem = gpu_problem()
     if problem is not None:
         raise SystemExit(problem)
-    from mpidist.arrays.cupy_module import require_cupy
+    from mpidist.arrays.streams import require_cupy
 
     cupy: Any = require_cupy()
     session = Session.without_gloo(world_topology().world, options.seconds)
@@ -70,7 +70,7 @@ def _fits(session: Session, nbytes: int, what: str) -> bool:
     """Whether the GPU has ``nbytes`` for every rank that shares it; where not, notes that ``what`` was skipped."""
     from mpi4py import MPI
 
-    from mpidist.arrays.cupy_module import require_cupy
+    from mpidist.arrays.streams import require_cupy
 
     cupy: Any = require_cupy()
     cupy.get_default_memory_pool().free_all_blocks()

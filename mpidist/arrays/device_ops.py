@@ -1,26 +1,314 @@
-"""The operations that mpidist needs on arrays, on the CPU and on a GPU.
+"""Select the operations on NumPy or CuPy arrays, and implement those on CuPy arrays.
 
-Every other room works with arrays of either kind through ``DeviceOps`` and never imports CuPy. Asynchronous operations
-take a stream; the others happen on the current stream of the array's device.
+Other packages use arrays of either kind through ``DeviceOps`` and never import CuPy. Asynchronous operations receive a
+stream. Other operations run on the current stream of the array's device.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cache
-from typing import TypeGuard
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 
-from mpidist.arrays.cupy_module import require_cupy
-from mpidist.arrays.dtypes import Array
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.host_ops import DeviceOps as DeviceOps
+from mpidist.arrays.host_ops import check_copy
+from mpidist.arrays.kernels import Kernels
+from mpidist.arrays.streams import MOST_STAGED_BYTES, CurrentDevice, Event, Stream, require_cupy
+from mpidist.core.errors import DeviceError
+
+if TYPE_CHECKING:
+    import cupy
+
+
+# Size of the pieces in which arrays are copied through pinned memory.
+_PIECE_BYTES = 4 << 20
+_PER_THREAD = 2  # cudaStreamPerThread
+# CUDA clamps this to the highest priority of the device, which CuPy does not expose.
+_URGENT = -100
+_NOT_READY = 600  # cudaErrorNotReady, which CuPy does not define
+# Errors of queries while a graph is recorded: cudaErrorStreamCaptureUnsupported, cudaErrorStreamCaptureInvalidated and
+# cudaErrorCapturedEvent. Queries of the default stream return cudaErrorStreamCaptureImplicit.
+_NOT_KNOWN, _CAPTURE_IMPLICIT = (900, 901, 907), 906
+
+
+class CupyEvent(Event):
+    """Record a CUDA event."""
+
+    def __init__(self, stream: CupyStream, raw: cupy.cuda.Event) -> None:
+        self._runtime = stream.cupy.cuda.runtime
+        self._on_device = stream.on_device
+        self.raw = raw
+
+    @property
+    def is_done(self) -> bool:
+        """Return True if all work before the event is done.
+
+        Returns False if CUDA rejects the query while a graph is recorded. Raises CUDARuntimeError if the device
+        failed, for example after an illegal memory access.
+        """
+        # CuPy's Event.done hides errors and would stay False.
+        with self._on_device():
+            status = int(self._runtime.eventQuery(self.raw.ptr))
+        if status == _NOT_READY or status in _NOT_KNOWN:
+            return False
+        if status:
+            raise self._runtime.CUDARuntimeError(status)
+        return True
+
+    def synchronize(self) -> None:
+        """Block until all work before the event is done. Other Python threads run."""
+        with self._on_device():
+            self.raw.synchronize()
+
+
+class CupyStream(Stream):
+    """Bind a CUDA stream to its device, for any thread. CuPy's default stream has no device."""
+
+    raw: cupy.cuda.Stream
+
+    def __init__(self, cupy: ModuleType, current: CurrentDevice, device: int, raw: cupy.cuda.Stream) -> None:
+        self.cupy = cupy
+        self.device = device
+        self._current = current
+        self.raw = raw
+        self._entered = threading.local()
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Return a context in which its device is current."""
+        return self._current.on(self.device)
+
+    @property
+    def handle(self) -> int:
+        """Return the cudaStream_t as a number."""
+        return int(self.raw.ptr)
+
+    @property
+    def is_capturing(self) -> bool:
+        """Return True if work on this stream would join or invalidate a CUDA graph."""
+        runtime = self.cupy.cuda.runtime
+        with self.on_device():
+            try:
+                return bool(runtime.streamIsCapturing(self.raw.ptr))
+            except runtime.CUDARuntimeError as error:
+                if error.status == _CAPTURE_IMPLICIT:
+                    return True
+                raise
+
+    def record(self, *, blocks: bool = False) -> CupyEvent:
+        """Return an event after all work so far. Waiting for an event that ``blocks`` sleeps."""
+        # An event is created on the current device, which must be the device of its stream.
+        with self.on_device():
+            event = self.cupy.cuda.Event(block=blocks, disable_timing=True)
+            event.record(self.raw)
+        return CupyEvent(self, event)
+
+    def wait(self, event: Event) -> None:
+        """Order later work after ``event``. Block here for an event of the CPU."""
+        if isinstance(event, CupyEvent):
+            with self.on_device():
+                self.raw.wait_event(event.raw)
+        else:
+            event.synchronize()
+
+    def synchronize(self) -> None:
+        """Block until all work is done."""
+        with self.on_device():
+            self.raw.synchronize()
+
+    def __enter__(self) -> CupyStream:
+        # CuPy rejects a stream if its device is not current.
+        device = self._current.enter(self.device)
+        before = self.cupy.cuda.get_current_stream()
+        try:
+            self.raw.use()
+        except BaseException:
+            self._current.leave(device)
+            raise
+        self._entered.__dict__.setdefault("stack", []).append((device, before))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        device, before = self._entered.stack.pop()
+        # CuPy's own block would restore the enclosing block's stream, and undo a use() of the program.
+        before.use()
+        self._current.leave(device)
+
+
+class CupyOps(Kernels, DeviceOps):
+    """Implement operations on CuPy arrays. Packing and unpacking are CUDA kernels."""
+
+    kind = "gpu"
+
+    def __init__(self, cupy: ModuleType) -> None:
+        super().__init__(cupy)
+        self._current = CurrentDevice(cupy)
+        # Keyed by device and number.
+        self._of_others: dict[tuple[int, int], CupyStream] = {}
+
+    def device_of(self, array: Array) -> int:
+        """Return the device number of ``array``."""
+        return int(array.data.device_id)  # type: ignore[attr-defined]
+
+    def on(self, device: int) -> AbstractContextManager[None]:
+        """Return a context in which ``device`` is current. Enter it once."""
+        return self._current.on(device)
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
+        """Allocate an array."""
+        with self.on(device):
+            array: Array = self._cupy.empty(shape, dtype)
+        return array
+
+    def zeros(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
+        """Allocate an array of zeros."""
+        with self.on(device):
+            array: Array = self._cupy.zeros(shape, dtype)
+        return array
+
+    def from_host(self, array: Array, device: int) -> Array:
+        """Copy a NumPy array in C order. ``array`` may change after the return."""
+        # Not cupy.asarray, which reads pinned memory later, when the caller may overwrite it.
+        target = self.empty(array.shape, array.dtype, device)
+        source, flat = np.ascontiguousarray(array).reshape(-1), target.reshape(-1)
+        stream, per_piece = self.current_stream(device), max(1, _PIECE_BYTES // array.itemsize)
+        with self.on(device):
+            for start in range(0, source.size, per_piece):
+                piece = source[start : start + per_piece]
+                staged = self._staging.room(piece.nbytes)
+                np.copyto(staged.view(array.dtype), piece)
+                self.copy_to_device(flat[start : start + per_piece], staged, stream)
+                self._staging.keep(stream.record(blocks=True), staged)
+        return target
+
+    def to_host(self, array: Array) -> Array:
+        """Copy to a NumPy array. Blocks until done."""
+        (copy,) = self.all_to_host([array])
+        return copy
+
+    def all_to_host(self, arrays: Sequence[Array]) -> list[Array]:
+        """Copy arrays of one device to NumPy arrays. Blocks until done."""
+        targets = [np.empty(array.shape, array.dtype) for array in arrays]
+        if not arrays:
+            return targets
+        # Copies in flight: event, pinned memory, target. Copies into pageable memory would be slower.
+        in_flight: deque[tuple[CupyEvent, Array, Array]] = deque()
+        bytes_in_flight = 0
+        device = self.device_of(arrays[0])
+        with self.on(device):
+            stream = self.current_stream(device)
+            for array, target in zip(arrays, targets, strict=True):
+                source, flat = self._cupy.ascontiguousarray(array).reshape(-1), target.reshape(-1)
+                per_piece = max(1, _PIECE_BYTES // array.itemsize)
+                for start in range(0, flat.size, per_piece):
+                    piece = source[start : start + per_piece]
+                    while bytes_in_flight + piece.nbytes > MOST_STAGED_BYTES // 2:
+                        bytes_in_flight -= _arrive(in_flight.popleft())
+                    staged = self._staging.room(piece.nbytes)
+                    self.copy_to_host(staged, piece, stream)
+                    event = stream.record()
+                    self._staging.keep(event, staged)
+                    in_flight.append((event, staged.view(array.dtype), flat[start : start + per_piece]))
+                    bytes_in_flight += piece.nbytes
+            while in_flight:
+                _arrive(in_flight.popleft())
+        return targets
+
+    def copy(self, array: Array, device: int | None = None) -> Array:
+        """Copy in C order to ``device``, by default the device of ``array``."""
+        source = self.device_of(array)
+        if device is None or device == source:
+            with self.on(source):
+                same: Array = array.copy()
+            return same
+        # CuPy orders a copy between devices on the target's stream only.
+        with self.on(source):
+            contiguous = self._cupy.ascontiguousarray(array)
+        there, here = self.current_stream(source), self.current_stream(device)
+        here.wait(there.record())
+        target = self.empty(array.shape, array.dtype, device)
+        with self.on(device):
+            target.data.copy_from_device_async(contiguous.data, contiguous.nbytes, here.raw)  # type: ignore[attr-defined]
+        there.wait(here.record())
+        return target
+
+    def pointer(self, array: Array) -> int:
+        """Return the address of the first element in GPU memory."""
+        return int(array.data.ptr)  # type: ignore[attr-defined]
+
+    def pinned(self, nbytes: int) -> Array:
+        """Allocate page-locked host memory as an array of uint8."""
+        return self._staging.pinned(nbytes)
+
+    def stream(self, device: int, *, is_urgent: bool = False) -> CupyStream:
+        """Create an independent stream. Urgent streams have priority."""
+        priority = _URGENT if is_urgent else None
+        with self.on(device):
+            raw = self._cupy.cuda.Stream(non_blocking=True, priority=priority)
+            return CupyStream(self._cupy, self._current, device, raw)
+
+    def current_stream(self, device: int) -> CupyStream:
+        """Return the current stream of ``device``. Raises DeviceError for per-thread streams."""
+        raw = self._cupy.cuda.get_current_stream(device)
+        if raw.ptr == _PER_THREAD:
+            raise DeviceError(
+                f"the current stream of gpu:{device} is CUDA's per-thread default stream, which differs in mpidist's "
+                "threads. Type: unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM. Or make another stream current: "
+                "cupy.cuda.Stream(non_blocking=True).use()"
+            )
+        return CupyStream(self._cupy, self._current, device, raw)
+
+    def stream_of_others(self, device: int, handle: int) -> CupyStream:
+        """Return a stream of another library by its number."""
+        if (device, handle) not in self._of_others:
+            with warnings.catch_warnings():
+                # The replacement, Stream.from_external, destroys the stream when it is dropped.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                raw = self._cupy.cuda.ExternalStream(handle, device)
+            self._of_others[device, handle] = CupyStream(self._cupy, self._current, device, raw)
+        return self._of_others[device, handle]
+
+    def copy_to_host(self, target: Array, source: Array, stream: Stream) -> None:
+        """Enqueue a copy of ``source`` into ``target``, a NumPy array over pinned memory."""
+        check_copy(target, source)
+        with self.on(self.device_of(source)):
+            source.data.copy_to_host_async(target.ctypes.data, source.nbytes, stream.raw)  # type: ignore[attr-defined]
+
+    def copy_to_device(self, target: Array, source: Array, stream: Stream) -> None:
+        """Enqueue a copy of ``source``, a NumPy array over pinned memory."""
+        check_copy(target, source)
+        with self.on(self.device_of(target)):
+            target.data.copy_from_host_async(source.ctypes.data, source.nbytes, stream.raw)  # type: ignore[attr-defined]
+
+    def blank(self, array: Array, stream: Stream) -> None:
+        """Enqueue a fill of a contiguous array with 0."""
+        with self.on(self.device_of(array)):
+            array.data.memset_async(0, array.nbytes, stream.raw)  # type: ignore[attr-defined]
+
+
+def _arrive(copy: tuple[CupyEvent, Array, Array]) -> int:
+    """Finish a copy to the host, and return its bytes."""
+    event, staged, target = copy
+    event.synchronize()
+    np.copyto(target, staged)
+    return staged.nbytes
+
 
 _HOST = DeviceOps()
 
 
 def is_device_array(value: object) -> TypeGuard[Array]:
-    """Return whether ``value`` is an array on a GPU. Imports nothing: where nobody has imported CuPy there is none.
+    """Return True if ``value`` is an array on a GPU. Imports nothing.
 
     >>> is_device_array(np.zeros(3))
     False
@@ -37,20 +325,16 @@ def ops_of(array: Array) -> DeviceOps:
 
 
 def ops_for(kind: str) -> DeviceOps:
-    """Return the operations for ``"cpu"`` or ``"gpu"``.
-
-    Raises:
-        DeviceError: There is no GPU that this process can use; the text says why.
-    """
+    """Return the operations for ``"cpu"`` or ``"gpu"``. Raises DeviceError without a usable GPU."""
     if kind == "cpu":
         return _HOST
     if kind == "gpu":
         return _gpu_ops()
-    raise ValueError(f"there is no kind of device {kind!r}; expected 'cpu' or 'gpu'")
+    raise ValueError(f"unknown kind of device {kind!r}; expected 'cpu' or 'gpu'")
 
 
 def device_name(array: Array) -> str:
-    """Return where ``array`` lies: ``"cpu"``, or ``"gpu:0"`` and so on.
+    """Return the device of ``array``, such as ``"cpu"`` or ``"gpu:0"``.
 
     >>> device_name(np.zeros(3))
     'cpu'
@@ -60,7 +344,4 @@ def device_name(array: Array) -> str:
 
 @cache
 def _gpu_ops() -> DeviceOps:
-    cupy = require_cupy()
-    from mpidist.arrays.cupy_ops import CupyOps
-
-    return CupyOps(cupy)
+    return CupyOps(require_cupy())

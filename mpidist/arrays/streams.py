@@ -1,42 +1,250 @@
-"""Streams and events, and the page-locked memory that they read and write.
+"""Import CuPy on demand, and manage CUDA streams, events, current devices and page-locked memory.
 
-The streams of the CPU are the base of a device's.
+cudaSetDevice creates a context of hundreds of MiB, and fails on a GPU that another process uses exclusively. A new
+thread has GPU 0 current without a context. A block that restores the previous device, like CuPy's, would therefore
+create a context on GPU 0 for every rank. CurrentDevice avoids that, because querying the current device creates none.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 import threading
 from collections import deque
+from functools import cache, cached_property
 from types import ModuleType, TracebackType
+from typing import NamedTuple
 
 import numpy as np
 
 from mpidist.arrays.dtypes import Array
+from mpidist.core.concurrency import is_own_thread
+from mpidist.core.errors import DeviceError
+from mpidist.core.text import pip_install
 
-# Of copies between the host and GPUs that are on their way at a time.
+# Files of NVIDIA's driver: the control device, its folder, and the device in WSL.
+_DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
+# Values of CUDA_VISIBLE_DEVICES that hide every GPU. Slurm sets the last one on nodes without GPUs.
+_NO_DEVICES = ("", "-1", "NoDevFiles")
+
+
+class CupyState(NamedTuple):
+    """Describe the CuPy of this process, or why it cannot be used.
+
+    Attributes:
+        module: Module ``cupy``, or None if it cannot be used.
+        problem: Reason and fix, or "" if CuPy can be used.
+        is_installed: True if CuPy is installed.
+    """
+
+    module: ModuleType | None
+    problem: str
+    is_installed: bool = True
+
+
+@cache
+def find_cupy() -> CupyState:
+    """Import CuPy and query it for GPUs. The result is cached for the life of the process."""
+    try:
+        import cupy
+    except ModuleNotFoundError as error:
+        if error.name != "cupy":
+            return CupyState(None, _broken(error))
+        return CupyState(None, _missing(), is_installed=False)
+    except ImportError as error:
+        return CupyState(None, _broken(error))
+    try:
+        # Before version 14 CuPy could raise here. Any error means that no GPU is usable.
+        usable = bool(cupy.cuda.is_available())
+    except Exception as error:
+        return CupyState(None, _no_gpu(cupy, error))
+    if not usable:
+        return CupyState(None, _no_gpu(cupy, _reason(cupy)))
+    return CupyState(cupy, "")
+
+
+def require_cupy() -> ModuleType:
+    """Return the module ``cupy``, or raise DeviceError."""
+    state = find_cupy()
+    if state.module is None:
+        raise DeviceError(state.problem)
+    return state.module
+
+
+def loaded_cupy() -> ModuleType | None:
+    """Return CuPy if it is imported and usable, or None. Imports nothing."""
+    if sys.modules.get("cupy") is None:
+        return None
+    return find_cupy().module
+
+
+def gpus_may_be_present() -> bool:
+    """Return True if an NVIDIA driver with visible GPUs exists. Does not import CuPy."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in _NO_DEVICES:
+        return False
+    return loaded_cupy() is not None or any(os.path.exists(path) for path in _DRIVER_FILES)
+
+
+def _missing() -> str:
+    seen = "" if gpus_may_be_present() else " This machine has no NVIDIA driver either."
+    return (
+        f"arrays on a GPU need CuPy, which is not installed; type: {pip_install('cuda13')}, or "
+        f"use cuda12 for a driver of CUDA 12 (nvidia-smi shows the version).{seen}"
+    )
+
+
+def _broken(error: ImportError) -> str:
+    return (
+        f"CuPy is installed and does not load: {str(error).strip()}. Reinstall exactly one cupy-cuda package that fits "
+        "this Python and NumPy (pip list | grep cupy lists them)"
+    )
+
+
+def _no_gpu(cupy: ModuleType, reason: Exception | str) -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = "" if visible is None else f" CUDA_VISIBLE_DEVICES is {visible!r}."
+    return (
+        f"CuPy {cupy.__version__} is installed and sees no GPU: {reason}.{hidden} It needs a driver at least as new as "
+        "its CUDA. Compare `nvidia-smi` with `python -c 'import cupy; cupy.show_config()'`. Under Slurm request GPUs, "
+        "for example with --gpus-per-task=1"
+    )
+
+
+def _reason(cupy: ModuleType) -> Exception | str:
+    # is_available() does not return the reason.
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        return error
+    return f"it counts {count}"
+
+
+def load_driver() -> ctypes.CDLL:
+    """Load the driver library, which CuPy has already loaded."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+# CU_STREAM_CAPTURE_MODE_RELAXED.
+_RELAXED = 2
+
+
+class CudaDriver:
+    """Call functions of the NVIDIA driver that CuPy does not expose (thread-safe)."""
+
+    def __init__(self) -> None:
+        self._with_context: set[int] = set()
+
+    @cached_property
+    def _library(self) -> ctypes.CDLL:
+        library = load_driver()
+        _check("cuInit", library.cuInit(0))
+        return library
+
+    def has_context(self, device: int) -> bool:
+        """Return True if this process has a context on ``device``. Creates none."""
+        if device not in self._with_context:
+            handle, flags, is_active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+            library = self._library
+            _check("cuDeviceGet", library.cuDeviceGet(ctypes.byref(handle), device))
+            status = library.cuDevicePrimaryCtxGetState(handle, ctypes.byref(flags), ctypes.byref(is_active))
+            _check("cuDevicePrimaryCtxGetState", status)
+            if not is_active.value:
+                return False
+            self._with_context.add(device)
+        return True
+
+    def relax_capture_mode(self) -> None:
+        """Relax the capture mode of this thread.
+
+        While another thread records a CUDA graph, some calls would otherwise fail and invalidate the graph.
+        """
+        mode = ctypes.c_int(_RELAXED)
+        status = self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        _check("cuThreadExchangeStreamCaptureMode", status)
+
+
+def _check(name: str, status: int) -> None:
+    if status:
+        raise DeviceError(f"{name} of the NVIDIA driver failed with status {status}. Check `nvidia-smi`")
+
+
+class _Thread(threading.local):
+    has_begun = False
+
+
+_thread = _Thread()
+
+
+class CurrentDevice:
+    """Switch the current GPU of a thread without creating contexts on other GPUs."""
+
+    def __init__(self, cupy: ModuleType) -> None:
+        self._runtime = cupy.cuda.runtime
+        self._driver = CudaDriver()
+
+    def on(self, device: int) -> _Block:
+        """Return a context in which ``device`` is current. Enter it once.
+
+        On exit the previous device is current again, if this process has a context there.
+        """
+        return _Block(self, device)
+
+    def enter(self, device: int) -> int:
+        """Make ``device`` current, and return the device to restore."""
+        is_first = is_own_thread() and not _thread.has_begun
+        if is_first:
+            self._driver.relax_capture_mode()
+            _thread.has_begun = True
+        before: int = self._runtime.getDevice()
+        if before != device:
+            self._runtime.setDevice(device)
+        # In a new thread device 0 is a default, not the program's choice.
+        return device if is_first and before == 0 else before
+
+    def leave(self, before: int) -> None:
+        """Restore the device ``before``."""
+        if self._runtime.getDevice() != before and self._driver.has_context(before):
+            self._runtime.setDevice(before)
+
+
+class _Block:
+    __slots__ = ("_before", "_current", "_device")
+
+    def __init__(self, current: CurrentDevice, device: int) -> None:
+        self._current, self._device = current, device
+
+    def __enter__(self) -> None:
+        self._before = self._current.enter(self._device)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._current.leave(self._before)
+
+
+# Limit for copies in flight between the host and GPUs.
 MOST_STAGED_BYTES = 32 << 20
 
 
 class Event:
-    """A point in a stream; on the CPU it has passed."""
+    """Mark a point in a stream. On the CPU it has always passed."""
 
     @property
     def is_done(self) -> bool:
-        """Whether everything before the point has happened; never waits. Raises where the device has failed."""
+        """Return True if all work before the point is done. Raises if the device failed."""
         return True
 
     def synchronize(self) -> None:
-        """Block the calling thread until everything before the point has happened."""
+        """Block until all work before the point is done."""
 
 
 class Stream:
-    """Work that a device does in the order given; ``with stream:`` makes it current.
-
-    The one stream of the CPU has never anything left to do.
+    """Order the work of a device. ``with stream:`` makes it current. The CPU's stream is always idle.
 
     Attributes:
-        device: The number of the device.
-        raw: The stream of CuPy; None for the CPU.
+        device: Device number.
+        raw: CuPy's stream, or None for the CPU.
     """
 
     device: int = 0
@@ -44,30 +252,24 @@ class Stream:
 
     @property
     def handle(self) -> int:
-        """The number by which NCCL knows the stream."""
+        """Return the cudaStream_t as a number, for NCCL."""
         return 0
 
     @property
     def is_capturing(self) -> bool:
-        """Whether the stream records its work as a CUDA graph, or would spoil one."""
+        """Return True if work on this stream would join or invalidate a CUDA graph."""
         return False
 
     def record(self, *, blocks: bool = False) -> Event:
-        """Return an event after all work given so far.
-
-        A thread sleeps while it waits for an event that ``blocks``.
-        """
+        """Return an event after all work so far. Waiting for an event that ``blocks`` sleeps."""
         return Event()
 
     def wait(self, event: Event) -> None:
-        """Let later work wait for ``event``, of any device.
-
-        Only on the CPU the caller waits.
-        """
+        """Order later work after ``event``, of any device. Only the CPU's stream blocks the caller."""
         event.synchronize()
 
     def synchronize(self) -> None:
-        """Block the calling thread until everything has happened."""
+        """Block until all work is done."""
 
     def __enter__(self) -> object:
         """Make the stream and its device current in this thread."""
@@ -76,17 +278,13 @@ class Stream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Return to the stream and device that were current before."""
+        """Restore the previous stream and device."""
 
 
 class Staging:
-    """Pinned memory that a GPU may still be reading or writing.
+    """Allocate pinned memory, and keep it while a GPU may use it.
 
-    CuPy's pool would hand it out again without looking. Memory that is pinned stays with the pool for good, so there is
-    a limit to the bytes on their way at a time.
-
-    Args:
-        cupy: The module.
+    CuPy's pool would reuse it at once. It never frees pinned memory, so the bytes in flight are limited.
     """
 
     def __init__(self, cupy: ModuleType) -> None:
@@ -101,18 +299,13 @@ class Staging:
         return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
     def room(self, nbytes: int) -> Array:
-        """Return pinned memory, once enough earlier copies have arrived."""
-        oldest = self._oldest(nbytes)
-        while oldest is not None:
+        """Return pinned memory after enough earlier copies are done."""
+        while (oldest := self._oldest(nbytes)) is not None:
             oldest[0].synchronize()
-            oldest = self._oldest(nbytes)
         return self.pinned(nbytes)
 
     def _oldest(self, nbytes: int) -> tuple[Event, Array] | None:
-        """Return the oldest copy that has to arrive before ``nbytes`` are sent, or None.
-
-        Lets go of those that have arrived.
-        """
+        """Pop and return the oldest copy if ``nbytes`` exceed the limit, and drop finished copies."""
         with self._lock:
             while self._items and self._items[0][0].is_done:
                 self._items.popleft()

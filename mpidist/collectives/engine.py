@@ -11,10 +11,15 @@ from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.observers import PACK, REDUCE, UNPACK
 from mpidist.collectives.channel.operation import Description
-from mpidist.collectives.gpu.device_call import DeviceReduction, ReductionCall, device_of_arrays
-from mpidist.collectives.gpu.device_choice import DeviceChoice, may_move_by_nccl
-from mpidist.collectives.gpu.device_movement import DeviceMovement
-from mpidist.collectives.gpu.device_streams import DeviceStreams, QueuePlace
+from mpidist.collectives.gpu.device_streams import (
+    DeviceReduction,
+    DeviceStreams,
+    QueuePlace,
+    ReductionCall,
+    device_of_arrays,
+)
+from mpidist.collectives.gpu.move import DeviceMovement
+from mpidist.collectives.gpu.reduce import DeviceChoice, may_move_by_nccl
 from mpidist.collectives.move.move import HostMovement
 from mpidist.collectives.mpi import gathering
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present
 from mpidist.arrays.device_ops import ops_for
+from mpidist.arrays.streams import find_cupy, gpus_may_be_present
 from mpidist.collectives import Communicator
 from mpidist.core.errors import DeviceError
 from mpidist.core.text import group_lines, groups_of, names_text, numbered_ranks, parse_device

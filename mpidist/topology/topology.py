@@ -11,7 +11,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, cast
 from weakref import WeakValueDictionary
 
-from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present
+from mpidist.arrays.streams import find_cupy, gpus_may_be_present
 from mpidist.core import settings
 from mpidist.topology.exit import revoking
 from mpidist.topology.roll_call import absent_ranks, arrive, stop_answering

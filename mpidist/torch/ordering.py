@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpidist.arrays.convert import to_array
-from mpidist.arrays.cupy_module import find_cupy
 from mpidist.arrays.device_ops import DeviceOps, ops_for
 from mpidist.arrays.dtypes import Array
-from mpidist.arrays.streams import Event, Stream
+from mpidist.arrays.streams import Event, Stream, find_cupy
 from mpidist.core.errors import DeviceError
 from mpidist.torch.foreign import Foreign
 

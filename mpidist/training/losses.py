@@ -14,7 +14,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from mpidist.arrays.differentiable import arithmetic_of
+from mpidist.arrays.convert import arithmetic_of
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
 from mpidist.values.placement import array_of, place_of
@@ -142,7 +142,7 @@ def global_count(batch: Sized) -> int:
 
 
 class PlainArithmetic:
-    """The arithmetic of NumPy and CuPy; see ``mpidist.arrays.differentiable`` for other libraries."""
+    """The arithmetic of NumPy and CuPy; see ``mpidist.arrays.convert`` for other libraries."""
 
     def array(self, value: object, like: Array | None = None, what: str = "value") -> Array:
         """Return ``value`` as an array where it is, or where ``like`` is.

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from mpidist.arrays.convert import is_array_like, restorer, to_array
-from mpidist.arrays.cupy_module import find_cupy
 from mpidist.arrays.device_ops import is_device_array, ops_of
+from mpidist.arrays.streams import find_cupy
 from mpidist.core.errors import DeviceError
 from tests.support.fake_cupy.devices import machine
 

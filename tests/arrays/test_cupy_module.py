@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpidist.arrays import cupy_module
-from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present, loaded_cupy, require_cupy
+from mpidist.arrays import streams
 from mpidist.arrays.device_ops import is_device_array, ops_for
+from mpidist.arrays.streams import find_cupy, gpus_may_be_present, loaded_cupy, require_cupy
 from mpidist.core.errors import DeviceError
 from tests.support.speed import scaled
 
@@ -60,10 +60,10 @@ def test_without_cupy_and_without_a_driver_the_error_names_both(
     unknown_cupy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)  # type: ignore[arg-type]
-    monkeypatch.setattr(cupy_module, "_DRIVER_FILES", ("/no/such/device",))
+    monkeypatch.setattr(streams, "_DRIVER_FILES", ("/no/such/device",))
     assert "no NVIDIA driver" in find_cupy().problem
     find_cupy.cache_clear()
-    monkeypatch.setattr(cupy_module, "_DRIVER_FILES", ("/dev/null",))
+    monkeypatch.setattr(streams, "_DRIVER_FILES", ("/dev/null",))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert "no NVIDIA driver" not in find_cupy().problem
     del sys.modules["cupy"]
@@ -142,16 +142,16 @@ def test_hidden_gpus_are_not_present(hidden: str, fake_gpus: object, monkeypatch
 
 def test_gpus_are_present_where_the_driver_is(unknown_cupy: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(cupy_module, "_DRIVER_FILES", ("/no/such/device", "/dev/null"))
+    monkeypatch.setattr(streams, "_DRIVER_FILES", ("/no/such/device", "/dev/null"))
     assert gpus_may_be_present()
-    monkeypatch.setattr(cupy_module, "_DRIVER_FILES", ("/no/such/device",))
+    monkeypatch.setattr(streams, "_DRIVER_FILES", ("/no/such/device",))
     assert not gpus_may_be_present()
     assert "cupy" not in sys.modules
 
 
 def test_gpus_are_present_where_a_usable_cupy_is_loaded(fake_gpus: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(cupy_module, "_DRIVER_FILES", ())
+    monkeypatch.setattr(streams, "_DRIVER_FILES", ())
     assert gpus_may_be_present()
 
 
@@ -164,10 +164,10 @@ import sys, types
 package = types.ModuleType("mpidist"); package.__path__ = [sys.argv[1]]
 sys.modules["mpidist"] = package
 import numpy as np
-from mpidist.arrays import convert, cupy_ops, device_ops, dtypes, host_ops, kernels
+from mpidist.arrays import convert, device_ops, dtypes, host_ops, kernels
 device_ops.ops_of(np.zeros(3)).copy(convert.to_array([1.0] and np.ones(3)))
 print([name for name in sys.modules if name.partition(".")[0] in ("mpi4py", "cupy", "torch")])
 """
-    package = Path(cupy_module.__file__).parent.parent
+    package = Path(streams.__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", program, package], capture_output=True, text=True, timeout=scaled(60))
     assert (done.stdout.strip(), done.stderr) == ("[]", "")

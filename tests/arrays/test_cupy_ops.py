@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpidist.arrays import cupy_ops, streams
-from mpidist.arrays.cupy_ops import CupyOps
-from mpidist.arrays.device_ops import ops_for
+from mpidist.arrays import device_ops, streams
+from mpidist.arrays.device_ops import CupyOps, ops_for
 from mpidist.core.errors import DeviceError
 from tests.support import fake_cupy
 from tests.support.fake_cupy.devices import machine
@@ -82,7 +81,9 @@ def test_a_stream_that_cannot_be_entered_leaves_the_device(fake_gpus: Any, ops: 
 def test_the_default_stream_of_a_thread_is_refused(fake_gpus: Any, ops: CupyOps) -> None:
     if not machine().ptds:
         fake_gpus.cuda.Stream.ptds.use()
-    expected = r"current stream of gpu:0 is .* another one in each thread.*unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM"
+    expected = (
+        r"current stream of gpu:0 is .* which differs in mpidist's threads.*unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM"
+    )
     with pytest.raises(DeviceError, match=expected):
         ops.current_stream(0)
     fake_gpus.cuda.Stream(non_blocking=True).use()
@@ -217,8 +218,8 @@ def test_many_arrays_wait_for_those_before_them_to_arrive(fake_gpus: Any, ops: C
 def test_arrays_come_to_the_host_through_a_little_pinned_memory(
     fake_gpus: Any, ops: CupyOps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cupy_ops, "_PIECE_BYTES", 512)
-    for module in (cupy_ops, streams):
+    monkeypatch.setattr(device_ops, "_PIECE_BYTES", 512)
+    for module in (device_ops, streams):
         monkeypatch.setattr(module, "MOST_STAGED_BYTES", 2048)
     monkeypatch.setattr(fake_gpus.ndarray, "get", lambda *_: pytest.fail("a copy to pageable memory"))
     values = [np.arange(5000, dtype="f4").reshape(50, 100).T, np.float64(3), np.zeros((0, 2), "i2"), np.ones(300, "f2")]

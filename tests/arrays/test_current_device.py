@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpidist.arrays.cuda_driver import CudaDriver
 from mpidist.arrays.device_ops import DeviceOps, ops_for
+from mpidist.arrays.streams import CudaDriver
 from mpidist.core.concurrency import mark_own_thread
 from mpidist.core.errors import DeviceError
 from tests.support import fake_cupy
@@ -101,5 +101,5 @@ def test_the_driver_says_where_there_is_a_context(fake_gpus: Any) -> None:
     assert not driver.has_context(1)
     fake_gpus.cuda.Device(1).use()
     assert driver.has_context(1)
-    with pytest.raises(DeviceError, match="cuDeviceGet of the NVIDIA driver failed with status 101; look at what"):
+    with pytest.raises(DeviceError, match="cuDeviceGet of the NVIDIA driver failed with status 101. Check `nvidia-smi"):
         driver.has_context(7)

@@ -44,7 +44,7 @@ def test_an_array_leads_to_its_operations(ops: DeviceOps, device: int) -> None:
 
 
 def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="no kind of device 'tpu'"):
+    with pytest.raises(ValueError, match="unknown kind of device 'tpu'"):
         ops_for("tpu")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mpidist.arrays.cupy_module import find_cupy
+from mpidist.arrays.streams import find_cupy
 from tests.support.fake_cupy import devices, memory, module, ndarray, raw_kernel, streams
 
 pytestmark = pytest.mark.one_rank

@@ -21,7 +21,7 @@ from mpidist.cli.doctor_facts.timed_messages import (
     partners_on_nodes,
     rounds_between,
 )
-from mpidist.collectives.gpu import network_probes
+from mpidist.collectives.gpu import probes
 from tests.cli import doctor_jobs as made
 from tests.support.ranks.jobs import ROOT
 from tests.support.speed import scaled
@@ -164,10 +164,10 @@ def test_the_network_of_nccl(
         monkeypatch.delenv(variable, raising=False)
     for variable, value in environ.items():
         monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(network_probes, "_SYS", tmp_path)
-    monkeypatch.setattr(network_probes, "_VERBS_DEVICES", tmp_path)
-    monkeypatch.setattr(network_probes, "_FILES", ())
-    monkeypatch.setattr(network_probes, "_loads", libraries.__contains__)
+    monkeypatch.setattr(probes, "_SYS", tmp_path)
+    monkeypatch.setattr(probes, "_VERBS_DEVICES", tmp_path)
+    monkeypatch.setattr(probes, "_FILES", ())
+    monkeypatch.setattr(probes, "_loads", libraries.__contains__)
     (tmp_path / "uverbs0").touch()
     for device, layer in devices.items():
         folder = tmp_path / "class" / ("infiniband" if layer else "cxi") / device / "ports" / "1"
@@ -180,7 +180,7 @@ def test_the_network_of_nccl(
     assert command in net.command
     assert bool(net.lacks) is bool(lacks)
     (tmp_path / "uverbs0").unlink()
-    if net.name == "mlx5_0" and network_probes.net_plugin() is None:
+    if net.name == "mlx5_0" and probes.net_plugin() is None:
         assert "may not open" in nccl_net().lacks
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mpidist import Communicator
-from mpidist.arrays import cupy_ops
+from mpidist.arrays import device_ops
 from mpidist.arrays.kernel_source import kernel_for
 from mpidist.collectives.gpu import staging
 from mpidist.collectives.reduce.algorithms import inter_node
@@ -215,9 +215,9 @@ def test_a_rank_without_memory_for_the_way_between_nodes_has_all_take_another(
 
     if world_topology().rank == 1:
         changed = [fail]
-        pinned = cupy_ops.CupyOps.pinned
+        pinned = device_ops.CupyOps.pinned
         monkeypatch.setattr(
-            cupy_ops.CupyOps, "pinned", lambda self, n: changed.pop()(self, n) if changed else pinned(self, n)
+            device_ops.CupyOps, "pinned", lambda self, n: changed.pop()(self, n) if changed else pinned(self, n)
         )
     with Communicator() as comm:
         assert (comm.all_reduce("SUM", cupy.ones(1000, "f4")).get() == comm.size).all()
@@ -273,13 +273,13 @@ def _used_bytes() -> int:
 def test_a_reduction_in_host_memory_page_locks_a_few_chunks_only(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDIST_STAGING_BYTES", "65536" if world_topology().rank == 0 else "1048576")
     asked: list[int] = []
-    pinned = cupy_ops.CupyOps.pinned
+    pinned = device_ops.CupyOps.pinned
 
     def noted(self: Any, nbytes: int) -> Any:
         asked.append(nbytes)
         return pinned(self, nbytes)
 
-    monkeypatch.setattr(cupy_ops.CupyOps, "pinned", noted)
+    monkeypatch.setattr(device_ops.CupyOps, "pinned", noted)
     with Communicator() as comm:
         # It does not divide, and neither do the chunks.
         value = cupy.arange(300_001, dtype="f4") % 97

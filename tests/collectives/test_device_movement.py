@@ -11,7 +11,7 @@ import pytest
 from mpidist import Communicator, MismatchError
 from mpidist.collectives.channel.operation import which_on_device
 from mpidist.collectives.gpu import staging
-from mpidist.collectives.gpu.device_movement import MovementCall
+from mpidist.collectives.gpu.move import MovementCall
 from mpidist.core.errors import PeerError
 from mpidist.experimental import CommunicationOptions
 from mpidist.topology import world_topology
@@ -161,7 +161,7 @@ def test_a_rank_without_memory_for_what_is_gathered_is_an_error_on_all(cupy: Any
         comm.all_gather(mine)
         if comm.rank == 1:
             fake_cupy.fail_allocations()
-        with pytest.raises(PeerError, match="rank 1 cannot make the result of all_gather.*Out of memory"):
+        with pytest.raises(PeerError, match="rank 1 cannot allocate the result of all_gather.*Out of memory"):
             comm.all_gather(mine)
         assert comm.all_gather(mine).get().tolist() == [1] * 3 * comm.size
 

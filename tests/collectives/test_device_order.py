@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from mpidist import Communicator
-from mpidist.arrays import cupy_ops
+from mpidist.arrays import device_ops
 from mpidist.arrays.device_ops import ops_of
-from mpidist.collectives.gpu import device_call, device_streams, staging
-from mpidist.collectives.gpu.algorithms import device_hierarchical, staged
+from mpidist.collectives.gpu import device_streams, reduce, staging
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.experimental import CommunicationOptions
 from mpidist.topology import world_topology
@@ -46,7 +45,7 @@ def sleep_on(stream: Any, seconds: float = LATE_SECONDS) -> None:
 
 def late_caller(patch: pytest.MonkeyPatch) -> None:
     """The arrays of the program come late."""
-    make = device_call.ReductionCall.__init__
+    make = device_streams.ReductionCall.__init__
 
     def made(self: Any, plan: Any, arrays: Any, *others: Any) -> None:
         ops = ops_of(arrays[0])
@@ -60,29 +59,29 @@ def late_caller(patch: pytest.MonkeyPatch) -> None:
         ops.copy_to_device(arrays[0], self.value, stream)
         make(self, plan, arrays, *others)
 
-    patch.setattr(device_call.ReductionCall, "__init__", made)
+    patch.setattr(device_streams.ReductionCall, "__init__", made)
 
 
 def late_streams(patch: pytest.MonkeyPatch) -> None:
     """What the communicator does on the device comes late."""
-    load = device_call.ReductionCall.load
+    load = device_streams.ReductionCall.load
 
     def loaded(self: Any, pack: Any, multiple: int) -> Any:
         sleep_on(self.streams.stream)
         return load(self, pack, multiple)
 
-    patch.setattr(device_call.ReductionCall, "load", loaded)
+    patch.setattr(device_streams.ReductionCall, "load", loaded)
 
 
 def late_copies(name: str) -> Late:
     """The copies of one direction come late."""
-    copy = getattr(cupy_ops.CupyOps, name)
+    copy = getattr(device_ops.CupyOps, name)
 
     def copied(self: Any, target: Any, source: Any, stream: Any) -> None:
         sleep_on(stream)
         copy(self, target, source, stream)
 
-    return lambda patch: patch.setattr(cupy_ops.CupyOps, name, copied)
+    return lambda patch: patch.setattr(device_ops.CupyOps, name, copied)
 
 
 TO_HOST, TO_DEVICE = late_copies("copy_to_host"), late_copies("copy_to_device")
@@ -104,13 +103,13 @@ def wrong_rounds(comm: Communicator, cupy: Any, algorithm: str) -> int:
 
 def deaf_in(function: str) -> Callable[[pytest.MonkeyPatch], None]:
     """Let streams not wait for events where ``function`` says so."""
-    wait = cupy_ops.CupyStream.wait
+    wait = device_ops.CupyStream.wait
 
     def wait_elsewhere(self: Any, event: Any) -> None:
         if sys._getframe(1).f_code.co_name != function:
             wait(self, event)
 
-    return lambda patch: patch.setattr(cupy_ops.CupyStream, "wait", wait_elsewhere)
+    return lambda patch: patch.setattr(device_ops.CupyStream, "wait", wait_elsewhere)
 
 
 def hasty(module: Any) -> Callable[[pytest.MonkeyPatch], None]:
@@ -127,7 +126,7 @@ def slots_are_always_free(patch: pytest.MonkeyPatch) -> None:
 
 
 def mpi_begins_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(device_hierarchical._Run, "_nccl_is_done", lambda _: True)
+    patch.setattr(reduce._Run, "_nccl_is_done", lambda _: True)
 
 
 def run(
@@ -180,7 +179,7 @@ def test_nothing_is_wrong_as_it_is(
     [
         pytest.param(deaf_in("follow_caller"), late_caller, id="its streams do not wait for the caller"),
         pytest.param(deaf_in("_through"), late_streams, id="the copy to the host does not wait for its streams"),
-        pytest.param(hasty(device_hierarchical), TO_HOST, id="MPI does not wait for the copy to the host"),
+        pytest.param(hasty(reduce), TO_HOST, id="MPI does not wait for the copy to the host"),
         pytest.param(deaf_in("move"), TO_DEVICE, id="its streams do not wait for the copy to the device"),
         pytest.param(deaf_in("_wait_for"), TO_DEVICE, id="the caller does not wait for its streams"),
         pytest.param(slots_are_always_free, TO_DEVICE, id="slots are used again at once"),
@@ -194,7 +193,7 @@ def test_the_hierarchical_way(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, m
 @pytest.mark.parametrize(
     ("mutate", "late"),
     [
-        pytest.param(deaf_in("_show_first"), late_streams, id="neither copies nor sums wait for its streams"),
+        pytest.param(deaf_in("_stage_first"), late_streams, id="neither copies nor sums wait for its streams"),
         pytest.param(hasty(staging), TO_HOST, id="MPI does not wait for the copy to the host"),
         pytest.param(deaf_in("_add"), TO_DEVICE, id="the copy to the host does not wait for the sum"),
         pytest.param(deaf_in("move"), TO_DEVICE, id="its streams do not wait for the copy to the device"),
@@ -227,7 +226,7 @@ def test_the_hierarchical_way_on_device_memory(
     ("mutate", "late"),
     [
         pytest.param(deaf_in("follow_caller"), late_caller, id="its streams do not wait for the caller"),
-        pytest.param(hasty(staged), TO_HOST, id="the host does not wait for the copy to it"),
+        pytest.param(hasty(reduce), TO_HOST, id="the host does not wait for the copy to it"),
         pytest.param(deaf_in("_wait_for"), TO_DEVICE, id="the caller does not wait for its streams"),
     ],
 )

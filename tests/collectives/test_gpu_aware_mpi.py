@@ -11,8 +11,8 @@ import pytest
 
 from mpidist import Communicator
 from mpidist.collectives.channel.operation import Operation, describe
-from mpidist.collectives.gpu import network_probes
-from mpidist.collectives.gpu.network_probes import answer_here, takes_device_memory
+from mpidist.collectives.gpu import probes
+from mpidist.collectives.gpu.probes import answer_here, takes_device_memory
 from mpidist.topology import import_mpi
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts]
@@ -26,7 +26,7 @@ VARIABLES = (
     "MPIDIST_GPU_AWARE_MPI",
     "MPICH_GPU_SUPPORT_ENABLED",
     "MPICH_RDMA_ENABLED_CUDA",
-    *(variable for _, variable in network_probes._SWITCHES),
+    *(variable for _, variable in probes._SWITCHES),
 )
 
 
@@ -78,7 +78,7 @@ def test_the_setting_has_the_last_word_and_all_ranks_must_agree(
     monkeypatch.setenv("MPIDIST_GPU_AWARE_MPI", "1")
     assert answer(comm) is True
     if comm.rank == 0:
-        assert "straight to and from GPU memory (as MPIDIST_GPU_AWARE_MPI says" in caplog.text
+        assert "directly from GPU memory (as MPIDIST_GPU_AWARE_MPI says" in caplog.text
     if comm.size > 1:
         monkeypatch.setenv("MPIDIST_GPU_AWARE_MPI", str(int(comm.rank == 0)))
         assert answer(comm) is False
@@ -132,15 +132,15 @@ MPICH = "MPICH Version:      3.4.3"
 def test_what_a_library_says(
     monkeypatch: pytest.MonkeyPatch, library: Library, environment: dict[str, str], expected: bool, why: str
 ) -> None:
-    monkeypatch.setattr(network_probes, "import_mpi", lambda: library)
+    monkeypatch.setattr(probes, "import_mpi", lambda: library)
     loaded = SimpleNamespace(**library.functions)
     monkeypatch.setattr(
-        network_probes,
+        probes,
         "ctypes",
         SimpleNamespace(CDLL={"MPI.so": loaded}.__getitem__, c_int=ctypes.c_int, byref=ctypes.byref),
     )
     maps = SimpleNamespace(exists=lambda: True, read_text=lambda: library.libraries)
-    monkeypatch.setattr(network_probes, "Path", {"/proc/self/maps": maps}.__getitem__)
+    monkeypatch.setattr(probes, "Path", {"/proc/self/maps": maps}.__getitem__)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     answer, reason = answer_here()

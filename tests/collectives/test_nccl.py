@@ -182,8 +182,8 @@ def wrong_calls(me: Rank) -> list[tuple[Any, type[Exception], str]]:
     return [
         (lambda: comm.all_reduce(good, short, total, stream), ValueError, "target has 5 elements; expected 6"),
         (lambda: comm.all_reduce(good, double, total, stream), TypeError, "source is float32 and target is float64"),
-        (lambda: comm.all_reduce(good, elsewhere, total, stream), ValueError, f"target is on gpu:{away}; .*gpu:{here}"),
-        (lambda: comm.all_reduce(grid[:, 1], good, total, stream), ValueError, "source, of shape .6,..*not contiguous"),
+        (lambda: comm.all_reduce(good, elsewhere, total, stream), ValueError, f"target is on gpu:{away}. .*gpu:{here}"),
+        (lambda: comm.all_reduce(grid[:, 1], good, total, stream), ValueError, "source of shape .6,..*not contiguous"),
         (lambda: comm.all_reduce(np.ones(6, "f4"), good, total, stream), TypeError, "source is of type numpy.ndarray"),
         (lambda: comm.all_reduce(small, small, total, stream), TypeError, "no SUM of int16. Cast to int32"),
         (
@@ -197,7 +197,7 @@ def wrong_calls(me: Rank) -> list[tuple[Any, type[Exception], str]]:
             f"{n} ranks",
         ),
         (lambda: comm.reduce(good, short, total, 0, stream), ValueError, "target has 5"),
-        (lambda: comm.reduce(good, None, total, comm.rank, stream), ValueError, "target is None on rank"),
+        (lambda: comm.reduce(good, None, total, comm.rank, stream), ValueError, "target is None on the root"),
         (
             lambda: comm.reduce(good, good, total, n, stream),
             ValueError,

@@ -20,11 +20,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from mpidist.arrays.cupy_ops import CupyOps
+from mpidist.arrays.device_ops import CupyOps
 from mpidist.collectives.gpu import nccl_comm, nccl_start
 from mpidist.collectives.gpu import nccl_comm as nccl_module
 from mpidist.collectives.gpu.nccl_comm import LocalNccl, NcclComm
-from mpidist.collectives.gpu.nccl_library import nccl_version
+from mpidist.collectives.gpu.nccl_start import nccl_version
 from mpidist.core.errors import NcclFailure
 from mpidist.core.options import ReduceOp
 from tests.collectives.nccl_ranks import finished, private_world

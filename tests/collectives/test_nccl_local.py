@@ -73,11 +73,15 @@ def test_wrong_arguments_are_refused_before_anything_is_started(gpus: Gpus) -> N
     wrong: list[tuple[Any, type[Exception], str]] = [
         (lambda: local.all_reduce([a, b], total, streams), ValueError, "2 arrays or streams were given for 3 GPUs"),
         (lambda: local.all_reduce([a, b, c], total, streams[:2]), ValueError, "2 arrays or streams"),
-        (lambda: local.all_reduce([a, b, short], total, streams), ValueError, "place 2 has 3 elements of float32"),
-        (lambda: local.all_reduce([a, b, double], total, streams), ValueError, "place 2 has 4 elements of float64"),
-        (lambda: local.all_reduce([a, c, b], total, streams), ValueError, "place 1 is on gpu:3; expected gpu:0"),
+        (lambda: local.all_reduce([a, b, short], total, streams), ValueError, "array 2 has 3 elements of float32"),
+        (lambda: local.all_reduce([a, b, double], total, streams), ValueError, "array 2 has 4 elements of float64"),
+        (
+            lambda: local.all_reduce([a, c, b], total, streams),
+            ValueError,
+            "array 1 is on gpu:3. Pass an array on gpu:0",
+        ),
         (lambda: local.all_reduce([a, b, grid[:, 0]], total, streams), ValueError, "not contiguous"),
-        (lambda: local.all_reduce([a, b, c], total, streams, [a, b, short]), ValueError, "place 2 has 3"),
+        (lambda: local.all_reduce([a, b, c], total, streams, [a, b, short]), ValueError, "array 2 has 3"),
         (lambda: local.all_reduce(small, total, streams), TypeError, "no SUM of int16"),
     ]
     for call, kind, message in wrong:
@@ -101,7 +105,7 @@ def test_closing(gpus: Gpus) -> None:
 @four_gpus
 @pytest.mark.parametrize("devices", [[], [1, 1]])
 def test_wrong_devices(fake_gpus: Any, devices: list[int]) -> None:
-    with pytest.raises(ValueError, match="expected at least one GPU, and each once"):
+    with pytest.raises(ValueError, match="Pass at least one GPU, each once"):
         LocalNccl(devices)
 
 

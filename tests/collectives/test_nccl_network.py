@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mpidist import Communicator
-from mpidist.collectives.gpu import network_probes, staging
-from mpidist.collectives.gpu.network_probes import Fabric, rdma_fabric
+from mpidist.collectives.gpu import probes, staging
+from mpidist.collectives.gpu.probes import Fabric, rdma_fabric
 from mpidist.collectives.reduce.registry import SHIPPED
 from mpidist.topology import world_topology
 from tests.support.fake_cupy import nccl as fake_nccl
@@ -28,10 +28,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine without a network for RDMA, and with all libraries."""
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(network_probes, "_SYS", tmp_path)
-    monkeypatch.setattr(network_probes, "_VERBS_DEVICES", tmp_path)
-    monkeypatch.setattr(network_probes, "_FILES", (tmp_path / "nccl.conf",))
-    monkeypatch.setattr(network_probes, "_loads", lambda _: True)
+    monkeypatch.setattr(probes, "_SYS", tmp_path)
+    monkeypatch.setattr(probes, "_VERBS_DEVICES", tmp_path)
+    monkeypatch.setattr(probes, "_FILES", (tmp_path / "nccl.conf",))
+    monkeypatch.setattr(probes, "_loads", lambda _: True)
     (tmp_path / "uverbs0").touch()
     return tmp_path
 
@@ -76,9 +76,9 @@ def test_slingshot_without_its_plugin_is_reached_by_sockets(machine: Path, monke
     (machine / "class" / "cxi" / "cxi0").mkdir(parents=True)
     assert rdma_fabric() == Fabric("cxi0 by libnccl-net.so", 200.0)
     monkeypatch.setenv("NCCL_NET_PLUGIN", "ofi")
-    monkeypatch.setattr(network_probes, "_loads", lambda name: name == "libnccl-net-ofi.so")
+    monkeypatch.setattr(probes, "_loads", lambda name: name == "libnccl-net-ofi.so")
     assert rdma_fabric() == Fabric("cxi0 by libnccl-net-ofi.so", 200.0)
-    monkeypatch.setattr(network_probes, "_loads", lambda _: False)
+    monkeypatch.setattr(probes, "_loads", lambda _: False)
     assert rdma_fabric() is None
 
 
@@ -89,7 +89,7 @@ def test_infiniband_that_a_process_may_not_use(machine: Path, monkeypatch: pytes
     if lacks == "device":
         (machine / "uverbs0").unlink()
     elif lacks == "library":
-        monkeypatch.setattr(network_probes, "_loads", lambda _: False)
+        monkeypatch.setattr(probes, "_loads", lambda _: False)
     else:
         (machine / "nccl.conf").write_text("# of this cluster\nNCCL_IB_DISABLE=1\n")
     assert rdma_fabric() is None
@@ -124,7 +124,7 @@ def algorithm(comm: Communicator, cupy: Any) -> str:
 
 
 def have(monkeypatch: pytest.MonkeyPatch, has_rdma: bool) -> None:
-    for module in (network_probes, staging):
+    for module in (probes, staging):
         monkeypatch.setattr(module, "rdma_fabric", lambda: Fabric("mlx5_0", 400.0) if has_rdma else None)
 
 

@@ -112,7 +112,9 @@ def test_after_a_user_gave_up_no_call_meets_one_of_its(cupy: Any) -> None:
         array = rank.array(np.ones(3, "f4"))
         if world.rank == 0:
             given_up.append(1)
-            with pytest.raises(RuntimeError, match="another one of the same ranks was given up.*make a new Commu"):
+            with pytest.raises(
+                RuntimeError, match="Another Communicator of the same ranks was given up.*Create a new Co"
+            ):
                 other.all_reduce(array, array, ReduceOp.SUM, rank.stream)
         new = Rank(made(world))
         assert len(fake_nccl.open_communicators()) == 2
@@ -131,7 +133,7 @@ def test_a_rank_that_is_out_of_step_tells_the_others_before_they_reduce(
         with monkeypatch.context() as changed:
             if comm.rank == 0:
                 changed.setattr(nccl_start._Shared, "in_step", False)
-            with pytest.raises(RuntimeError if comm.rank == 0 else PeerError, match="make a new Communicator"):
+            with pytest.raises(RuntimeError if comm.rank == 0 else PeerError, match="Create a new Communicator"):
                 check(cupy, comm)
         check(cupy, comm)
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from mpidist.arrays import cupy_module
-from mpidist.arrays.cupy_module import CupyState
-from mpidist.collectives.gpu import nccl_library
+from mpidist.arrays import streams as array_streams
+from mpidist.arrays.streams import CupyState
+from mpidist.collectives.gpu import nccl_start
 from mpidist.collectives.gpu.nccl_comm import NcclComm
-from mpidist.collectives.gpu.nccl_library import nccl_problem
+from mpidist.collectives.gpu.nccl_start import nccl_problem
 from mpidist.core.text import numbered_ranks
 from mpidist.topology import world_topology
 from tests.collectives.nccl_ranks import finished, private_world
@@ -67,7 +67,7 @@ def test_one_rank_without_nccl(fake_gpus: Any, monkeypatch: Any, reason: str) ->
             monkeypatch.delattr(fake_nccl, "get_version")
             reason = "AttributeError"
         else:
-            monkeypatch.setattr(nccl_library, "find_cupy", lambda: CupyState(None, reason))
+            monkeypatch.setattr(nccl_start, "find_cupy", lambda: CupyState(None, reason))
     text, size = outcome()
     assert text.startswith(f"rank {size - 1} cannot use NCCL: ")
     if is_last():
@@ -242,17 +242,17 @@ def test_a_start_whose_waiting_is_given_up(fake_gpus: Any, monkeypatch: Any) -> 
 @pytest.mark.one_rank
 def test_problem_without_cupy(monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    cupy_module.find_cupy.cache_clear()
+    array_streams.find_cupy.cache_clear()
     try:
         assert "[cuda13]'" in str(nccl_problem())
     finally:
-        cupy_module.find_cupy.cache_clear()
+        array_streams.find_cupy.cache_clear()
 
 
 @pytest.mark.one_rank
 def test_problem_without_a_gpu(fake_gpus: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(fake_gpus.cuda, "is_available", lambda: False)
-    cupy_module.find_cupy.cache_clear()
+    array_streams.find_cupy.cache_clear()
     assert "sees no GPU" in str(nccl_problem())
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist import Communicator
-from mpidist.arrays.cupy_module import find_cupy
+from mpidist.arrays.streams import find_cupy
 from mpidist.collectives import tuning
 from mpidist.collectives.reduce.choice import place_of
 from mpidist.collectives.reduce.registry import (

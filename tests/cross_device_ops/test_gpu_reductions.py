@@ -91,7 +91,7 @@ def test_results_go_to_their_destinations(make: Any, fake_gpus: Any) -> None:
 def test_one_array_travels_as_it_is(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = NcclAllReduce()
     value = on_devices(fake_gpus, [np.full(3, k, "float32") for k in range(2)])
-    monkeypatch.setattr("mpidist.arrays.cupy_ops.CupyOps.pack", None)
+    monkeypatch.setattr("mpidist.arrays.device_ops.CupyOps.pack", None)
     for op, expected in (("SUM", [1.0] * 3), ("MEAN", [0.5] * 3)):
         assert [array.get().tolist() for array in ops.reduce(op, value, value).values] == [expected] * 2
     assert [array.get().tolist() for array in value.values] == [[0.0] * 3, [1.0] * 3]

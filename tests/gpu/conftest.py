@@ -31,6 +31,6 @@ def _bfloat16_problem(item: pytest.Item) -> str | None:
 
 @pytest.fixture
 def cupy() -> Any:
-    from mpidist.arrays.cupy_module import require_cupy
+    from mpidist.arrays.streams import require_cupy
 
     return require_cupy()

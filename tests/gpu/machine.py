@@ -36,9 +36,9 @@ def problem() -> str | None:
 
 def nccl_problem() -> str | None:
     """Return why NCCL cannot be used here, None where it can."""
-    from mpidist.collectives.gpu import nccl_library
+    from mpidist.collectives.gpu import nccl_start
 
-    return problem() or nccl_library.nccl_problem()
+    return problem() or nccl_start.nccl_problem()
 
 
 def join() -> tuple[Any, int]:
@@ -53,7 +53,7 @@ def join() -> tuple[Any, int]:
 
     use_stand_in_if_asked()
     share_one_gpu(MPI.COMM_WORLD.rank)
-    from mpidist.arrays.cupy_module import require_cupy
+    from mpidist.arrays.streams import require_cupy
     from mpidist.topology import world_topology
     from mpidist.topology.topology import devices_of_each, visible_devices
 

@@ -561,7 +561,7 @@ _COLLECTIVES = (
     ),
     Fault(
         "the host reduces before the GPU has copied to it",
-        "mpidist/collectives/gpu/algorithms/staged.py",
+        "mpidist/collectives/gpu/reduce.py",
         "        yield from until_event(copied)\n",
         "        del copied\n",
         ("tests/collectives/test_device_order.py",),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import mpidist
-from mpidist.arrays.cupy_module import find_cupy
+from mpidist.arrays.streams import find_cupy
 from mpidist.core.errors import DeviceError
 from mpidist.core.settings import RANKS_PER_NODE
 from mpidist.topology import world_topology

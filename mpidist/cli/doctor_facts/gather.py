@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mpidist.cli.doctor_facts import machine, timed_messages
 from mpidist.cli.doctor_facts.facts import CollectiveFacts, JobFacts, LinkSpeed, RankFacts
 from mpidist.cli.doctor_facts.watchdog import Ending, Watchdog
-from mpidist.collectives.gpu.network_probes import rdma_everywhere, takes_device_memory
+from mpidist.collectives.gpu.probes import rdma_everywhere, takes_device_memory
 from mpidist.collectives.mpi.waiting import drive
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.reduce.choice import place_of

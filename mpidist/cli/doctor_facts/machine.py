@@ -16,10 +16,10 @@ from types import ModuleType
 import mpi4py
 import numpy as np
 
-from mpidist.arrays.cupy_module import find_cupy, gpus_may_be_present
+from mpidist.arrays.streams import find_cupy, gpus_may_be_present
 from mpidist.cli.doctor_facts import facts
-from mpidist.collectives.gpu import network_probes
-from mpidist.collectives.gpu.nccl_library import nccl_binding, nccl_problem, nccl_version
+from mpidist.collectives.gpu import probes
+from mpidist.collectives.gpu.nccl_start import nccl_binding, nccl_problem, nccl_version
 from mpidist.collectives.node import native
 from mpidist.core import __version__
 from mpidist.core.settings import SETTINGS
@@ -51,28 +51,28 @@ _PREFIX = "MPIDIST_"
 
 def nccl_net() -> facts.NcclNet:
     """Return the network that NCCL takes on this machine. All-reduces choose their way by it, too."""
-    fabric, wanted = network_probes.rdma_fabric(), network_probes.setting("NCCL_NET")
+    fabric, wanted = probes.rdma_fabric(), probes.setting("NCCL_NET")
     if fabric is not None:
         return facts.NcclNet(fabric.name)
     if wanted.lower() not in ("", "ib", "ibext", "socket"):
         return facts.NcclNet()  # NCCL itself says loudly that it has no such network
-    plugin = None if wanted else network_probes.net_plugin()
+    plugin = None if wanted else probes.net_plugin()
     if plugin is not None:
         return facts.NcclNet(f"plugin {plugin}")
-    verbs, others = network_probes.behind_verbs(), network_probes.behind_plugins()
+    verbs, others = probes.behind_verbs(), probes.behind_plugins()
     if not (verbs or others):
         return facts.NcclNet(SOCKETS)
     is_there = f"{(verbs or others)[0].name} is there,"
-    disabled = network_probes.setting("NCCL_IB_DISABLE")
+    disabled = probes.setting("NCCL_IB_DISABLE")
     if wanted.lower() == "socket":
         return facts.NcclNet(SOCKETS, f"{is_there} and NCCL_NET={wanted}", "unset NCCL_NET")
     if verbs and disabled not in ("", "0"):
         return facts.NcclNet(SOCKETS, f"{is_there} and NCCL_IB_DISABLE={disabled}", "unset NCCL_IB_DISABLE")
-    if verbs and not network_probes.has_verbs():
+    if verbs and not probes.has_verbs():
         return facts.NcclNet(SOCKETS, f"{is_there} and libibverbs.so.1 does not load", _GET_VERBS)
     if verbs:
         return facts.NcclNet(SOCKETS, f"{is_there} and this process may not open /dev/infiniband/uverbs*", _GET_DEVICES)
-    names = network_probes.setting("NCCL_NET_PLUGIN") or "libnccl-net.so"
+    names = probes.setting("NCCL_NET_PLUGIN") or "libnccl-net.so"
     return facts.NcclNet(SOCKETS, f"{is_there} for which NCCL needs a plugin, and {names} does not load", _GET_PLUGIN)
 
 

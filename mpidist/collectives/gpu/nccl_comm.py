@@ -1,6 +1,6 @@
-"""NCCL communicators of several ranks, or of the GPUs of one process.
+"""Wrap NCCL communicators of several ranks, or of the GPUs of one process.
 
-CuPy's binding with checks before each call, since a wrong one hangs or corrupts memory.
+CuPy's binding checks no arguments, so every call is checked here. A wrong call hangs or corrupts memory.
 """
 
 from __future__ import annotations
@@ -13,8 +13,16 @@ from typing import NoReturn
 from mpidist.arrays.device_ops import DeviceOps, ops_for
 from mpidist.arrays.dtypes import Array
 from mpidist.arrays.streams import Stream
-from mpidist.collectives.gpu.nccl_library import IN_PROGRESS, NcclCommunicator, failure, nccl_binding, nccl_problem
-from mpidist.collectives.gpu.nccl_start import START_SECONDS, NcclShare, started
+from mpidist.collectives.gpu.nccl_start import (
+    IN_PROGRESS,
+    START_SECONDS,
+    NcclCommunicator,
+    NcclShare,
+    failure,
+    nccl_binding,
+    nccl_problem,
+    started,
+)
 from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.reduce.device_packs import BYTES, nccl_reduction
 from mpidist.core.errors import DeviceError, NcclFailure
@@ -22,22 +30,22 @@ from mpidist.core.options import ReduceOp
 
 
 class NcclComm:
-    """One rank's end of an NCCL communicator, with one GPU.
+    """Wrap one rank's end of an NCCL communicator, with one GPU.
 
-    Every method that moves data enqueues it on a stream and returns before it is done: the arrays must live, and stay
-    as they are, until the stream is past it. All ranks must call the same methods with the same counts in the same
-    order, also across communicators that share a GPU. Empty arrays are no call at all.
+    Methods that move data enqueue it on a stream and return early. Keep the arrays alive and unchanged until the stream
+    is past the call. All ranks must call the same methods with the same counts in the same order, also across
+    communicators that share a GPU. Calls with empty arrays are skipped.
 
-    Made by ``made``. It has to be closed, or aborted, before it is dropped: CuPy would destroy it whenever Python
-    happens to collect it, which may be after MPI has ended.
+    Create one with ``made``. Close or abort it before dropping it, because otherwise CuPy destroys it when Python
+    collects it, perhaps after MPI has ended.
 
     Args:
-        binding: The module ``cupy.cuda.nccl``.
-        raw: The NcclCommunicator, or an ``NcclShare`` of one.
-        device: Number of the GPU.
-        rank: Of this end.
-        size: How many ranks there are.
-        ops: The operations on arrays of its kind.
+        binding: Module ``cupy.cuda.nccl``.
+        raw: NcclCommunicator, or a share of one.
+        device: GPU number.
+        rank: Rank of this end.
+        size: Number of ranks.
+        ops: Operations on arrays of the device.
     """
 
     def __init__(
@@ -57,7 +65,7 @@ class NcclComm:
         self._errors = (binding.NcclError, KeyError)
         self._is_contiguous, self._device_of, self._pointer = ops.is_contiguous, ops.device_of, ops.pointer
         self._group = NcclGroup(binding)
-        # NCCL goes back to what was current before, which has to be a device that this process uses.
+        # NCCL restores the current device, which must be a device that this process uses.
         self._on_device = partial(ops.on, device)
 
     def __repr__(self) -> str:
@@ -72,15 +80,9 @@ class NcclComm:
         start_seconds: float = START_SECONDS,
         has_given_up: Callable[[], bool] = lambda: False,
     ) -> Steps[NcclComm | str]:
-        """Return one, or on every rank the same reason why there is none (collective).
+        """Create a communicator, or return on every rank the same reason for failure (collective).
 
-        The memory of NCCL is shared with others of the same ranks on the same GPUs.
-
-        Args:
-            comm: The ranks, which keep their numbers.
-            device: Number of this rank's GPU; None where it has none.
-            start_seconds: How long NCCL may take to start.
-            has_given_up: Whether its user makes no more calls, also of those that other ranks make.
+        NCCL's memory is shared with other users of the same ranks and GPUs. See ``started`` for the arguments.
         """
         raw = yield from started(comm, device, start_seconds, has_given_up)
         if isinstance(raw, str):
@@ -91,15 +93,15 @@ class NcclComm:
     # Data -------------------------------------------------------------------------------------------------------
 
     def all_reduce(self, source: Array, target: Array, op: ReduceOp, stream: Stream) -> None:
-        """Put the reduction of all ranks' ``source`` into ``target`` of every rank.
+        """Reduce ``source`` of all ranks into ``target`` of every rank.
 
-        They may be one array. A mean is a SUM that is divided afterwards.
+        Both may be one array. A mean is a SUM that the caller divides.
 
         Raises:
-            ValueError: An array is not contiguous or on another GPU, or the two do not fit together.
-            TypeError: They differ in dtype, or NCCL has no such reduction, or one is no array of a GPU.
-            NcclFailure: NCCL refused.
-            RuntimeError: This communicator has been closed or aborted.
+            ValueError: An array is not contiguous or on another GPU, or the sizes differ.
+            TypeError: The dtypes differ or have no such reduction, or an array is not on a GPU.
+            NcclFailure: NCCL reported an error.
+            RuntimeError: The communicator was closed or aborted.
         """
         from_, to = self._addresses("all_reduce", source, target)
         datatype, code, numbers = nccl_reduction(source.dtype, op)
@@ -109,10 +111,9 @@ class NcclComm:
             self._call("all_reduce", self._raw.allReduce, from_, to, count * numbers, datatype, code, stream.handle)
 
     def reduce_scatter(self, source: Array, target: Array, op: ReduceOp, stream: Stream) -> None:
-        """Put this rank's piece of the reduction of all ranks' ``source`` into ``target``.
+        """Reduce ``source`` of all ranks, and write this rank's slice of n elements into ``target``.
 
-        ``target`` may be that piece of ``source``: elements rank * n to (rank + 1) * n. Raises the errors of
-        ``all_reduce``.
+        ``target`` may be elements rank * n to (rank + 1) * n of ``source``.
         """
         from_, to = self._addresses("reduce_scatter", source, target)
         datatype, code, numbers = nccl_reduction(source.dtype, op)
@@ -123,9 +124,9 @@ class NcclComm:
             self._call("reduce_scatter", call, from_, to, count * numbers, datatype, code, stream.handle)
 
     def all_gather(self, source: Array, target: Array, stream: Stream) -> None:
-        """Put the elements of all ranks' ``source`` into ``target``, in rank order; any dtype.
+        """Concatenate ``source`` of all ranks in ``target``, in rank order and for any dtype.
 
-        ``source`` may be this rank's piece of ``target``. Raises the errors of ``all_reduce``.
+        ``source`` may be this rank's slice of ``target``.
         """
         from_, to = self._addresses("all_gather", source, target)
         count = source.size
@@ -134,13 +135,10 @@ class NcclComm:
             self._call("all_gather", self._raw.allGather, from_, to, source.nbytes, BYTES, stream.handle)
 
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, stream: Stream) -> None:
-        """Put the reduction of all ranks' ``source`` into ``target`` of rank ``root``.
-
-        The others may pass None. Raises the errors of ``all_reduce``.
-        """
+        """Reduce ``source`` of all ranks into ``target`` of rank ``root``. Other ranks may pass None."""
         self._check_rank("reduce", "root", root)
         if target is None and self.rank == root:
-            raise ValueError(f"reduce: target is None on rank {root}, the root; expected an array like the source")
+            raise ValueError(f"reduce: target is None on the root, rank {root}. Pass an array like the source")
         from_, to = self._addresses("reduce", source, source if target is None else target)
         datatype, code, numbers = nccl_reduction(source.dtype, op)
         count = source.size
@@ -151,15 +149,9 @@ class NcclComm:
             self._call("reduce", self._raw.reduce, from_, to, count * numbers, datatype, code, root, stream.handle)
 
     def broadcast(self, source: Array | None, target: Array, root: int, stream: Stream) -> None:
-        """Put ``source`` of rank ``root`` into ``target`` of every rank; any dtype.
+        """Copy ``source`` of rank ``root`` into ``target`` of every rank, for any dtype.
 
-        Args:
-            source: Looked at on ``root`` only; there None stands for ``target``.
-            target: Where it goes.
-            root: Whose source it is.
-            stream: Where it is enqueued.
-
-        Raises the errors of ``all_reduce``.
+        Only the root's ``source`` is used. None means ``target``.
         """
         self._check_rank("broadcast", "root", root)
         source = target if source is None or self.rank != root else source
@@ -170,10 +162,10 @@ class NcclComm:
             self._call("broadcast", self._raw.broadcast, from_, to, target.nbytes, BYTES, root, stream.handle)
 
     def group(self) -> NcclGroup:
-        """Return a context in which calls, also of other communicators, are started together.
+        """Return a context that starts calls of any communicators together.
 
-        It starts them however its block ends: calls before an error run, and need the same calls of the other ranks
-        as ever. An error of NCCL in one of them may come up at the end of the block.
+        The calls start even if the block raises, so other ranks must make the same calls. NCCL may report an error of a
+        call at the end of the block.
         """
         return self._group
 
@@ -181,11 +173,11 @@ class NcclComm:
 
     @property
     def is_closed(self) -> bool:
-        """Return whether it has been closed or aborted."""
+        """Return True after close() or abort()."""
         return isinstance(self._raw, _Closed)
 
     def check_async_error(self) -> None:
-        """Raise NcclFailure if NCCL has found an error: a rank or a network was lost."""
+        """Raise NcclFailure if NCCL found an error, such as a lost rank or network."""
         try:
             self._call("an earlier call", self._raw.check_async_error)
         except NcclFailure as error:
@@ -193,19 +185,15 @@ class NcclComm:
                 raise
 
     def check_in_step(self) -> None:
-        """Raise RuntimeError where another user of the shared communicator has given up.
-
-        For one that ``made`` has returned.
-        """
+        """Raise RuntimeError if another user of the shared communicator failed."""
         raw = self._raw
         if isinstance(raw, (NcclShare, _Closed)):
             raw.check_in_step()
 
     def abort(self) -> None:
-        """Abort NCCL for all who share it; unfinished results are lost.
+        """Abort NCCL for all users and lose unfinished results (idempotent).
 
-        Any number of times. The other ranks do not learn of it from NCCL; each has to be told to abort its own end. May
-        block until all of them have.
+        NCCL does not notify other ranks, so each must abort its own end. May block until all of them have.
         """
         raw = self._raw
         if not self.is_closed:
@@ -214,10 +202,7 @@ class NcclComm:
                 raw.abort()
 
     def close(self) -> None:
-        """Free it, if nobody shares it; any number of times.
-
-        All that was enqueued must be done, on every rank.
-        """
+        """Release it when all enqueued work is done on every rank (idempotent)."""
         raw = self._raw
         if not self.is_closed:
             self._raw = _Closed("it has been closed")
@@ -236,25 +221,22 @@ class NcclComm:
     def _addresses(self, name: str, source: Array, target: Array) -> tuple[int, int]:
         from_, to = self.address(name, "source", source), self.address(name, "target", target)
         if source.dtype != target.dtype:
-            raise TypeError(f"{name}: source is {source.dtype} and target is {target.dtype}; expected one dtype")
+            raise TypeError(f"{name}: source is {source.dtype} and target is {target.dtype}. Use one dtype")
         return from_, to
 
     def address(self, name: str, role: str, array: Array) -> int:
-        """Check ``array``, the ``role`` in call ``name``, and return its address.
-
-        Raises the errors of ``all_reduce``.
-        """
+        """Check ``array``, an argument of call ``name``, and return its address."""
         try:
             if self._device_of(array) == self.device and self._is_contiguous(array):
                 return self._pointer(array)
             device = self._device_of(array)
         except AttributeError:
-            raise TypeError(f"{name}: {role} is {_kind(array)}; expected a CuPy array on gpu:{self.device}") from None
+            raise TypeError(f"{name}: {role} is {_kind(array)}. Pass a CuPy array on gpu:{self.device}") from None
         if device != self.device:
-            raise ValueError(f"{name}: {role} is on gpu:{device}; expected gpu:{self.device}, that of the communicator")
+            raise ValueError(f"{name}: {role} is on gpu:{device}. Pass an array on gpu:{self.device}")
         raise ValueError(
-            f"{name}: {role}, of shape {array.shape} and strides {array.strides}, is not contiguous; expected C "
-            "order: cupy.ascontiguousarray(...)"
+            f"{name}: {role} of shape {array.shape} and strides {array.strides} is not contiguous. Use "
+            "cupy.ascontiguousarray(...)"
         )
 
     def _check_rank(self, name: str, role: str, rank: int) -> None:
@@ -271,11 +253,7 @@ class NcclComm:
 
 
 class NcclGroup:
-    """Calls that NCCL collects and starts together; see ``NcclComm.group``.
-
-    Args:
-        binding: The module ``cupy.cuda.nccl``.
-    """
+    """Start several NCCL calls together (see ``NcclComm.group``)."""
 
     def __init__(self, binding: ModuleType) -> None:
         self._binding = binding
@@ -291,7 +269,7 @@ class NcclGroup:
 
 
 class _Closed:
-    """The substitute for an NcclCommunicator that is gone."""
+    """Replace an NcclCommunicator after its end."""
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -306,27 +284,26 @@ def _kind(value: object) -> str:
 
 
 class LocalNccl:
-    """The GPUs of one process, joined by NCCL. Waits for no other process; has to be closed before it is dropped.
+    """Join the GPUs of one process with NCCL, without other processes. Close it before dropping it.
 
-    Methods take one array and one stream per GPU, in the order of ``devices``, enqueue, and return before anything is
-    done: the arrays must live, and stay as they are, until the streams are past it.
+    Methods expect one array and one stream per GPU, in the order of ``devices``. They enqueue and return early, so keep
+    the arrays alive and unchanged until the streams are past the call.
 
     Args:
-        devices: Numbers of the GPUs, each once.
+        devices: Distinct GPU numbers.
 
     Attributes:
-        devices: The same.
-        comms: The end of the communicator on each GPU; calls of several go into one ``group()`` of any of them.
+        comms: The end of the communicator on each GPU. Call several of them inside one ``group()``.
 
     Raises:
-        DeviceError: NCCL cannot be used in this process; the text says how to install it.
-        NcclFailure: NCCL refused.
+        DeviceError: NCCL cannot be used in this process.
+        NcclFailure: NCCL reported an error.
     """
 
     def __init__(self, devices: Sequence[int]) -> None:
         self.devices = [int(device) for device in devices]
         if not self.devices or len(set(self.devices)) < len(self.devices):
-            raise ValueError(f"devices are {self.devices}; expected at least one GPU, and each once")
+            raise ValueError(f"devices are {self.devices}. Pass at least one GPU, each once")
         problem = nccl_problem()
         if problem is not None:
             raise DeviceError(problem)
@@ -350,10 +327,7 @@ class LocalNccl:
         streams: Sequence[Stream],
         targets: Sequence[Array] | None = None,
     ) -> None:
-        """Put the reduction of ``arrays`` into each of ``targets``, or in place.
-
-        Raises the errors of ``NcclComm``.
-        """
+        """Reduce ``arrays`` into each of ``targets``, or in place."""
         targets = arrays if targets is None else targets
         self._check("all_reduce", streams, arrays, targets)
         nccl_reduction(arrays[0].dtype, op)
@@ -362,25 +336,25 @@ class LocalNccl:
                 comm.all_reduce(array, target, op, stream)
 
     def close(self) -> None:
-        """Free it; any number of times. All that was enqueued must be done."""
+        """Release it when all enqueued work is done (idempotent)."""
         with self._on_first(), self.comms[0].group():
             for comm in self.comms:
                 comm.close()
 
     def _check(self, name: str, streams: Sequence[Stream], *lists: Sequence[Array]) -> None:
-        # Within a group it would be too late: what was called already runs, and waits for the rest.
-        for given in (streams, *lists):
-            if len(given) != len(self.comms):
+        # Check before the group starts, because calls already made in a group would wait for the rest.
+        for items in (streams, *lists):
+            if len(items) != len(self.comms):
                 raise ValueError(
-                    f"{name}: {len(given)} arrays or streams were given for {len(self.comms)} GPUs; expected one of "
-                    "each for each GPU"
+                    f"{name}: {len(items)} arrays or streams were given for {len(self.comms)} GPUs. Pass one of each "
+                    "per GPU"
                 )
         first = lists[0][0]
         for arrays in lists:
             for comm, array in zip(self.comms, arrays, strict=True):
-                comm.address(name, f"the array of place {comm.rank}", array)
+                comm.address(name, f"array {comm.rank}", array)
                 if (array.size, array.dtype) != (first.size, first.dtype):
                     raise ValueError(
-                        f"{name}: the array of place {comm.rank} has {array.size} elements of {array.dtype}, that of "
-                        f"place 0 {first.size} of {first.dtype}; expected equal numbers of one dtype"
+                        f"{name}: array {comm.rank} has {array.size} elements of {array.dtype}, array 0 has "
+                        f"{first.size} of {first.dtype}. Pass arrays of one size and dtype"
                     )

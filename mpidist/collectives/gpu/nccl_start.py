@@ -1,82 +1,137 @@
-"""The start of NCCL: all ranks get a communicator, or all learn why not.
+"""Start NCCL on all ranks, or report one problem on every rank.
 
-A communicator holds hundreds of megabytes of its GPU and takes seconds to start, so Communicators of the same ranks
-on the same GPU share one. Its calls come in the order of the device's queue (``DeviceQueue``), which is the program's.
+An NCCL communicator holds hundreds of megabytes of GPU memory and takes seconds to start, so Communicators of the same
+ranks on the same GPU share one. Its calls follow the queue of the device, which has the order of the program.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import platform
 import threading
+import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpidist.arrays.cupy_module import require_cupy
 from mpidist.arrays.device_ops import DeviceOps, ops_for
-from mpidist.collectives.gpu.nccl_library import NcclCommunicator, failure, nccl_binding, nccl_problem, nccl_version
+from mpidist.arrays.streams import find_cupy, require_cupy
 from mpidist.collectives.mpi.agreed import problems_of
 from mpidist.collectives.mpi.communicator_names import ranks_in_job
 from mpidist.collectives.mpi.objects import broadcast_pickle, gather_objects
 from mpidist.collectives.mpi.waiting import Comm, Steps, relax, until_done
 from mpidist.collectives.reduce.device_packs import nccl_reduction
 from mpidist.core.concurrency import Stopwatch, start_daemon
+from mpidist.core.errors import NcclFailure
 from mpidist.core.message_tags import NCCL_START
 from mpidist.core.options import ReduceOp
 from mpidist.core.text import groups_of, names_text, numbered_ranks
 from mpidist.topology import import_mpi
 
-# NCCL needs seconds for thousands of GPUs.
+IN_PROGRESS = 7  # ncclInProgress, which CuPy does not define
+
+
+class NcclCommunicator(Protocol):
+    """Type CuPy's NcclCommunicator, one rank's end."""
+
+    allReduce: Callable[..., None]  # noqa: N815
+    allGather: Callable[..., None]  # noqa: N815
+    reduceScatter: Callable[..., None]  # noqa: N815
+    reduce: Callable[..., None]
+    broadcast: Callable[..., None]
+    check_async_error: Callable[[], None]
+    abort: Callable[[], None]
+    destroy: Callable[[], None]
+
+
+def nccl_problem() -> str | None:
+    """Return why NCCL cannot be used here and how to install it, or None."""
+    state = find_cupy()
+    if state.module is None:
+        return state.problem
+    binding = nccl_binding()
+    if getattr(binding, "available", False):
+        return None
+    major = state.module.cuda.runtime.runtimeGetVersion() // 1000
+    return (
+        f"CuPy {state.module.__version__} finds no NCCL library (libnccl.so.2), which reduces between GPUs; type: "
+        f"pip install nvidia-nccl-cu{major}, or add the folder of the system's libnccl.so.2 to LD_LIBRARY_PATH "
+        "(CUPY_DEBUG_LIBRARY_LOAD=1 shows where CuPy searches)"
+    )
+
+
+def nccl_binding() -> ModuleType:
+    """Import ``cupy.cuda.nccl``, which loads the NCCL library. Raises DeviceError without a GPU."""
+    require_cupy()
+    with warnings.catch_warnings():
+        # CuPy warns if the library is missing. nccl_problem() reports that.
+        warnings.simplefilter("ignore")
+        return importlib.import_module("cupy.cuda.nccl")
+
+
+def nccl_version(binding: ModuleType) -> str:
+    """Return the version of the NCCL library, such as "2.28.9"."""
+    number = int(binding.get_version())
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def failure(binding: ModuleType, doing: str, error: Exception) -> NcclFailure:
+    """Convert an error of the binding to NcclFailure.
+
+    The binding raises KeyError for a status that it cannot name.
+    """
+    if isinstance(error, binding.NcclError):
+        return NcclFailure(f"{doing}: {error}", error.status)
+    status = error.args[0]
+    return NcclFailure(f"{doing}: NCCL returned status {status}, which CuPy has no name for", status)
+
+
+# NCCL takes seconds to start on thousands of GPUs.
 START_SECONDS = 120.0
-UniqueId = bytes | tuple[int, ...]
-"""As CuPy gives it; a tuple in older versions."""
+UniqueId = bytes | tuple[int, ...]  # a tuple in older versions of CuPy
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """The facts that a rank tells the others before anything is tried."""
+    """Describe a rank before the start."""
 
     problem: str | None
     version: str = ""
     host: str = ""
     bus_id: str = ""
     open: tuple[Hashable, ...] = ()
-    """Communicators of the same ranks that its GPU has already."""
+    """Identities of existing communicators of the same ranks on its GPU."""
 
 
 class _Problem(NamedTuple):
-    """A reason why NCCL did not start."""
-
     text: str
     is_late: bool
-    """Whether some rank may still be starting."""
+    """True if a rank may still be starting."""
 
 
 def started(
     comm: Comm, device: int | None, start_seconds: float, has_given_up: Callable[[], bool]
 ) -> Steps[NcclShare | str]:
-    """Return a share of a communicator, or the reason why there is none (collective).
+    """Return a share of a communicator, or one problem on every rank (collective).
 
-    The reason is the same on every rank. One that all ranks have already is shared.
+    NCCL starts only when every rank can start it, because it blocks until all ranks have. CuPy cannot interrupt it, so
+    it starts in a thread, together with a first all-reduce, which makes NCCL connect. If it fails or times out on one
+    rank, all ranks abandon it. A thread that is still inside NCCL stays there, with its memory, until NCCL fails or the
+    process ends. After a failure the start is retried once without the memory that CuPy caches, because NCCL allocates
+    its own.
 
-    NCCL is told to begin only when every rank can, and blocks until all of them have; CuPy gives no way to stop it, so
-    that happens in a thread, and with a first all-reduce, which is when NCCL connects. If it fails on a rank, or takes
-    longer than it may, all ranks give it up. A thread that still is inside NCCL then stays there until NCCL
-    itself gives up or the process ends, with its memory. Otherwise it is tried once more, with the memory that
-    CuPy keeps for later arrays: NCCL asks the GPU for its own.
-
-    A rank whose process dies leaves the others waiting in MPI: for the launcher to end the job, or for their deadline.
+    If a rank dies, the others wait in MPI until the launcher ends the job or until their deadline.
 
     Args:
-        comm: The ranks, in NCCL's order too.
-        device: Number of this rank's GPU; None where it has none.
-        start_seconds: How long NCCL may take.
-        has_given_up: Whether the user of the share makes no more calls, also of those that other ranks make.
+        comm: Ranks of the communicator, in NCCL's order.
+        device: GPU of this rank, or None if the rank has no GPU.
+        start_seconds: Time limit of the start.
+        has_given_up: Returns True if the user of the share skips calls that other ranks make.
     """
     ranks = ranks_in_job(comm)
     everyone: list[_Candidate] = yield from gather_objects(comm, _candidate(device, ranks))
@@ -85,9 +140,11 @@ def started(
         return first_problem
     assert device is not None
     key = (ranks, device)
+    # Every rank listed its communicators at the same position in the device's queue.
     for identity in everyone[0].open:
         if all(identity in candidate.open for candidate in everyone):
-            return share_of_open(key, identity, has_given_up)
+            (shared,) = [shared for shared in _open if (shared.key, shared.identity) == (key, identity)]
+            return NcclShare(shared, has_given_up)
     shared_gpu = _shared_gpus(everyone)
     made = yield from _attempt(comm, device, start_seconds)
     if isinstance(made, _Problem) and not made.is_late and shared_gpu is None:
@@ -95,13 +152,13 @@ def started(
             require_cupy().get_default_memory_pool().free_all_blocks()
         made = yield from _attempt(comm, device, start_seconds)
     if isinstance(made, _Problem):
-        return made.text if shared_gpu is None else f"{shared_gpu} NCCL's own words: {made.text}"
-    raw, identity = made
-    return first_share(key, raw, identity, has_given_up)
+        return made.text if shared_gpu is None else f"{shared_gpu} NCCL reported: {made.text}"
+    _open.append(_Shared(key, *made))
+    return NcclShare(_open[-1], has_given_up)
 
 
 def _attempt(comm: Comm, device: int, start_seconds: float) -> Steps[tuple[NcclCommunicator, UniqueId] | _Problem]:
-    """Return CuPy's NcclCommunicator and its unique id, or on every rank the same problem (collective)."""
+    """Return an NcclCommunicator and its unique id, or on every rank the same problem (collective)."""
     binding = nccl_binding()
     mine = pickle.dumps(_new_unique_id(binding)) if comm.Get_rank() == 0 else b""
     unique_id: UniqueId | str = yield from broadcast_pickle(comm, mine, 0)
@@ -115,11 +172,11 @@ def _attempt(comm: Comm, device: int, start_seconds: float) -> Steps[tuple[NcclC
         start.abandon()
 
 
-# What each rank can do ----------------------------------------------------------------------------------------------
+# Checks before the start ----------------------------------------------------------------------------------------------
 
 
 def _candidate(device: int | None, ranks: tuple[int, ...]) -> _Candidate:
-    """Return the facts of this rank. Raises nothing: the others wait for it."""
+    """Describe this rank. Never raises, because the other ranks wait for the description."""
     try:
         problem = nccl_problem()
         if device is None:
@@ -127,10 +184,10 @@ def _candidate(device: int | None, ranks: tuple[int, ...]) -> _Candidate:
         if problem is not None or device is None:
             return _Candidate(problem)
         bus_id = require_cupy().cuda.runtime.deviceGetPCIBusId(device)
-        # NCCL tells hosts apart by this variable where it is set, and by the name of the machine otherwise.
+        # NCCL identifies a host by this variable if it is set, otherwise by the machine name.
         host = os.environ.get("NCCL_HOSTID") or platform.node()
-        known = open_identities((ranks, device))
-        return _Candidate(None, nccl_version(nccl_binding()), host, bus_id, known)
+        known = [shared.identity for shared in _open if shared.key == (ranks, device) and shared.in_step]
+        return _Candidate(None, nccl_version(nccl_binding()), host, bus_id, tuple(known))
     except Exception as error:
         return _Candidate(f"{type(error).__name__}: {error}")
 
@@ -142,12 +199,12 @@ def _first_problem(everyone: list[_Candidate]) -> str | None:
     versions = groups_of((rank, candidate.version) for rank, candidate in enumerate(everyone))
     if len(versions) > 1:
         found = names_text(f"{version} on {numbered_ranks(ranks)}" for version, ranks in versions)
-        return f"the ranks load different versions of NCCL: {found}; expected one version everywhere"
+        return f"the ranks load different versions of NCCL: {found}. Install one version on all nodes"
     return None
 
 
 def _new_unique_id(binding: ModuleType) -> UniqueId | str:
-    """Return NCCL's unique id, or why there is none, a str."""
+    """Return NCCL's unique id, or a str with the problem."""
     try:
         unique_id: UniqueId = binding.get_unique_id()
         return unique_id
@@ -156,7 +213,7 @@ def _new_unique_id(binding: ModuleType) -> UniqueId | str:
 
 
 def _shared_gpus(everyone: list[_Candidate]) -> str | None:
-    """Return a report of two ranks that have one GPU, or None."""
+    """Report two ranks that use one GPU, or return None."""
     first: dict[tuple[str, str], int] = {}
     for rank, candidate in enumerate(everyone):
         other = first.setdefault((candidate.host, candidate.bus_id), rank)
@@ -175,15 +232,15 @@ def _shared_gpus(everyone: list[_Candidate]) -> str | None:
 
 
 def _agreed_outcome(comm: Comm, start: _Start, start_seconds: float) -> Steps[_Problem | None]:
-    """Return why NCCL did not start, the same on every rank, or None."""
+    """Return the same problem on every rank, or None if NCCL started."""
     stopwatch = Stopwatch()
-    is_called_off, is_late, looks = False, False, 0
-    while not (start.is_over or is_called_off or is_late):
-        # A rank that failed says so, as NCCL may leave the others waiting for it.
-        is_called_off = comm.Iprobe(tag=NCCL_START)
+    has_failed_peer, is_late, failed_polls = False, False, 0
+    while not (start.is_over or has_failed_peer or is_late):
+        # A failed rank sends a message, because NCCL may never return on the others.
+        has_failed_peer = comm.Iprobe(tag=NCCL_START)
         is_late = stopwatch.seconds > start_seconds
-        looks += 1
-        relax(looks, 0)
+        failed_polls += 1
+        relax(failed_polls, 0)
         yield
     problem = None if start.problem is None else _Problem(start.problem, is_late=False)
     if is_late and not start.is_over:
@@ -193,7 +250,7 @@ def _agreed_outcome(comm: Comm, start: _Start, start_seconds: float) -> Steps[_P
 
 
 def _first_failure(comm: Comm, problem: _Problem | None) -> Steps[_Problem | None]:
-    """Tell the others of this rank's problem, and return the first rank's problem."""
+    """Send this rank's problem to the others, and return the problem of the lowest rank."""
     rank, nothing = comm.Get_rank(), [np.empty(0, np.uint8), 0, import_mpi().BYTE]
     others = [other for other in range(comm.Get_size()) if other != rank]
     requests = [] if problem is None else [comm.Isend(nothing, other, NCCL_START) for other in others]
@@ -206,19 +263,11 @@ def _first_failure(comm: Comm, problem: _Problem | None) -> Steps[_Problem | Non
 
 
 class _Start:
-    """NCCL starting in a thread.
-
-    Args:
-        binding: The module ``cupy.cuda.nccl``.
-        ops: The operations on arrays of its kind.
-        device: Number of the GPU.
-        rank: Of this process.
-        size: How many ranks there are.
-        unique_id: By which they find one another.
+    """Start NCCL in a thread.
 
     Attributes:
-        is_over: Whether the thread is done.
-        problem: Then: why NCCL did not start; None where it did.
+        is_over: True when the thread is done.
+        problem: Why NCCL did not start, or None. Valid when ``is_over``.
     """
 
     def __init__(
@@ -230,20 +279,20 @@ class _Start:
         self._rank, self._size = rank, size
         self._lock = threading.Lock()
         self._raw: NcclCommunicator | None = None
-        # NCCL lets another thread abort while it waits for the GPU, and not while it is inside one of its functions.
+        # Another thread may abort NCCL while the GPU works, but not while a function of NCCL runs.
         self._is_inside = True
         self._is_abandoned = False
         start_daemon("nccl-start", self._run)
 
     def take(self) -> NcclCommunicator:
-        """Return the communicator, which from now on is the caller's to close."""
+        """Return the communicator. The caller must close it."""
         raw, self._raw = self._raw, None
         assert self.is_over, "all ranks agreed that NCCL started, while it has not here"
         assert raw is not None
         return raw
 
     def abandon(self) -> None:
-        """Abort, unless the communicator was taken, as soon as NCCL leaves the thread."""
+        """Abort as soon as NCCL returns to the thread, unless the communicator was taken."""
         with self._lock:
             self._is_abandoned = True
             self._abort_if_abandoned()
@@ -263,10 +312,7 @@ class _Start:
         self.is_over = True
 
     def _sum_of_ones(self) -> float:
-        """Make the communicator and reduce one number per rank.
-
-        NCCL connects only then, and that may fail, too.
-        """
+        """Create the communicator and reduce one number, because NCCL connects on first use."""
         ops, device = self._ops, self._device
         number = ops.from_host(np.ones(1, np.float32), device)
         stream = ops.stream(device)
@@ -295,18 +341,12 @@ class _Start:
 # Shared communicators -------------------------------------------------------------------------------------------------
 
 
-# Ranks as those of the job, in NCCL's order, and the number of this rank's GPU.
+# Ranks of the job in NCCL's order, and the GPU of this rank.
 Key = tuple[tuple[int, ...], int]
 
 
 class _Shared:
-    """One NCCL communicator.
-
-    Args:
-        key: Its ranks and GPU.
-        raw: CuPy's NcclCommunicator.
-        identity: By which all its ranks know it, and no other.
-    """
+    """Hold an NCCL communicator and its users. All ranks know it by ``identity``."""
 
     def __init__(self, key: Key, raw: NcclCommunicator, identity: Hashable) -> None:
         self.key, self.raw, self.identity = key, raw, identity
@@ -314,7 +354,6 @@ class _Shared:
 
     @property
     def in_step(self) -> bool:
-        """Return whether all its users have made their calls so far, or will."""
         return not any([user.has_given_up() for user in self.users])
 
 
@@ -322,11 +361,11 @@ _open: list[_Shared] = []
 
 
 class NcclShare:
-    """One user's share of an NCCL communicator, in place of CuPy's NcclCommunicator.
+    """Share an NCCL communicator, with the interface of NcclCommunicator.
 
     Args:
-        shared: The communicator.
-        has_given_up: Whether the user makes no more calls, also of those that other ranks make.
+        shared: Communicator to share.
+        has_given_up: Returns True if this user skips calls that other ranks make.
     """
 
     def __init__(self, shared: _Shared, has_given_up: Callable[[], bool]) -> None:
@@ -339,59 +378,38 @@ class NcclShare:
         return getattr(self._shared.raw, name)
 
     def check_in_step(self) -> None:
-        """Raise RuntimeError where a user has given up, whose calls other ranks may still make.
+        """Raise RuntimeError if a user failed on this rank.
 
-        One of ours would meet one of theirs, and both would go on with wrong numbers.
+        Other ranks may still make its calls. NCCL would match them with ours, and both results would be wrong.
         """
         if not self._shared.in_step:
             raise RuntimeError(
-                "this Communicator reduces no more arrays on GPUs: another one of the same ranks was given up, after "
-                "an error or a deadline, and NCCL takes their calls for one another's; make a new Communicator"
+                "this Communicator can no longer reduce arrays on GPUs. Another Communicator of the same ranks was "
+                "given up after an error or a deadline, and both share one NCCL communicator. Create a new Communicator"
             )
 
     def check_async_error(self) -> None:
-        """Ask NCCL for an error of any user."""
+        """Check for NCCL errors of any user."""
         self._shared.raw.check_async_error()
 
     def destroy(self) -> None:
-        """Give the share back; the last one destroys the communicator."""
+        """Release the share. The last one destroys the communicator."""
         self._shared.users.remove(self)
         if not self._shared.users and self._forget():
             self._shared.raw.destroy()
 
     def abort(self) -> None:
-        """Abort the communicator, for all users; nobody gets a share of it any more."""
+        """Abort the communicator for all users, and stop sharing it."""
         if self._forget():
             self._shared.raw.abort()
 
     def _forget(self) -> bool:
-        """Remove the communicator from the open ones; return whether it was there."""
         is_open = self._shared in _open
         if is_open:
             _open.remove(self._shared)
         return is_open
 
 
-def first_share(key: Key, raw: NcclCommunicator, identity: Hashable, has_given_up: Callable[[], bool]) -> NcclShare:
-    """Return the first share of a new communicator."""
-    _open.append(_Shared(key, raw, identity))
-    return NcclShare(_open[-1], has_given_up)
-
-
-def open_identities(key: Key) -> tuple[Hashable, ...]:
-    """Return the identities of communicators to share; other ranks may have others."""
-    return tuple(shared.identity for shared in _open if shared.key == key and shared.in_step)
-
-
-def share_of_open(key: Key, identity: Hashable, has_given_up: Callable[[], bool]) -> NcclShare:
-    """Return a share of a communicator out of ``open_identities``.
-
-    Both calls belong to one place in the queue of the device.
-    """
-    (shared,) = [shared for shared in _open if (shared.key, shared.identity) == (key, identity)]
-    return NcclShare(shared, has_given_up)
-
-
 def forget_shares() -> None:
-    """Forget all, where the GPUs themselves are gone (for tests)."""
+    """Forget all communicators after their GPUs are gone (for tests)."""
     _open.clear()

@@ -1,8 +1,8 @@
-"""The way between a GPU and the network: page-locked memory, and the ring of nodes.
+"""Move data between a GPU and the network: page-locked memory, and the ring of nodes.
 
-MPI is given memory of the device where it takes that; elsewhere chunks pass through page-locked memory of the same
-layout. NCCL and MPI are never at work on the same memory at once: the device is done with it before MPI begins, and
-MPI before the device begins. Waiting for the device keeps MPI going and the other way round.
+MPI libraries with GPU support receive device pointers. Otherwise chunks pass through page-locked memory. NCCL and MPI
+never use the same memory at once: each starts after the other has finished. While one is waited for, the other is
+polled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.streams import Event
 from mpidist.collectives.channel.operation import which_on_device
 from mpidist.collectives.gpu.device_streams import DeviceStreams
-from mpidist.collectives.gpu.network_probes import rdma_fabric
+from mpidist.collectives.gpu.probes import rdma_fabric
 from mpidist.collectives.mpi.gathering import agreed_minimum
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Comm, Steps, until_event
@@ -31,55 +31,54 @@ from mpidist.topology import import_mpi
 
 
 _SLOTS = 4
-# A chunk has to be on its way for much longer than it takes to start one.
+# Sending a chunk must take much longer than starting to send it.
 _BYTES_BY_GIGABITS = ((200, 16 << 20), (100, 8 << 20), (0, 4 << 20))
 
 
 def staging_bytes() -> int:
-    """Return the bytes of a chunk, at most, as this rank sees it."""
-    given: int | None = settings.STAGING_BYTES.read()
-    if given is not None:
-        return given
+    """Return the maximum number of bytes of a chunk on this rank."""
+    nbytes: int | None = settings.STAGING_BYTES.read()
+    if nbytes is not None:
+        return nbytes
     fabric = rdma_fabric()
     gigabits = 0.0 if fabric is None else fabric.gigabits
     return next(nbytes for least, nbytes in _BYTES_BY_GIGABITS if gigabits >= least)
 
 
 def agreed_staging_bytes(comm: Comm) -> Steps[int]:
-    """Return the bytes of a chunk, at most, the least of all ranks (collective)."""
+    """Return the smallest ``staging_bytes`` of all ranks (collective)."""
     return (yield from agreed_minimum(comm, staging_bytes()))
 
 
 class PinnedBuffer:
-    """Room for one chunk.
+    """Hold one chunk.
 
     Args:
         memory: Bytes on the host.
-        received: Bytes on the device, for a part of it.
+        received: Bytes on the device, for a part of the chunk.
     """
 
     def __init__(self, memory: Array, received: Array) -> None:
         self._memory = memory
         self._received = received
-        self.free_after: Event | None = None
-        """When its last content has been copied away."""
+        self.free_after: Event | None = None  # after its last content was copied
 
     def array(self, count: int, dtype: DType) -> Array:
-        """Return ``count`` elements of it."""
+        """View the host memory as ``count`` elements."""
         return self._memory[: count * dtype.itemsize].view(dtype)
 
     def received(self, count: int, dtype: DType) -> Array:
-        """Return ``count`` elements on the device."""
+        """View the device memory as ``count`` elements."""
         return self._received[: count * dtype.itemsize].view(dtype)
 
 
 class StagingRing:
-    """A few slots, each used again once its last content has been copied.
+    """Keep a few slots, each reused after its last content was copied.
 
     Args:
-        streams: Between whose device and the host.
-        nbytes: Of a slot, a power of two.
-        received_bytes: Of the part of a slot on the device, where ``streams.to_device`` has to be past ``is_made``.
+        streams: Streams of the device.
+        nbytes: Bytes of a slot, a power of two.
+        received_bytes: Bytes of a slot on the device. Use them on ``streams.to_device`` after ``is_made``.
     """
 
     def __init__(self, streams: DeviceStreams, nbytes: int, received_bytes: int = 0) -> None:
@@ -93,14 +92,14 @@ class StagingRing:
             self.is_made = streams.to_device.record()
 
     def take(self) -> PinnedBuffer | None:
-        """Return a slot that nothing uses any more, or None."""
+        """Return a free slot, or None."""
         for index, slot in enumerate(self._idle):
             if slot.free_after is None or slot.free_after.is_done:
                 return self._idle.pop(index)
         return None
 
     def give_back(self, slot: PinnedBuffer, free_after: Event) -> None:
-        """Put back a slot that is in use until an event."""
+        """Return a slot that is in use until an event."""
         slot.free_after = free_after
         self._idle.append(slot)
 
@@ -108,21 +107,13 @@ class StagingRing:
 # The ring between nodes -----------------------------------------------------------------------------------------------
 
 
-def received_bytes(slice_bytes: int, nodes: int) -> int:
-    """Return the bytes of a slot on the device: a segment of a slice.
-
-    It may be one element longer than others.
-    """
-    return slice_bytes // nodes + 16
-
-
 class DeviceRing(Rail):
-    """An all-reduce over a ring of ranks, of arrays on their devices.
+    """All-reduce arrays on GPUs over a ring of ranks.
 
     Args:
         comm, ranks, position: See ``Rail``.
-        streams: Whose device it is.
-        takes_device_memory: Whether MPI takes pointers to it.
+        streams: Streams of the device.
+        takes_device_memory: True if MPI accepts device pointers.
     """
 
     def __init__(
@@ -133,63 +124,61 @@ class DeviceRing(Rail):
         self.takes_device_memory = takes_device_memory
 
     def all_reduce(self, flat: Array, op: ReduceOp, chunk: int, slot: PinnedBuffer, filled: Event) -> Steps[Event]:
-        """Reduce ``flat`` in place over all ranks; return the event of its arrival.
-
-        The event is one of ``streams.to_device``.
+        """Reduce ``flat`` in place over all ranks, and return its event on ``streams.to_device``.
 
         Args:
-            flat: Contiguous, on the device.
-            op: The operation.
-            chunk: Tells several apart that are on their way.
-            slot: In use until then.
-            filled: When ``flat`` has its content; where MPI takes device memory, that has to be now.
+            flat: Contiguous array on the device.
+            op: Operation.
+            chunk: Number that distinguishes chunks in flight.
+            slot: Slot that is in use until the event.
+            filled: Event after which ``flat`` is filled. Must be done if MPI accepts device memory.
         """
         n, me, streams = len(self._ranks), self._position, self._streams
         before, after = (me - 1) % n, (me + 1) % n
         borders = slices(flat.size, n)
         memory = flat if self.takes_device_memory else slot.array(flat.size, flat.dtype)
-        segments, shown = [flat[a:b] for a, b in borders], [memory[a:b] for a, b in borders]
-        yield from self._show_first(segments[me], shown[me], filled)
+        segments, staged = [flat[a:b] for a, b in borders], [memory[a:b] for a, b in borders]
+        yield from self._stage_first(segments[me], staged[me], filled)
         for step in range(n - 1):
             mine, theirs = (me - step) % n, (me - step - 1) % n
             received = slot.received(segments[theirs].size, flat.dtype)
-            target = received if self.takes_device_memory else shown[theirs]
-            yield from self._exchange({before: target}, {after: shown[mine]}, chunk)
-            yield from self._add(op, segments[theirs], received, shown[theirs])
+            target = received if self.takes_device_memory else staged[theirs]
+            yield from self._exchange({before: target}, {after: staged[mine]}, chunk)
+            yield from self._add(op, segments[theirs], received, staged[theirs])
         for step in range(n - 1):
             mine, theirs = (me + 1 - step) % n, (me - step) % n
-            yield from self._exchange({before: shown[theirs]}, {after: shown[mine]}, chunk)
+            yield from self._exchange({before: staged[theirs]}, {after: staged[mine]}, chunk)
             if not self.takes_device_memory:
-                streams.ops.copy_to_device(segments[theirs], shown[theirs], streams.to_device)
+                streams.ops.copy_to_device(segments[theirs], staged[theirs], streams.to_device)
         with streams.on():
             return streams.to_device.record()
 
-    def _show_first(self, segment: Array, shown: Array, filled: Event) -> Steps[None]:
-        """Give MPI the first segment, and have the sums wait for the others."""
+    def _stage_first(self, segment: Array, staged: Array, filled: Event) -> Steps[None]:
+        """Copy the first segment for MPI, and order the sums after ``filled``."""
         streams = self._streams
         with streams.on():
             streams.to_device.wait(filled)
             if self.takes_device_memory:
                 return
             streams.to_host.wait(filled)
-            streams.ops.copy_to_host(shown, segment, streams.to_host)
-            is_shown = streams.to_host.record()
-        yield from until_event(is_shown, relaxes=False)
+            streams.ops.copy_to_host(staged, segment, streams.to_host)
+            is_staged = streams.to_host.record()
+        yield from until_event(is_staged, relaxes=False)
 
-    def _add(self, op: ReduceOp, segment: Array, received: Array, shown: Array) -> Steps[None]:
-        """Add the received elements to a segment, on the device, and give MPI the sum."""
+    def _add(self, op: ReduceOp, segment: Array, received: Array, staged: Array) -> Steps[None]:
+        """Add the received elements on the device, and copy the sum for MPI."""
         streams = self._streams
         with streams.on():
             if not self.takes_device_memory:
-                streams.ops.copy_to_device(received, shown, streams.to_device)
+                streams.ops.copy_to_device(received, staged, streams.to_device)
             with streams.to_device:
                 NUMPY_OPS[op](segment, received, out=segment)
-            is_shown = streams.to_device.record()
+            is_staged = streams.to_device.record()
             if not self.takes_device_memory:
-                streams.to_host.wait(is_shown)
-                streams.ops.copy_to_host(shown, segment, streams.to_host)
-                is_shown = streams.to_host.record()
-        yield from until_event(is_shown, relaxes=False)
+                streams.to_host.wait(is_staged)
+                streams.ops.copy_to_host(staged, segment, streams.to_host)
+                is_staged = streams.to_host.record()
+        yield from until_event(is_staged, relaxes=False)
 
     def _message(self, array: Array) -> Any:
         if not self.takes_device_memory:
@@ -206,9 +195,9 @@ BringBack = Callable[[list[Array]], list[Array]]
 
 
 def on_host(arrays: Sequence[Array]) -> tuple[Sequence[Array], BringBack]:
-    """Return arrays in host memory, and the function that brings results back to the GPU.
+    """Return copies in host memory, and a function that copies results back to the GPU.
 
-    Blocks until the arrays are there.
+    Blocks until the copies are complete.
 
     >>> import numpy as np
     >>> arrays, bring_back = on_host([np.ones(2)])

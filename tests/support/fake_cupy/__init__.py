@@ -13,7 +13,8 @@ import importlib.util
 import sys
 from types import ModuleType
 
-from mpidist.arrays import cuda_driver, cupy_module, device_ops
+from mpidist.arrays import device_ops
+from mpidist.arrays import streams as array_streams
 from mpidist.collectives.gpu import nccl_start
 from tests.support.fake_cupy import devices as gpus
 from tests.support.fake_cupy import driver, module
@@ -23,7 +24,7 @@ from tests.support.fake_cupy.nccl_kernels import Kernels
 __all__ = ["counts", "fail_allocations", "install", "uninstall"]
 
 _hidden: dict[str, ModuleType | None] = {}
-_load_driver = cuda_driver.load
+_load_driver = array_streams.load_driver
 
 
 def install(
@@ -52,7 +53,7 @@ def install(
     modules = module.build()
     modules["cupy.cuda.nccl"] = modules["cupy.cuda"].nccl = _nccl(nccl)  # type: ignore[attr-defined]
     sys.modules.update(modules)
-    cuda_driver.load = driver.Library
+    array_streams.load_driver = driver.Library
     _forget()
     return modules["cupy"]
 
@@ -66,7 +67,7 @@ def uninstall() -> None:
         del sys.modules[name]
     sys.modules.update(_hidden)  # type: ignore[arg-type]
     _hidden.clear()
-    cuda_driver.load = _load_driver
+    array_streams.load_driver = _load_driver
     _forget()
     try:
         machine.close()
@@ -89,6 +90,6 @@ def _nccl(there: bool) -> ModuleType:
 
 
 def _forget() -> None:
-    cupy_module.find_cupy.cache_clear()
+    array_streams.find_cupy.cache_clear()
     device_ops._gpu_ops.cache_clear()
     nccl_start.forget_shares()

@@ -1,7 +1,4 @@
-"""All-gather, broadcast and reduce-scatter of arrays on GPUs by NCCL.
-
-They take it where large reductions do.
-"""
+"""All-gather, broadcast and reduce-scatter arrays on GPUs with NCCL, if large reductions use it."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ from mpidist.arrays.streams import Stream
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.observers import MOVE
 from mpidist.collectives.channel.operation import Signature
-from mpidist.collectives.gpu.device_choice import DeviceChoice
 from mpidist.collectives.gpu.device_streams import DeviceCall, DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.gpu.reduce import DeviceChoice
 from mpidist.collectives.move.move import BroadcastPlan, GatherPlan
 from mpidist.collectives.mpi import gathering
 from mpidist.collectives.mpi.agreed import all_do
@@ -28,11 +25,11 @@ from mpidist.core.options import ReduceOp
 
 
 class MovementCall(DeviceCall):
-    """Arrays of one device that are moved.
+    """Hold a call that moves arrays of one device.
 
     Args:
-        travelling: The arrays of the call as they travel, such as with another axis first.
-        results: Shapes and dtypes of the results that are known before the ranks have met.
+        travelling: Arrays to send, for example transposed to put the gather axis first.
+        results: Shapes and dtypes that are known before the handshake.
         streams, timeout: See ``DeviceCall``.
     """
 
@@ -43,11 +40,11 @@ class MovementCall(DeviceCall):
             for index, array in enumerate(travelling):
                 self.inputs[index] = array if ops.is_contiguous(array) else ops.copy(array)
         self.allocate(results)
-        # Last: what fails before keeps nobody waiting.
+        # Enter last, so that an earlier failure does not block the queue.
         self.enter()
 
     def allocate(self, signature: Signature) -> None:
-        """Make the results, in memory of the caller's stream; in any thread."""
+        """Allocate the results on the caller's stream (thread-safe)."""
         streams = self.streams
         with streams.on(), self.caller:
             for index, (shape, dtype) in enumerate(signature):
@@ -56,19 +53,14 @@ class MovementCall(DeviceCall):
 
 
 class DeviceMovement:
-    """The collectives of one communicator that move arrays on a device.
-
-    Args:
-        channel: On which they are carried out.
-        choice: Which has NCCL.
-    """
+    """Run the collectives of one communicator that move arrays on a device."""
 
     def __init__(self, channel: Channel, choice: DeviceChoice) -> None:
         self._channel = channel
         self._choice = choice
 
     def all_gather(self, plan: GatherPlan, call: MovementCall) -> Steps[list[Array]]:
-        """Concatenate arrays, which travel with the axis first, over the ranks."""
+        """Concatenate arrays over the ranks along their first axis."""
         with _finishing(call):
             nccl = yield from self._begin(plan, call)
             arrays, stream = list(call.inputs.values()), call.streams.stream
@@ -84,7 +76,7 @@ class DeviceMovement:
                 return [plan.result(index, whole) for index, whole in call.results.items()]
 
     def broadcast(self, plan: BroadcastPlan, call: MovementCall) -> Steps[list[Array]]:
-        """Return the arrays of the root, for which ``call`` has the memory."""
+        """Return the arrays of the root."""
         with _finishing(call):
             nccl = yield from self._begin(plan, call)
             with call.streams.on(), nccl.group():
@@ -94,7 +86,7 @@ class DeviceMovement:
             return list(call.results.values())
 
     def reduce_scatter(self, plan: ReductionPlan, call: MovementCall) -> Steps[list[Array]]:
-        """Return this rank's rows of the reduction, for which ``call`` has the memory."""
+        """Return this rank's rows of the reduction."""
         (pack,), streams, result = plan.device_packs, call.streams, call.results[0]
         op = ReduceOp.SUM if plan.op is ReduceOp.MEAN else plan.op
         with _finishing(call):
@@ -111,36 +103,31 @@ class DeviceMovement:
                     streams.ops.unpack(target, [result], plan.divisor, streams.stream)
             return [result]
 
-    # Inside -------------------------------------------------------------------------------------------------------
-
     def _begin(self, plan: GatherPlan | BroadcastPlan | ReductionPlan, call: MovementCall) -> Steps[NcclComm]:
-        """Return NCCL once the ranks have met and ``call`` is first in the queue."""
+        """Return NCCL after the handshake, when ``call`` is first in the queue."""
         yield from self._channel.open(plan.description)
         self._channel.phase(MOVE)
         yield from call.wait_until_first()
         return self._choice.nccl
 
     def _allocate(self, call: MovementCall, plan: GatherPlan, signature: Signature) -> Steps[None]:
-        """Make the results, whose lengths nobody knew before.
-
-        A rank that has no memory is an error on all ranks.
-        """
-        looks = 0
+        """Allocate results of lengths that the handshake did not know, or raise on all ranks."""
+        failed_polls = 0
         while call.caller.is_capturing:
-            # What is recorded there now is the program's; it ends that before it waits for the result.
-            looks += 1
-            relax(looks, LOOKS_BEFORE_YIELD_ON_WIRE)
+            # The program records a CUDA graph. It must end the recording before it waits for the result.
+            failed_polls += 1
+            relax(failed_polls, LOOKS_BEFORE_YIELD_ON_WIRE)
             yield
         yield from all_do(
             self._channel.comm,
             lambda: call.allocate(signature),
-            lambda rank, text: PeerError(f"rank {rank} cannot make the result of {plan.description.text}: {text}"),
+            lambda rank, text: PeerError(f"rank {rank} cannot allocate the result of {plan.description.text}: {text}"),
         )
 
 
 @contextmanager
 def _finishing(call: MovementCall) -> Iterator[None]:
-    """Note the end of a call, and hand the device on however its steps end."""
+    """Finish a call, and release its place in the queue on any exit."""
     try:
         yield
         with call.streams.on():
@@ -161,7 +148,7 @@ def _gather(nccl: NcclComm, mine: Array, whole: Array, counts: Sequence[int], st
 def _reduce_scatter(
     nccl: NcclComm, source: Array, target: Array, cuts: Sequence[tuple[int, int]], op: ReduceOp, stream: Stream
 ) -> None:
-    """Put this rank's cut of the reduction into ``target``."""
+    """Reduce this rank's cut into ``target``."""
     if len({stop - start for start, stop in cuts}) == 1:
         nccl.reduce_scatter(source, target, op, stream)
         return

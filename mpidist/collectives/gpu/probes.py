@@ -1,8 +1,8 @@
-"""Probes of the network: whether MPI takes GPU memory, and NCCL has RDMA.
+"""Detect whether MPI accepts GPU memory, and whether NCCL has RDMA.
 
-An MPI library that does not take such pointers crashes on them, so it is asked and not tried. NCCL does not tell, so
-this looks where NCCL looks: at a plugin (``libnccl-net*.so``), such as the one for libfabric, at InfiniBand and RoCE;
-then NCCL takes sockets without a word.
+MPI libraries without GPU support crash on device pointers, so they are queried, never tried. NCCL has no query, so this
+module searches for the same files: a plugin (``libnccl-net*.so``), such as the one for libfabric, then for InfiniBand
+and RoCE. Without them NCCL silently uses sockets.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _log = logging.getLogger("mpidist")
 _MPI_SUCCESS, _MPIX_GPU_SUPPORT_CUDA = 0, 0
 _CRAY = "CRAY MPICH"
 _GTL = "libmpi_gtl_cuda"
-# What switches it on in libraries that cannot be asked, by a part of their names. Some are built on MPICH, and have its
-# functions, too, which answer for something else or end the process.
+# Variables that enable GPU support in libraries without a query, keyed by a part of their name. Some derive from MPICH
+# and export its query, which gives a wrong answer or ends the process.
 _SWITCHES = (
     ("MVAPICH2", "MV2_USE_CUDA"),
     ("MVAPICH", "MVP_USE_CUDA"),
@@ -39,24 +39,23 @@ _SWITCHES = (
 
 
 def takes_device_memory(comm: Comm) -> Steps[bool]:
-    """Return whether MPI takes pointers to CUDA memory on all ranks (collective).
+    """Return True if MPI accepts CUDA pointers on all ranks (collective).
 
-    ``MPIDIST_GPU_AWARE_MPI`` has the last word. Otherwise each library is asked in its own way (docs/gpu.md); no in
-    doubt.
+    ``MPIDIST_GPU_AWARE_MPI`` overrides the detection of each library (docs/gpu.md). The default is False if unsure.
     """
     answer, why = answer_here()
     everywhere = bool((yield from agreed_minimum(comm, int(answer))))
     if comm.Get_rank() == 0:
-        place = "straight to and from GPU memory" if everywhere else "by way of page-locked host memory"
+        place = "directly from GPU memory" if everywhere else "through page-locked host memory"
         _log.info("mpidist: arrays on GPUs go between nodes %s (%s; MPIDIST_GPU_AWARE_MPI=0 or 1 says so)", place, why)
     return everywhere
 
 
 def answer_here() -> tuple[bool, str]:
-    """Return this rank's answer, and its source."""
-    given: bool | None = settings.GPU_AWARE_MPI.read()
-    if given is not None:
-        return given, "as MPIDIST_GPU_AWARE_MPI says"
+    """Return this rank's answer and its reason."""
+    override: bool | None = settings.GPU_AWARE_MPI.read()
+    if override is not None:
+        return override, "as MPIDIST_GPU_AWARE_MPI says"
     mpi = import_mpi()
     version = mpi.Get_library_version().lower()
     if _CRAY.lower() in version:
@@ -71,7 +70,7 @@ def answer_here() -> tuple[bool, str]:
 
 
 def _cray() -> tuple[bool, str]:
-    # Its MPIX_GPU_query_support answers for MPICH's own way to GPUs, which Cray's takes the place of.
+    # MPIX_GPU_query_support reports MPICH's GPU support, which Cray replaces with its own.
     if _is_set("MPICH_RDMA_ENABLED_CUDA"):
         return True, "MPICH_RDMA_ENABLED_CUDA is set"
     if not _is_set("MPICH_GPU_SUPPORT_ENABLED"):
@@ -82,7 +81,7 @@ def _cray() -> tuple[bool, str]:
 
 
 def _mpich(mpi: ModuleType) -> tuple[bool, str]:
-    # Its MPIX_Query_cuda_support ends the process in MPICH 3.4, by an assertion the wrong way round.
+    # MPIX_Query_cuda_support ends the process in MPICH 3.4, because an assertion there is inverted.
     query, flag = _function(mpi, "MPIX_GPU_query_support"), ctypes.c_int(0)
     if query is None:
         return False, "this MPICH has no MPIX_GPU_query_support"
@@ -96,13 +95,13 @@ def _mpich(mpi: ModuleType) -> tuple[bool, str]:
 def _open_mpi(mpi: ModuleType) -> tuple[bool, str]:
     query = _function(mpi, "MPIX_Query_cuda_support")
     if query is None:
-        return False, "MPI does not say that it takes it"
+        return False, "MPI does not say whether it accepts GPU memory"
     answer = query() == 1
     return answer, f"MPIX_Query_cuda_support says {'yes' if answer else 'no'}"
 
 
 def _function(mpi: ModuleType, name: str) -> Callable[..., int] | None:
-    """Return a function of the library that mpi4py is linked to, or None."""
+    """Look up a function of the library that mpi4py is linked to, or None."""
     return getattr(ctypes.CDLL(mpi.__file__), name, None)
 
 
@@ -111,7 +110,6 @@ def _is_set(variable: str) -> bool:
 
 
 def _is_loaded(library: str) -> bool:
-    """Return whether a library, the beginning of its file name, is loaded."""
     maps = Path("/proc/self/maps")
     return maps.exists() and f"/{library}." in maps.read_text()
 
@@ -124,23 +122,19 @@ _SLINGSHOT = "class/cxi/*"
 _SLINGSHOT_GIGABITS = 200.0
 _VERBS = ("libibverbs.so", "libibverbs.so.1")
 _SYS, _VERBS_DEVICES = Path("/sys"), Path("/dev/infiniband")
-# What NCCL takes for its environment, too.
+# NCCL reads variables from these files too.
 _FILES = (Path("~/.nccl.conf"), Path("/etc/nccl.conf"))
 
 
 class Fabric(NamedTuple):
-    """A network that NCCL takes without the kernel."""
+    """Describe a network that NCCL uses without the kernel."""
 
     name: str
-    gigabits: float
-    """Of its fastest port, in a second."""
+    gigabits: float  # per second, of its fastest port
 
 
 def rdma_fabric() -> Fabric | None:
-    """Return the network that NCCL takes between nodes without the kernel.
-
-    None where it takes sockets, and in doubt.
-    """
+    """Return the RDMA network of NCCL between nodes, or None for sockets and if unsure."""
     wanted = setting("NCCL_NET").lower()
     if wanted == "socket":
         return None
@@ -158,34 +152,34 @@ def rdma_fabric() -> Fabric | None:
 
 
 def rdma_everywhere(comm: Comm) -> Steps[bool]:
-    """Return whether all ranks have such a network (collective)."""
+    """Return True if all ranks have an RDMA network (collective)."""
     return bool((yield from agreed_minimum(comm, int(rdma_fabric() is not None))))
 
 
 def behind_verbs() -> list[Fabric]:
-    """Return the ports in use that NCCL drives by itself: InfiniBand and RoCE."""
+    """Return the active ports that NCCL drives itself: InfiniBand and RoCE."""
     return _ports("InfiniBand", "Ethernet")
 
 
 def behind_plugins() -> list[Fabric]:
-    """Return the ports in use for which NCCL needs a plugin."""
-    # Amazon's EFA is listed among the devices of InfiniBand, and has neither of its link layers.
+    """Return the active ports for which NCCL needs a plugin."""
+    # Amazon's EFA is listed as an InfiniBand device, with another link layer.
     slingshot = [Fabric(path.name, _SLINGSHOT_GIGABITS) for path in sorted(_SYS.glob(_SLINGSHOT))]
     return slingshot + _ports("Unknown", "Unspecified")
 
 
 def net_plugin() -> str | None:
-    """Return the first library that NCCL would load as its network, or None."""
+    """Return the first network plugin that NCCL would load, or None."""
     return next((name for name in _plugins() if _loads(name)), None)
 
 
 def has_verbs() -> bool:
-    """Return whether the library for InfiniBand loads."""
+    """Return True if the InfiniBand library loads."""
     return any(map(_loads, _VERBS))
 
 
 def setting(name: str) -> str:
-    """Return a variable of NCCL, set by the environment or its files; empty otherwise."""
+    """Return an NCCL variable of the environment or of NCCL's files, or ""."""
     if name in os.environ:
         return os.environ[name].strip()
     for path in _FILES:
@@ -197,26 +191,26 @@ def setting(name: str) -> str:
 
 
 def _ports(*link_layers: str) -> list[Fabric]:
-    """Return the ports in use that have one of these link layers."""
+    """Return the active ports with one of these link layers."""
     found = []
     for port in sorted(_SYS.glob(_PORTS)):
-        # As in "4: ACTIVE" and "400 Gb/sec (4X NDR)".
+        # Examples: "4: ACTIVE" and "400 Gb/sec (4X NDR)".
         if "ACTIVE" in _read(port / "state") and _read(port / "link_layer") in link_layers:
             found.append(Fabric(port.parents[1].name, float(_read(port / "rate").partition(" ")[0] or 0)))
     return found
 
 
 def _read(path: Path) -> str:
-    # Some are not there, or not for everybody, and ports come and go.
+    # Files may be missing or unreadable, and ports appear and disappear.
     with contextlib.suppress(OSError):
         return path.read_text().strip()
     return ""
 
 
 def _plugins() -> Iterator[str]:
-    """Yield the file names under which NCCL looks for plugins."""
-    given = setting("NCCL_NET_PLUGIN") or "libnccl-net.so"
-    for name in given.split(",") if given.lower() != "none" else ():
+    """Yield the file names of plugins that NCCL tries."""
+    names = setting("NCCL_NET_PLUGIN") or "libnccl-net.so"
+    for name in names.split(",") if names.lower() != "none" else ():
         yield name
         if "/" not in name and not (name.startswith("lib") and name.endswith(".so")):
             yield f"libnccl-net-{name}.so"
@@ -231,8 +225,5 @@ def _loads(library: str) -> bool:
 
 
 def may_use_verbs() -> bool:
-    """Return whether this process may use a device of InfiniBand.
-
-    In a container there may be none.
-    """
+    """Return True if this process may open an InfiniBand device. Containers may have none."""
     return any(os.access(path, os.R_OK | os.W_OK) for path in _VERBS_DEVICES.glob("uverbs*"))
