@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpidist.arrays.dtypes import Array
-from mpidist.collectives.mpi.gathering import agreed_minimum
+from mpidist.collectives.mpi.exchange import agreed_minimum
 from mpidist.collectives.mpi.waiting import Comm, Steps, pause, until_done
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.reduce.cost_model import Network, recursive_doubling

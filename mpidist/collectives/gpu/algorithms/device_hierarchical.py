@@ -24,9 +24,9 @@ from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.gpu.network_probes import takes_device_memory
 from mpidist.collectives.gpu.staging import DeviceRing, PinnedBuffer, StagingRing, agreed_staging_bytes, received_bytes
-from mpidist.collectives.mpi.agreed import problems_of
+from mpidist.collectives.mpi.exchange import problems_of
 from mpidist.collectives.mpi.waiting import Steps, pause, until_event
-from mpidist.collectives.node.chunks import slices
+from mpidist.collectives.node.memory import slices
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.reduce.algorithms.two_level import Wires, moved
 from mpidist.collectives.reduce.cost_model import Round

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpidist.arrays.dtypes import Array
-from mpidist.collectives.mpi.gathering import broadcast_flat, reduce_to
+from mpidist.collectives.mpi.exchange import broadcast_flat, reduce_to
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.packing import PackedReduction
 from mpidist.collectives.reduce.registry import HOST_PLACES, Algorithm, AlgorithmEntry, Site, at_once, host_algorithms

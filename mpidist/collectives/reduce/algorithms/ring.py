@@ -11,7 +11,7 @@ import numpy as np
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
-from mpidist.collectives.node.chunks import slices
+from mpidist.collectives.node.memory import slices
 from mpidist.collectives.reduce.cost_model import Round
 from mpidist.collectives.reduce.registry import AlgorithmEntry, Rail, wire_algorithms
 from mpidist.core.options import ReduceOp
