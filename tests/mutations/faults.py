@@ -93,8 +93,8 @@ _NATIVE = (
     Fault(
         "small sums begin with the last rank",
         "mpidist/native/core.c",
-        "combined[inputs++] = shown_at(c, r, ",
-        "combined[inputs++] = shown_at(c, c->ranks - 1 - r, ",
+        "combined[inputs++] = inline_input(c, r, ",
+        "combined[inputs++] = inline_input(c, c->ranks - 1 - r, ",
         ("tests/collectives/test_order_of_sums.py",),
         ranks=3,
     ),
@@ -142,8 +142,8 @@ _NATIVE = (
     Fault(
         "small arrays are gathered from the first rank alone",
         "mpidist/native/core.c",
-        "const char *from = r == c->rank ? c->in[0] : shown_by(c, r);",
-        "const char *from = r == c->rank ? c->in[0] : shown_by(c, 0);",
+        "const char *from = r == c->rank ? c->in[0] : inline_data(c, r);",
+        "const char *from = r == c->rank ? c->in[0] : inline_data(c, 0);",
         ("tests/collectives/test_movement.py",),
         ranks=2,
     ),

@@ -138,7 +138,7 @@ def reduce_to(comm: Comm, send: Array, receive: Array | None, op: ReduceOp, root
 
 
 def exchange_lengths(comm: Comm, lengths: Sequence[int], note: int) -> Steps[tuple[list[int], list[int]]]:
-    """Send each rank one length and the note. Return those of all ranks (MPI_Ialltoall)."""
+    """Send each rank one length and the note. Return the received pairs (MPI_Ialltoall)."""
     mpi = import_mpi()
     mine = np.array([lengths, [note] * len(lengths)], np.int64).T.copy()
     theirs = np.empty_like(mine)
@@ -152,7 +152,7 @@ def exchange_parts(
 ) -> Steps[None]:
     """Send each rank its part of the bytes, and concatenate the received parts in ``result``.
 
-    ``borders`` delimits the parts in ``send``. ``lengths`` are those of the received parts.
+    ``borders`` delimits the parts in ``send``. ``lengths``: bytes of the received parts.
     """
     # MPI_Ialltoallv would limit the size of the whole by its counts.
     own, size = comm.Get_rank(), comm.Get_size()

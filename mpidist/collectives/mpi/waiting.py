@@ -35,12 +35,13 @@ LOOKS_BEFORE_YIELD = 500
 # Between nodes an early yield costs little, and the network stack or other ranks may need the core.
 LOOKS_BEFORE_YIELD_ON_WIRE = 20
 _POLLS_BETWEEN_MPI = 16
-# Naps grow with the wait, but stay below a hundredth of it. A long wait must not occupy a core.
+# The back-off grows with the wait, up to a hundredth of it. A long wait must not occupy a core.
 _NAP_SECONDS, _LONGEST_NAP_SECONDS, _POLLS_TO_GROW = 2e-5, 1e-3, 500
 # If one of the last yields took this long, the core is oversubscribed, maybe by the rank that this one waits for. Then
-# each nap is this much longer than the one before, so naps grow with the square root of the wait.
+# each sleep is longer than the last by a constant, so the back-off grows with the square root of the wait.
 _LONG_YIELD_SECONDS, _LAST_YIELDS, _GROWTH_SECONDS = 5e-5, 1000, 2e-6
-# A server takes the longest naps after this time without a request. On average, a nap delays a request by its half.
+# A server uses the longest back-off after this time without a request. It delays the next one by half of that, on
+# average.
 _IDLE_SECONDS = 0.5
 
 
@@ -63,7 +64,7 @@ class _Processor:
         self._short_yields = 0 if is_long else self._short_yields + 1
 
     def nap(self, naps: int) -> None:
-        """Sleep, after ``naps`` naps in this wait."""
+        """Sleep for the next interval of the back-off."""
         seconds = _GROWTH_SECONDS * naps if self.is_wanted else _NAP_SECONDS * (1 + naps // _POLLS_TO_GROW)
         time.sleep(min(seconds, _LONGEST_NAP_SECONDS))
 
@@ -139,7 +140,7 @@ def until_done(request: MPI.Request) -> Steps[None]:
 
 def all_done(requests: list[MPI.Request]) -> bool:
     """Remove complete ``requests``. Return whether all are complete."""
-    # Not MPI_Testall, whose error does not identify the failed rank.
+    # Do not use MPI_Testall, because its error does not identify the failed rank.
     while requests and requests[-1].Test():
         requests.pop()
     return not requests

@@ -55,7 +55,7 @@ _EVENTS = ("fill chunk", "reduce chunk", "copy chunk")
 # Nanoseconds that C code polls before it returns to Python. The first poll is long enough for ranks that arrive almost
 # together.
 _BEGIN_NANOSECONDS, _POLL_NANOSECONDS = 50_000, 200_000
-# After so many failed polls, C code polls once per call, and Python backs off.
+# After this number of failed polls, C code polls once per call, and Python backs off.
 _LONG_POLLS = 20
 _ALIGNMENT, _PAGE = 64, 4096
 # Batches of a ping (25 us between cores without a shared cache), and its timeout.
@@ -124,7 +124,7 @@ class Core:
     """The core of one node.
 
     ``pids`` is None if ranks may not read each other's memory. ``is_alone``: the job has one node. ``rails``: number of
-    ranks that reduce a slice. ``state`` is that of the current call.
+    ranks that reduce a slice. ``state`` belongs to the current call.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class Core:
     ) -> None:
         """Start an all-reduce of contiguous arrays.
 
-        The state becomes OVERLAP, and nothing starts, if results would overwrite inputs too early.
+        The state becomes OVERLAP, without starting the call, if results would overwrite inputs too early.
 
         Args:
             identity: Id of the call. Equal on all ranks.

@@ -2,7 +2,7 @@
 
 Shared segments are files in /dev/shm. MPI can create shared windows by blocking calls only, and a failure on one rank
 leaves the others waiting. The pages of a file are reserved before any rank relies on them. The file loses its name as
-soon as all ranks have mapped it, so a job that is killed leaves nothing behind. If a process is killed before that, the
+soon as all ranks have mapped it, so a killed job leaves no files. If a process is killed before that, the
 next process that creates a segment removes the file. Running processes hold locks on theirs.
 """
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 SMALLEST = 64 << 10
 """Size of the smallest block of a pool. The allocator keeps smaller blocks itself."""
-# A block that was free during so many requests is idle.
+# A block is idle if it was free during this number of requests.
 _IDLE_REQUESTS = 64
 _PAGE = 4096
 
@@ -165,7 +165,7 @@ class Pool:
     """Allocate arrays in reused blocks, so that no step waits for page faults.
 
     A block is reused when the caller has dropped all arrays in it. Requests of the same size free its idle blocks.
-    New blocks free those of sizes that are no longer requested.
+    New blocks free the blocks of sizes that are no longer requested.
     """
 
     def __init__(self) -> None:

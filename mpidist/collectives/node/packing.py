@@ -18,7 +18,7 @@ from mpidist.core.options import CommunicationOptions, ReduceOp
 
 # Smaller results are copied out of the buffer, so that they do not keep it alive.
 _SMALL_RESULT_BYTES = 4 << 10
-# Copying a smaller array costs less than one more piece, and zero-copy from shared memory gains nothing.
+# Copying a smaller array costs less than one more piece, or less than zero-copy access saves.
 SMALL_ARRAY_BYTES = 32 << 10
 # Pieces of a pack, at most (NC_PIECES).
 MOST_PIECES = 1024
@@ -53,7 +53,7 @@ def divided(flat: Array, divisor: int | None) -> Array:
 
 
 def copies_of_overlapping(arrays: Sequence[Array], out: Sequence[Array], pool: Pool) -> list[Array]:
-    """Return ``arrays``. Copy those that may share memory with ``out`` to memory of ``pool``.
+    """Copy each array that may share memory with ``out`` to memory of ``pool``. Return all.
 
     >>> whole = np.zeros(4)
     >>> start, end = whole[:2], whole[1:]
@@ -115,7 +115,7 @@ def overlaps(arrays: Sequence[Array], others: Sequence[Array]) -> list[int]:
     """
     bounds = _bounds(others)
     starts, ends = sorted([start for start, _ in bounds]), sorted([end for _, end in bounds])
-    # Arrays that start before its end, minus those that end before its start.
+    # Arrays that start before its end, minus arrays that end before its start.
     return [bisect_left(starts, high) - bisect_right(ends, low) if low < high else 0 for low, high in _bounds(arrays)]
 
 
@@ -143,8 +143,8 @@ def _bounds(arrays: Sequence[Array]) -> list[tuple[int, int]]:
 class Pack:
     """Arrays of one dtype that are reduced together.
 
-    Small arrays are copied into one buffer. Large contiguous arrays are not copied. ``shapes`` are those of all arrays
-    of the call, ``indices`` the arrays of this pack, in the order of reduction.
+    Small arrays are copied into one buffer. Large contiguous arrays are not copied. ``shapes`` has the shapes of all
+    arrays of the call, ``indices`` the arrays of this pack, in the order of reduction.
 
     Attributes:
         dtype: Dtype of the reduction.
