@@ -93,18 +93,6 @@ def all_gather_bytes(comm: Comm, data: bytes) -> Steps[list[bytes]]:
     return (yield from _gather_parts(comm, data, lengths))
 
 
-def gather_bytes_once(comm: Comm, data: bytes) -> Steps[list[bytes]]:
-    """Return the bytes of all ranks. Equal ones are sent once, and are one object."""
-    digest = int.from_bytes(blake2b(data, digest_size=8).digest(), "big", signed=True)
-    headers = yield from gather_lengths(comm, [digest, len(data)])
-    firsts: dict[int, int] = {}
-    for rank, (digest, _) in enumerate(headers):
-        firsts.setdefault(digest, rank)
-    lengths = [length if firsts[digest] == rank else 0 for rank, (digest, length) in enumerate(headers)]
-    parts = yield from _gather_parts(comm, data[: lengths[comm.Get_rank()]], lengths)
-    return [parts[firsts[digest]] for digest, _ in headers]
-
-
 def _gather_parts(comm: Comm, data: bytes, lengths: list[int]) -> Steps[list[bytes]]:
     whole = np.empty(sum(lengths), np.uint8)
     yield from all_gather_flat(comm, np.frombuffer(data, np.uint8), whole, lengths)
@@ -196,9 +184,16 @@ def gather_objects(comm: Comm, value: T) -> Steps[list[T]]:
 
 def gather_equal_objects(comm: Comm, value: T) -> Steps[list[T]]:
     """Return the objects of all ranks. Equal ones are sent once, and are one object."""
-    parts = yield from gather_bytes_once(comm, pickle.dumps(value))
-    objects = {part: pickle.loads(part) for part in dict.fromkeys(parts)}
-    return [objects[part] for part in parts]
+    data = pickle.dumps(value)
+    digest = int.from_bytes(blake2b(data, digest_size=8).digest(), "big", signed=True)
+    headers = yield from gather_lengths(comm, [digest, len(data)])
+    firsts: dict[int, int] = {}
+    for rank, (digest, _) in enumerate(headers):
+        firsts.setdefault(digest, rank)
+    lengths = [length if firsts[digest] == rank else 0 for rank, (digest, length) in enumerate(headers)]
+    parts = yield from _gather_parts(comm, data[: lengths[comm.Get_rank()]], lengths)
+    objects = {digest: pickle.loads(parts[rank]) for digest, rank in firsts.items()}
+    return [objects[digest] for digest, _ in headers]
 
 
 def broadcast_pickle(comm: Comm, pickled: bytes, root: int) -> Steps[Any]:
