@@ -67,7 +67,7 @@ class Node:
         ranks: Ranks of every node in the communicator.
         rails: Ranks of a node that reduce slices for other nodes, equal on all nodes.
         core: Native core. None if unavailable or closed.
-        has_neighbours: Whether data move inside the node. False for a single rank, unless the job has only that rank.
+        has_neighbours: Whether data move inside the node. False without a native core, or for one rank of many nodes.
         results: Results that the ranks of the node share.
         slice_bytes: Bytes of a reduced slice between nodes, 0 before ``make_room``.
         slots: Slots of this rank. None before ``make_room``.
@@ -291,4 +291,4 @@ _said: set[str] = set()
 def _say_once(comm: MPI.Intracomm, reason: str) -> None:
     if comm.Get_rank() == 0 and comm.Get_size() > 1 and reason not in _said:
         _said.add(reason)
-        _log.warning("mpidist: no shared memory, ranks of a node use MPI messages: %s. See docs/install.md", reason)
+        _log.warning("mpidist: ranks of a node use MPI messages, not shared memory: %s. See docs/install.md", reason)
