@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.measuring.in_memory import InMemory
-from mpidist.collectives.mpi.gathering import all_gather_flat, exchange_parts, reduce_scatter_rows
+from mpidist.collectives.mpi.exchange import all_gather_flat, exchange_parts, reduce_scatter_rows
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.reduce import algorithms  # noqa: F401  # registers the algorithms
 from mpidist.collectives.reduce.cost_model import Round, recursive_doubling, recursive_halving

@@ -32,10 +32,10 @@ from mpidist.collectives.channel.operation import (
 from mpidist.collectives.gpu.staging import on_host
 from mpidist.collectives.move.move import check_has_axis
 from mpidist.collectives.move.point_to_point import PointToPoint
-from mpidist.collectives.mpi import objects
+from mpidist.collectives.mpi import exchange
 from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.node import packing
-from mpidist.collectives.node.chunks import borders
+from mpidist.collectives.node.memory import borders
 from mpidist.collectives.reading import delivering, read, read_out, restore
 from mpidist.collectives.step_agreement import StepAgreement
 from mpidist.core.message_tags import TAGS_OF_PROGRAMS
@@ -512,7 +512,7 @@ class Communicator(ArrayCollectives):
 
         def steps() -> Steps[Any]:
             yield from self._channel.open(description)
-            return (yield from objects.broadcast_pickle(self._channel.comm, pickled, root))
+            return (yield from exchange.broadcast_pickle(self._channel.comm, pickled, root))
 
         return self._run(Operation(steps(), description))
 

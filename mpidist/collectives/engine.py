@@ -21,7 +21,7 @@ from mpidist.collectives.gpu.device_streams import (
 from mpidist.collectives.gpu.move import DeviceMovement
 from mpidist.collectives.gpu.reduce import DeviceChoice, may_move_by_nccl
 from mpidist.collectives.move.move import HostMovement
-from mpidist.collectives.mpi import gathering
+from mpidist.collectives.mpi import exchange
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.core import MET, MOST_INPUTS, SMALL_BETWEEN_NODES, Core, FastCalls, Resume
@@ -315,7 +315,7 @@ class Engine:
         for pack in plan.packs:
             job = plan.reduction(pack, arrays, None, self._pool)
             flat = job.flat_result() if is_root else None
-            yield from gathering.reduce_to(channel.comm, job.flat_input(), flat, plan.op, root)
+            yield from exchange.reduce_to(channel.comm, job.flat_input(), flat, plan.op, root)
             if flat is not None:
                 pack.deliver(job.finish(flat), results, are_given=False)
         return results

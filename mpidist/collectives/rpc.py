@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from mpidist.collectives.channel.progress import mpi_takes_threads
 from mpidist.collectives.channel.shutdown import after_shutdown
-from mpidist.collectives.mpi.mailbox import Mailbox
+from mpidist.collectives.mpi.exchange import Mailbox
 from mpidist.collectives.mpi.waiting import Comm
 from mpidist.core.concurrency import DaemonThread, Stopwatch
 

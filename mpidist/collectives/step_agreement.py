@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 
-from mpidist.collectives.mpi.mailbox import drain
+from mpidist.collectives.mpi.exchange import drain
 from mpidist.collectives.mpi.waiting import Comm
 from mpidist.collectives.rpc import Call, Endpoint, Handlers, service
 from mpidist.core import message_tags

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
 from mpidist.cluster_resolver.mpi_cluster_resolver import TRAINING_JOBS
 from mpidist.collectives import Communicator
-from mpidist.collectives.mpi.mailbox import Mailbox, drain
+from mpidist.collectives.mpi.exchange import Mailbox, drain
 from mpidist.core import message_tags
 from mpidist.core.concurrency import Deadline, wait_at_most, wait_until
 from mpidist.core.errors import PeerError, RankLostError

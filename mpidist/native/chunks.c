@@ -1,9 +1,12 @@
 /* Calls in chunks, for larger data.
 
-   The elements are cut into stripes, one for each rank that has one, and chunk k is the k-th slice of every stripe.
-   Each rank fills its slot with what the others need of its private inputs, reduces its own slice out of the inputs of
-   all ranks in their order, into its result and a lane that the others read, and takes theirs. Chunks are numbered
-   through all calls, so a slot or lane is free when the counters of all ranks say so. */
+   The elements are cut into stripes, one per reducing rank. Chunk k is the k-th slice of every stripe. For each chunk,
+   a rank copies its private inputs for the other ranks' slices into a slot (fill). It reduces its own slice from the
+   inputs of all ranks, in rank order, into its result and into a lane (reduce). Then it copies the slices of the other
+   ranks from their lanes (take).
+
+   Chunks are numbered across calls, and counters never decrease. A slot or lane is free when the counters of all ranks
+   have passed the number of its previous chunk. */
 
 #define _GNU_SOURCE
 #include "core.h"
@@ -16,7 +19,7 @@ static int has_lanes(const nc *c) { return c->call.kind != NC_REDUCE_SCATTER && 
 
 static int stripes(const nc *c) { return moves(c) ? c->ranks : c->rails; }
 
-/* Where bytes are moved, a stripe is all that a rank gives. */
+/* In a call that only moves bytes, a stripe is the whole contribution of a rank. */
 static size_t stripe_begin(const nc *c, int stripe) { return moves(c) ? 0 : c->border[stripe]; }
 static size_t stripe_end(const nc *c, int stripe) { return moves(c) ? bytes_of(c, stripe) : c->border[stripe + 1]; }
 
@@ -40,7 +43,7 @@ int core_start_chunks(nc *c)
     c->slice = slice < fits ? slice : fits;
     if (c->slice == 0)
         return 0;
-    /* Slices of one slot lie side by side, each aligned. */
+    /* Slices in a slot are adjacent. Keep each aligned to a cache line. */
     size_t aligned = 64 / c->itemsize ? 64 / c->itemsize : 1;
     if (c->slice > aligned)
         c->slice -= c->slice % aligned;
@@ -50,7 +53,7 @@ int core_start_chunks(nc *c)
     return 1;
 }
 
-/* Elements of the whole ---------------------------------------------------------------------------------------- */
+/* Elements of all pieces --------------------------------------------------------------------------------------- */
 
 int core_piece_with(const nc *c, size_t element)
 {
@@ -65,7 +68,7 @@ int core_piece_with(const nc *c, size_t element)
     return low;
 }
 
-/* A slice of a stripe. */
+/* Return the length of a slice, and its first element. */
 static size_t slice_of(const nc *c, int stripe, uint64_t chunk, size_t *start)
 {
     size_t a = stripe_begin(c, stripe) + (size_t)(chunk - c->begin) * c->slice, end = stripe_end(c, stripe);
@@ -87,8 +90,8 @@ static void deliver(nc *c, const char *from, size_t start, size_t n)
     }
 }
 
-/* The first of elements that a rank's replica contributes, and how many more lie behind it: `slot` is where its private
-   elements begin in its slot for this rank's slice, which begins at element `start`. */
+/* The address of an element that replica q of rank r contributes. `slot` holds the private elements of rank r for this
+   rank's slice, which starts at element `start`. */
 static const char *input_at(const nc *c, int r, int q, int piece, size_t element, size_t start, const char *slot)
 {
     size_t offset = (element - c->first[piece]) * c->itemsize;
@@ -96,9 +99,9 @@ static const char *input_at(const nc *c, int r, int q, int piece, size_t element
     if (r == c->rank)
         return c->in[number] + offset;
     if (flags_of(c, r) & TOLD_PLACES) {
-        int64_t place = nc_told(c, r)[number];
-        if (place <= MAPPED)
-            return at_place(c, r, place) + offset;
+        int64_t location = nc_told(c, r)[number];
+        if (location <= MAPPED)
+            return address_at(c, r, location) + offset;
     }
     return slot + (size_t)q * c->slice * c->itemsize * (size_t)c->rails + (element - start) * c->itemsize;
 }
@@ -114,7 +117,7 @@ static char *target(nc *c, int piece, size_t element, size_t start, uint64_t chu
     return c->piece[piece].out + (element - c->first[piece]) * c->itemsize;
 }
 
-/* Reduce this rank's slice, block by block, so that a second copy is written out of the cache. */
+/* Reduce this rank's slice in blocks, so that the copy to the lane reads from the cache. */
 static void reduce_slice(nc *c, uint64_t chunk)
 {
     _Alignas(64) char streamed[REDUCED_AT_ONCE];
@@ -155,7 +158,7 @@ static void reduce_slice(nc *c, uint64_t chunk)
 static void fill_slot(nc *c, uint64_t chunk)
 {
     char *slot = c->slots[c->rank] + chunk_at(c, chunk);
-    const int64_t *places = flags_of(c, c->rank) & TOLD_PLACES ? nc_told(c, c->rank) : NULL;
+    const int64_t *locations = flags_of(c, c->rank) & TOLD_PLACES ? nc_told(c, c->rank) : NULL;
     for (int stripe = 0; stripe < c->rails; stripe++) {
         size_t start, n = slice_of(c, stripe, chunk, &start);
         if (stripe == c->rank || n == 0)
@@ -166,7 +169,7 @@ static void fill_slot(nc *c, uint64_t chunk)
                 int piece = core_piece_with(c, e), number = piece * c->call.replicas + q;
                 size_t m = c->first[piece + 1] - e, left = start + n - e;
                 m = m < left ? m : left;
-                if (places == NULL || places[number] > MAPPED)
+                if (locations == NULL || locations[number] > MAPPED)
                     memcpy(to + (e - start) * c->itemsize, c->in[number] + (e - c->first[piece]) * c->itemsize,
                            m * c->itemsize);
                 e += m;
@@ -177,7 +180,7 @@ static void fill_slot(nc *c, uint64_t chunk)
 
 static int try_fill(nc *c)
 {
-    /* The slot is free when all have read what was in it before. */
+    /* The slot is free when all ranks have read its previous chunk. */
     if (!c->any_private || c->filled == c->end)
         return 0;
     if (c->filled >= NC_DEPTH && (c->reduced < c->filled - NC_DEPTH + 1 ||
@@ -193,7 +196,7 @@ static nc_state try_reduce(nc *c)
     uint64_t k = c->reduced, depth = (uint64_t)c->sizes.lanes;
     if (k == c->end || (c->any_private && !(c->filled > k && reached(c, FILLED, k + 1, c->ranks))))
         return NC_NOT_YET;
-    uint64_t free = k + 1 - depth; /* chunks that all have to have taken before this one has a lane */
+    uint64_t free = k + 1 - depth; /* the lane is free when all ranks have taken this many chunks */
     if ((has_lanes(c) || c->on_wire) && k >= depth && !(c->taken >= free && reached(c, TAKEN, free, c->ranks)))
         return NC_NOT_YET;
     c->reduced++;
@@ -212,7 +215,7 @@ static nc_state try_reduce(nc *c)
     }
     if (c->on_wire) {
         count(c, READ, c->reduced);
-        if (c->crossed != k) /* an empty slice behind one that is still on its way */
+        if (c->crossed != k) /* this slice is empty, but an earlier one is still in flight */
             return NC_SLICE;
         c->crossed = c->reduced;
     }
@@ -220,10 +223,10 @@ static nc_state try_reduce(nc *c)
     return NC_MOVED;
 }
 
-/* Take what a rank gives to this one out of the bytes from start to end, which it has put into its lane. */
-static void take_part(nc *c, int rank, uint64_t chunk, size_t start, size_t end)
+/* Copy this rank's part out of another rank's lane, which holds bytes start to end of that rank's input. */
+static void copy_part(nc *c, int rank, uint64_t chunk, size_t start, size_t end)
 {
-    size_t first, n = given(c, rank, &first), begin = first > start ? first : start;
+    size_t first, n = part_from(c, rank, &first), begin = first > start ? first : start;
     if (end > first + n)
         end = first + n;
     if (begin < end)
@@ -231,7 +234,7 @@ static void take_part(nc *c, int rank, uint64_t chunk, size_t start, size_t end)
                   end - begin, streams(c));
 }
 
-static int try_take(nc *c)
+static int try_copy_out(nc *c)
 {
     uint64_t k = c->taken, own = c->on_wire ? c->crossed : c->reduced;
     if (k == c->end || own <= k || !reached(c, REDUCED, k + 1, stripes(c)))
@@ -242,7 +245,7 @@ static int try_take(nc *c)
             if (n == 0 || (s == c->rank && !c->on_wire && !moves(c)))
                 continue;
             if (moves(c))
-                take_part(c, s, k, start, start + n);
+                copy_part(c, s, k, start, start + n);
             else
                 deliver(c, lane(c, s, k), start, n);
         }
@@ -259,8 +262,8 @@ static nc_state watched(nc *c, int what, uint64_t chunk, int64_t since, nc_state
     return NC_CHUNK;
 }
 
-/* Ends a call in chunks; what others still read of this rank lies in slots and lanes, which the next call waits for.
-   Inputs that were read in place have been: all chunks are reduced. */
+/* Finish a call in chunks. Peers may still read this rank's slots and lanes, which the next call does not reuse before.
+   They no longer read its inputs in place, because all chunks are reduced. */
 static nc_state end_chunks(nc *c)
 {
     c->chunks = c->end;
@@ -278,7 +281,7 @@ nc_state core_move_chunks(nc *c)
     nc_state state = try_reduce(c);
     if (state != NC_NOT_YET)
         return watched(c, 1, c->reduced - 1, since, state);
-    if (try_take(c))
+    if (try_copy_out(c))
         return watched(c, 2, c->taken - 1, since, NC_MOVED);
     return NC_NOT_YET;
 }

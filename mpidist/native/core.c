@@ -1,7 +1,8 @@
-/* Meetings, what ranks tell each other before them, and calls.
+/* Calls: headers, the handshake, and the choice of an algorithm.
 
-   Small data lie on the page of a meeting itself, or in one of two small slots, which take turns with the pages: such a
-   call has one meeting and nothing else. Larger data go in chunks (chunks.c), or are read where they lie. */
+   Small data are published inline, on the page of the header or in one of two small slots, which alternate like the
+   pages. Such a call consists of one handshake. Larger data move in chunks (chunks.c), are pushed (push.c), or are read
+   from the memory of other ranks without a copy. */
 
 #define _GNU_SOURCE
 #include "core.h"
@@ -20,15 +21,15 @@
 #define RELAX() ((void)0)
 #endif
 
-/* Private data this small is shown rather than read out of the memory of another rank. */
+/* Copying private data up to this size into a slot is faster than process_vm_readv. */
 enum { SMALLEST_READ = 8 << 10, READ_AT_ONCE = 2 << 20 };
 enum { SHOWN_BY_ALL = 256 << 10 };
-enum { LOOKS_BETWEEN_CLOCK_READS = 32 };
-/* Over nodes little is lost by yielding early: other ranks, or the network stack, may need the processor. */
+enum { POLLS_BETWEEN_CLOCK_READS = 32 };
+/* Between nodes an early yield costs little, and other ranks or the network stack may need the core. */
 enum { SPINS_OVER_NODES = 20 };
 
 static page *next_page(nc *c) { return &c->rows[c->rank].pages[(c->meeting + 1) & 1]; }
-size_t nc_length(const nc *c, int rank) { return given(c, rank, &(size_t){0}); }
+size_t nc_length(const nc *c, int rank) { return part_from(c, rank, &(size_t){0}); }
 int64_t *nc_tell(nc *c) { return next_page(c)->words; }
 const int64_t *nc_told(const nc *c, int rank) { return page_of(c, rank)->words; }
 int64_t nc_note(const nc *c, int rank) { return page_of(c, rank)->note; }
@@ -65,24 +66,24 @@ void nc_close(nc *c)
 
 static int is_over_nodes(const nc *c) { return c->on_wire && c->call.flags & NC_OVER_NODES; }
 
-/* Before the meeting ------------------------------------------------------------------------------------------- */
+/* Before the handshake ----------------------------------------------------------------------------------------- */
 
-/* Every rank reads all of what is shown. */
-static size_t most_shown(const nc *c)
+/* Every rank reads the inline data of all ranks, so the limit shrinks with their number. */
+static size_t inline_limit(const nc *c)
 {
     size_t most = (size_t)SHOWN_BY_ALL / (size_t)c->ranks;
     return most < c->sizes.small ? most : c->sizes.small;
 }
 
-/* Show what is small: on the page, or in the small slot of the next meeting. */
-static int show(nc *c, page *p)
+/* Publish small data on the page of the next header or in its small slot. Return the flag SHOWN, or 0. */
+static int publish_inline(nc *c, page *p)
 {
     size_t all = c->bytes * (size_t)c->call.replicas;
     char *to = p->data;
     if (c->on_wire && !(is_over_nodes(c) && c->rank > 0))
         return 0;
     if (all > IN_PAGE) {
-        size_t most = c->call.kind == NC_ALL_REDUCE && !c->on_wire ? most_shown(c) : c->sizes.small;
+        size_t most = c->call.kind == NC_ALL_REDUCE && !c->on_wire ? inline_limit(c) : c->sizes.small;
         if (moves(c) && c->pids != NULL && most > SMALLEST_READ)
             most = SMALLEST_READ;
         if (!c->has_room || all > most)
@@ -98,28 +99,28 @@ static int show(nc *c, page *p)
     return SHOWN;
 }
 
-/* Tell where inputs lie that are read in place, and whether the result may be shared: where all arrays, but for small
-   ones, lie in memory that all ranks map. */
-static int tell_places(nc *c, page *p)
+/* Publish the locations of the inputs. Return the flags. The result may be shared if all but small arrays are in memory
+   that all ranks map. */
+static int publish_locations(nc *c, page *p)
 {
     int any = 0, share = c->call.flags & NC_SHARE, is_candidate = core_is_push_candidate(c), mapped = 1;
     if (c->inputs > NC_WORDS)
         return 0;
     for (int i = 0; i < c->inputs; i++) {
         size_t bytes = c->piece[i / c->call.replicas].count * c->itemsize;
-        int64_t place = core_place_of(c, c->in[i], bytes);
-        mapped = mapped && place <= MAPPED;
-        if (place == PRIVATE && (moves(c) || is_candidate) && c->pids != NULL)
-            place = (int64_t)(intptr_t)c->in[i];
-        p->words[i] = place;
-        any = any || place != PRIVATE;
-        share = share && (place <= MAPPED || bytes < NC_SMALL_ARRAY);
+        int64_t location = core_place_of(c, c->in[i], bytes);
+        mapped = mapped && location <= MAPPED;
+        if (location == PRIVATE && (moves(c) || is_candidate) && c->pids != NULL)
+            location = (int64_t)(intptr_t)c->in[i];
+        p->words[i] = location;
+        any = any || location != PRIVATE;
+        share = share && (location <= MAPPED || bytes < NC_SMALL_ARRAY);
     }
     int push = is_candidate ? core_publish_push(c, p->words + c->inputs, mapped) : 0;
     return (any ? TOLD_PLACES | (share ? SHARES : 0) : 0) | push;
 }
 
-static void announce(nc *c)
+static void publish_header(nc *c)
 {
     page *p = next_page(c);
     int flags = 0;
@@ -127,9 +128,9 @@ static void announce(nc *c)
         for (int r = 0; r <= c->ranks && c->call.kind == NC_ALL_TO_ALL; r++)
             p->words[1 + r] =
                 c->call.parts != NULL ? c->call.parts[r] : (int64_t)(c->bytes * (size_t)r / (size_t)c->ranks);
-        flags = show(c, p);
+        flags = publish_inline(c, p);
         if (!flags && !is_over_nodes(c))
-            flags = tell_places(c, p);
+            flags = publish_locations(c, p);
     }
     p->id = c->call.id;
     p->note = c->call.note;
@@ -141,7 +142,7 @@ static void announce(nc *c)
     c->phase = is_over_nodes(c) && c->rank > 0 ? FOLLOWING : MEETING;
 }
 
-static int all_came(nc *c)
+static int all_arrived(nc *c)
 {
     for (; c->came < c->ranks; c->came++)
         if (atomic_load_explicit(&page_of(c, c->came)->met, memory_order_acquire) != c->meeting)
@@ -149,10 +150,10 @@ static int all_came(nc *c)
     return 1;
 }
 
-/* After the meeting -------------------------------------------------------------------------------------------- */
+/* After the handshake ------------------------------------------------------------------------------------------ */
 
-/* What is shown lies on the page or in the slot, replica after replica. */
-static char *shown_by(const nc *c, int rank)
+/* The inline data of a rank, replica after replica, on the page or in the slot. */
+static char *inline_data(const nc *c, int rank)
 {
     size_t all = bytes_of(c, rank) * (size_t)replicas_of(c, rank);
     return all <= IN_PAGE ? page_of(c, rank)->data : c->slots[rank] + small_at(c);
@@ -180,15 +181,15 @@ static void cut_stripes(nc *c)
     }
 }
 
-/* Whether the result is as long as if all gave what this rank gives; a gathering also has that where it then would. */
-static int gives_its_share(const nc *c)
+/* Whether the result is as long as if all ranks contributed like this rank, with this rank's part at that offset. */
+static int contributes_equally(const nc *c)
 {
     if (c->call.kind == NC_ALL_TO_ALL)
         return c->whole == c->bytes;
     return c->whole == c->bytes * (size_t)c->ranks && c->border[c->rank] == c->bytes * (size_t)c->rank;
 }
 
-/* All ranks have met, and find the same. */
+/* Fail the call on all ranks: each computes the same condition from the headers. */
 static nc_state refuse(nc *c, int error)
 {
     c->phase = IDLE;
@@ -196,7 +197,7 @@ static nc_state refuse(nc *c, int error)
     return NC_LOST;
 }
 
-/* Whether all ranks of the node have begun the same call. */
+/* Whether all ranks of the node have started the same call. */
 static int all_agree(const nc *c)
 {
     int is_reduction = c->call.kind != NC_MEET && !moves(c);
@@ -207,8 +208,8 @@ static int all_agree(const nc *c)
     return 1;
 }
 
-/* Which way the data take, from what all ranks told. */
-static nc_state decide(nc *c)
+/* Choose the algorithm from the headers of all ranks, so that all make the same choice. */
+static nc_state choose_algorithm(nc *c)
 {
     int all_share = 1, readable = 1, replicas_of_all = 0, all_are_candidates = 1, all_are_ready = 1;
     c->any_private = 0, c->all_shown = 1, c->most_replicas = 1;
@@ -249,7 +250,7 @@ static nc_state decide(nc *c)
         if (!core_start_chunks(c))
             return refuse(c, ENOBUFS);
     }
-    int differ = c->call.flags & NC_EQUAL && !gives_its_share(c);
+    int differ = c->call.flags & NC_EQUAL && !contributes_equally(c);
     return differ || c->call.flags & (NC_STOP | NC_SHARE) ? NC_MET : NC_MOVED;
 }
 
@@ -260,18 +261,18 @@ void nc_targets(nc *c, char *const *outs, char *shared)
     c->shared = shared;
 }
 
-/* The other ways ------------------------------------------------------------------------------------------------ */
+/* Inline data and direct reads ---------------------------------------------------------------------------------- */
 
-/* What a rank shows of an element of one of its replicas; this rank's own is nearer where it lies. */
-static const char *shown_at(const nc *c, int rank, int replica, int piece, size_t element)
+/* An element in the inline data of a rank's replica. This rank reads its own input, which is in its cache. */
+static const char *inline_input(const nc *c, int rank, int replica, int piece, size_t element)
 {
     if (rank == c->rank)
         return c->in[piece * c->call.replicas + replica] + (element - c->first[piece]) * c->itemsize;
-    return shown_by(c, rank) + (size_t)replica * c->bytes + element * c->itemsize;
+    return inline_data(c, rank) + (size_t)replica * c->bytes + element * c->itemsize;
 }
 
-/* Reduce what the ranks of the node show, into the result, or flat. */
-static void reduce_shown(nc *c, char *flat)
+/* Reduce the inline data of the node into the result, or into `flat` without division. */
+static void reduce_inline(nc *c, char *flat)
 {
     size_t start = 0, end = c->count;
     double divisor = flat == NULL ? c->call.divisor : 0;
@@ -283,7 +284,7 @@ static void reduce_shown(nc *c, char *flat)
         int inputs = 0;
         for (int r = 0; r < c->ranks; r++)
             for (int q = 0; q < replicas_of(c, r); q++)
-                c->combined[inputs++] = shown_at(c, r, q, piece, e);
+                c->combined[inputs++] = inline_input(c, r, q, piece, e);
         char *to = flat != NULL                        ? flat + e * c->itemsize
                    : c->call.kind == NC_REDUCE_SCATTER ? c->piece[0].out + (e - start) * c->itemsize
                                                        : c->piece[piece].out + (e - c->first[piece]) * c->itemsize;
@@ -292,48 +293,48 @@ static void reduce_shown(nc *c, char *flat)
     }
 }
 
-static nc_state take_shown(nc *c)
+static nc_state finish_inline(nc *c)
 {
     c->phase = IDLE;
     if (c->call.flags & NC_UNWANTED)
         return NC_DONE;
     if (!moves(c)) {
-        reduce_shown(c, NULL);
+        reduce_inline(c, NULL);
         return NC_DONE;
     }
     for (int r = 0; r < c->ranks; r++) {
-        size_t begin, n = given(c, r, &begin);
-        const char *from = r == c->rank ? c->in[0] : shown_by(c, r);
+        size_t begin, n = part_from(c, r, &begin);
+        const char *from = r == c->rank ? c->in[0] : inline_data(c, r);
         if (n && c->piece[0].out + c->border[r] != from + begin)
             memcpy(c->piece[0].out + c->border[r], from + begin, n);
     }
     return NC_DONE;
 }
 
-/* All have come. What is shown is taken at once, without a look at the clock in between. */
-static nc_state begin_to_move(nc *c)
+/* All ranks have arrived. Inline data are processed at once, because reading the clock first would cost latency. */
+static nc_state begin_algorithm(nc *c)
 {
-    nc_state state = decide(c);
-    return state == NC_MOVED && c->phase == SHOWN_ONCE ? take_shown(c) : state;
+    nc_state state = choose_algorithm(c);
+    return state == NC_MOVED && c->phase == SHOWN_ONCE ? finish_inline(c) : state;
 }
 
 static nc_state read_next(nc *c)
 {
     int r = c->reader;
-    size_t begin, length = given(c, r, &begin), n = length - c->reader_at;
+    size_t begin, length = part_from(c, r, &begin), n = length - c->reader_at;
     char *to = c->piece[0].out + c->border[r] + c->reader_at;
     n = n < READ_AT_ONCE ? n : READ_AT_ONCE;
     begin += c->reader_at;
     if (n && !(c->call.flags & NC_UNWANTED)) {
-        int64_t place = nc_told(c, r)[0];
+        int64_t location = nc_told(c, r)[0];
         if (r == c->rank) {
             if (to != c->in[0] + begin)
                 core_copy(to, c->in[0] + begin, n, streams(c));
         } else if (flags_of(c, r) & SHOWN) {
-            memcpy(to, shown_by(c, r) + begin, n);
-        } else if (place <= MAPPED) {
-            core_copy(to, at_place(c, r, place) + begin, n, streams(c));
-        } else if (nc_read(c->pids[r], to, (const char *)(intptr_t)place + begin, n) < 0) {
+            memcpy(to, inline_data(c, r) + begin, n);
+        } else if (location <= MAPPED) {
+            core_copy(to, address_at(c, r, location) + begin, n, streams(c));
+        } else if (nc_read(c->pids[r], to, (const char *)(intptr_t)location + begin, n) < 0) {
             return NC_LOST;
         }
     }
@@ -341,15 +342,15 @@ static nc_state read_next(nc *c)
     if (c->reader_at < length && n)
         return NC_MOVED;
     c->reader_at = 0, c->reader = (r + 1) % c->ranks;
-    if (r == c->rank) { /* the last */
+    if (r == c->rank) { /* this rank is last */
         count(c, LEFT, ++c->exits);
         c->phase = LEAVING;
     }
     return NC_MOVED;
 }
 
-/* Wait until nobody reads this rank's memory any more. */
-static nc_state leave(nc *c)
+/* Wait until no other rank reads this rank's memory. Inline data are in slots, which the caller cannot change. */
+static nc_state end_direct(nc *c)
 {
     if (!(flags_of(c, c->rank) & SHOWN) && !reached(c, LEFT, c->exits, c->ranks))
         return NC_NOT_YET;
@@ -357,8 +358,8 @@ static nc_state leave(nc *c)
     return NC_DONE;
 }
 
-/* Over nodes: the leader shows the result where the others showed it what they have. */
-static nc_state take_settled(nc *c, const char *result, int refused)
+/* Copy the result of all nodes. The leader publishes it inline, in place of its own input. */
+static nc_state finish_over_nodes(nc *c, const char *result, int refused)
 {
     c->phase = IDLE;
     if (refused)
@@ -378,10 +379,10 @@ static nc_state lead(nc *c)
         if (c->call.divisor != 0)
             nc_divide(c->sum, c->count, c->call.dtype, c->call.divisor);
         if (c->ranks > 1)
-            memcpy(shown_by(c, c->rank), c->sum, c->bytes);
+            memcpy(inline_data(c, c->rank), c->sum, c->bytes);
     }
     count(c, SETTLED, c->meeting << 1 | (uint64_t)refused);
-    return take_settled(c, c->sum, refused);
+    return finish_over_nodes(c, c->sum, refused);
 }
 
 static nc_state begin_to_lead(nc *c)
@@ -389,7 +390,7 @@ static nc_state begin_to_lead(nc *c)
     int refused = !all_agree(c);
     c->sum = leader_begin(c, refused);
     if (c->bytes && !refused)
-        reduce_shown(c, c->sum);
+        reduce_inline(c, c->sum);
     c->phase = LEADING;
     return NC_MOVED;
 }
@@ -397,18 +398,18 @@ static nc_state begin_to_lead(nc *c)
 static nc_state follow(nc *c)
 {
     uint64_t settled = counted(c, 0, SETTLED);
-    return settled >> 1 != c->meeting ? NC_NOT_YET : take_settled(c, shown_by(c, 0), (int)(settled & 1));
+    return settled >> 1 != c->meeting ? NC_NOT_YET : finish_over_nodes(c, inline_data(c, 0), (int)(settled & 1));
 }
 
 /* Calls ---------------------------------------------------------------------------------------------------------- */
 
-static nc_state move(nc *c)
+static nc_state advance(nc *c)
 {
     switch (c->phase) {
     case MEETING:
-        return !all_came(c) ? NC_NOT_YET : is_over_nodes(c) ? begin_to_lead(c) : begin_to_move(c);
+        return !all_arrived(c) ? NC_NOT_YET : is_over_nodes(c) ? begin_to_lead(c) : begin_algorithm(c);
     case SHOWN_ONCE:
-        return take_shown(c);
+        return finish_inline(c);
     case CHUNKS:
         return core_move_chunks(c);
     case DIRECT:
@@ -419,7 +420,7 @@ static nc_state move(nc *c)
     case CANCELED:
         return core_end_push(c);
     case LEAVING:
-        return leave(c);
+        return end_direct(c);
     case LEADING:
         return lead(c);
     case FOLLOWING:
@@ -433,8 +434,8 @@ nc_state nc_step(nc *c, int64_t nanoseconds)
 {
     int64_t end = 0;
     int idle = 0, spins = is_over_nodes(c) && c->spins > SPINS_OVER_NODES ? SPINS_OVER_NODES : c->spins;
-    for (unsigned looks = 1;; looks++) {
-        nc_state state = move(c);
+    for (unsigned polls = 1;; polls++) {
+        nc_state state = advance(c);
         if (state == NC_MOVED)
             idle = 0;
         else if (state != NC_NOT_YET)
@@ -445,8 +446,8 @@ nc_state nc_step(nc *c, int64_t nanoseconds)
             RELAX();
             idle++;
         }
-        /* Without spins each look may take as long as others work. */
-        if (looks % LOOKS_BETWEEN_CLOCK_READS == 0 || state == NC_MOVED || idle == spins) {
+        /* Without spins each poll yields the core and may take long, so check the clock every time. */
+        if (polls % POLLS_BETWEEN_CLOCK_READS == 0 || state == NC_MOVED || idle == spins) {
             int64_t t = now();
             if (end == 0)
                 end = t + nanoseconds;
@@ -471,6 +472,6 @@ nc_state nc_begin(nc *c, const nc_call *call, int64_t nanoseconds)
     c->shared = NULL;
     if (is_over_nodes(c) && c->bytes > NC_MOST_OVER_NODES)
         return refuse(c, E2BIG);
-    announce(c);
+    publish_header(c);
     return nc_step(c, nanoseconds);
 }

@@ -1,10 +1,11 @@
-/* What the files of the core share: a core, and what is asked of it all the time.
+/* Internal declarations of the core.
 
-   The control memory has a row for each rank, which that rank alone writes. A row has counters that only grow, and two
-   pages that take turns: what is written before one meeting is read after it, and overwritten only before the meeting
-   after the next, to which nobody comes who has not read it.
+   The control memory has a row for each rank. Only that rank writes it. A row has counters that only grow, and two
+   pages for headers, used alternately. A header is written before a handshake and read after it. The page is written
+   again before the handshake after the next. A rank that has arrived at the next handshake has finished reading, so the
+   page is free then.
 
-   Assumes: counters of 8 bytes are lock-free; all ranks run this build; one thread at a time calls into a core. */
+   Assumptions: 8-byte counters are lock-free, all ranks run the same build, one thread at a time calls into a core. */
 
 #ifndef MPIDIST_CORE_H
 #define MPIDIST_CORE_H
@@ -18,19 +19,20 @@
 typedef _Atomic uint64_t counter;
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "the core needs lock-free counters of 64 bits");
 
-/* The counters of a rank. FILLED, READ, REDUCED and TAKEN count chunks: the rank has written the chunk's input, read the
-   inputs of other ranks, written the result, and copied the result. LEFT counts the calls with direct access to other
-   ranks' memory that the rank has left. SETTLED is used by the leader of a node. It is 2 * m after the inter-node call of
-   handshake m, and 2 * m + 1 if that call was refused. PINGED counts the pings of the latency measurement.
-   WRITING is 1 while the rank writes into the results of others, and 0 otherwise. ABANDONED is set when it has left a call
-   early or failed, see push.c: no rank may write into its results any more. */
+/* The counters of a rank. FILLED, READ, REDUCED and TAKEN count chunks: the rank has written the chunk's input, read
+   the inputs of other ranks, written the result, and copied the result. LEFT counts the calls with direct access to
+   other ranks' memory that the rank has finished. SETTLED is used by the leader of a node. It is 2 * m after the
+   inter-node call of handshake m, and 2 * m + 1 if that call was refused. PINGED counts the pings of the latency
+   measurement. WRITING is 1 while the rank writes into the results of others, and 0 otherwise. ABANDONED is set when
+   the rank has left a call early or failed, see push.c: no rank may write into its results any more. */
 enum { FILLED, READ, REDUCED, TAKEN, LEFT, SETTLED, PINGED, WRITING, ABANDONED, COUNTERS };
 
-/* Two lines of the cache, which travel together: to share one with another rank's costs more than its bytes do. */
+/* Two cache lines, because the processor prefetches them in pairs. Counters of different ranks must not share a pair.
+   */
 enum { LINES = 128, IN_PAGE = LINES - 4 * 8 };
 
 typedef struct {
-    counter met;         /* the number of the meeting for which this page was written */
+    counter met;         /* the number of the handshake that this header belongs to */
     uint64_t id;
     uint64_t info;       /* flags, replicas << 8, bytes << 24 */
     int64_t note;
@@ -47,27 +49,32 @@ typedef struct {
     _Alignas(LINES) page pages[2];
 } row;
 
-/* What a rank tells with the id: where its data lie. */
+/* Flags of a header. SHOWN: the data are published inline. TOLD_PLACES: the words are the addresses of the inputs, see
+   below. SHARES: the rank accepts a shared result. */
 enum { SHOWN = 1, TOLD_PLACES = 2, SHARES = 4, PUSH_READY = 8, KIND_SHIFT = 4, PUSH_CANDIDATE = 128 };
-/* With TOLD_PLACES the words are the place of each input: an address of this rank's own memory, from which others read;
-   PRIVATE, which nobody reads; or below that, counted down, number of and offset in memory that all ranks map. Behind
-   the first are the parts of ALL_TO_ALL. With PUSH_CANDIDATE, two things follow the
-   inputs: 1 if this rank has a distant neighbour, and the locations of its results. With PUSH_READY, peers may use these. */
+/* With TOLD_PLACES the words are the location of each input: an address in this rank's private memory that peers may
+   read, PRIVATE if they may not, or MAPPED - (number << SEGMENT_SHIFT | offset) in registered memory. In ALL_TO_ALL the
+   offsets of the parts follow the first word. With PUSH_CANDIDATE the inputs are followed by 1 if this rank has a
+   distant neighbour, else 0, and by the locations of its results. With PUSH_READY, peers may use these. */
 enum { PRIVATE = -1, MAPPED = -2 };
 enum { SEGMENT_SHIFT = 44 };
 
-/* From here on results are written past the cache, which they would only empty. */
+/* Larger results are written with non-temporal stores, because they would evict the cache. */
 enum { STREAMED_BYTES = 8 << 20 };
 
 /* Offset of the slots in a segment. No allocator places an array at this offset within a page: glibc uses 16 for large
-   arrays, others use 0 or 64. If the low 12 bits of a load equal those of a store just before it, the processor waits for
-   the store and repeats the load. Copies between an array and a slot would do so for each cache line. */
+   arrays, others use 0 or 64. If the low 12 bits of a load equal those of a store just before it, the processor waits
+   for the store and repeats the load. Copies between an array and a slot would do so for each cache line. */
 enum { PAGE = 4096, SKEW = 2112 };
 
 /* Memory for inputs that this rank reads from other ranks. It is small enough to stay in the cache. */
 enum { SCRATCH_BYTES = 256 << 10 };
 
-typedef enum { IDLE, MEETING, SHOWN_ONCE, CHUNKS, DIRECT, PUSHING, PUSHED, CANCELED, LEAVING, LEADING, FOLLOWING } phase;
+/* Phases of a call. MEETING: handshake. SHOWN_ONCE: all data are inline. DIRECT, LEAVING: read private memory of other
+   ranks, and wait until they have read. LEADING, FOLLOWING: exchange between nodes. */
+typedef enum {
+    IDLE, MEETING, SHOWN_ONCE, CHUNKS, DIRECT, PUSHING, PUSHED, CANCELED, LEAVING, LEADING, FOLLOWING
+} phase;
 
 typedef struct nc_leader leader;
 
@@ -80,33 +87,33 @@ struct nc {
     char *slots[NC_MOST_RANKS];
     nc_sizes sizes;
     int has_room;
-    leader *leader; /* of the first rank, where there are other nodes */
+    leader *leader; /* on the first rank, if there are other nodes */
     int segments;
     size_t segment_bytes[NC_SEGMENTS];
     char *base[NC_SEGMENTS][NC_MOST_RANKS];
-    /* The call. */
+    /* The current call. */
     nc_call call;
     phase phase;
     int came, shares, all_shown, any_private, most_replicas, inputs;
     size_t itemsize, count, bytes, slice;
     size_t whole;                      /* bytes of the result */
     size_t first[NC_PIECES + 1];       /* elements before each piece */
-    size_t border[NC_MOST_RANKS + 1];  /* elements before each stripe; of the result, before what each rank gives */
-    char *shared, *sum;                /* one result for the node; of the node, and then of all nodes */
-    uint64_t begin, end, filled, reduced, crossed, taken; /* chunks */
-    uint64_t chunks;                   /* of all calls before */
-    int reader;                        /* DIRECT: whose data are read next, and from where */
+    size_t border[NC_MOST_RANKS + 1];  /* elements before each stripe, or before each rank's contribution */
+    char *shared, *sum;                /* shared result of the node, sum of the node and later of all nodes */
+    uint64_t begin, end, filled, reduced, crossed, taken; /* numbers of chunks */
+    uint64_t chunks;                   /* chunks of all earlier calls */
+    int reader;                        /* DIRECT: the rank to read from next, and the offset */
     size_t reader_at;
-    int may_write;                     /* push: whether all ranks may write into each other's memory */
+    int may_write;                     /* push: all ranks may write into each other's memory */
     nc_push_sizes push_from;
-    int64_t latency;                   /* in nanoseconds, to the more distant of two neighbours; 0 if unknown */
-    int any_far;                       /* whether the latency of any rank was high at the last call with PUSH_CANDIDATE */
-    uint64_t push_candidates;                 /* calls in which all ranks published PUSH_CANDIDATE */
-    size_t next_element, blocks_pushed;      /* first element that is left to push; number of pushed blocks */
+    int64_t latency;                   /* in nanoseconds, to the more distant of two neighbours, or 0 if unknown */
+    int any_far;                       /* a rank published a high latency in the last call with PUSH_CANDIDATE */
+    uint64_t push_candidates;          /* calls in which all ranks published PUSH_CANDIDATE */
+    size_t next_element, blocks_pushed; /* next element to push, number of pushed blocks */
     char *scratch, memory[PAGE + SCRATCH_BYTES];
     nc_event event;
     nc_piece piece[NC_PIECES];
-    const char *in[NC_INPUTS], *combined[NC_INPUTS]; /* of this rank; of all */
+    const char *in[NC_INPUTS], *combined[NC_INPUTS]; /* inputs of this rank, of all ranks */
 };
 
 static inline int64_t now(void)
@@ -122,14 +129,14 @@ static inline int flags_of(const nc *c, int rank) { return (int)(info_of(c, rank
 static inline int call_kind_of(const nc *c, int rank) { return flags_of(c, rank) >> KIND_SHIFT & 7; }
 static inline int replicas_of(const nc *c, int rank) { return (int)(info_of(c, rank) >> 8 & 0xffff); }
 
-/* Whether ranks give bytes to one another, which are not reduced. */
+/* Whether the call moves bytes without reducing them. */
 static inline int moves(const nc *c) { return c->call.kind >= NC_ALL_GATHER; }
 
-/* Bytes that a rank told of, for one replica. */
+/* Bytes of one replica of a rank, from its header. */
 static inline size_t bytes_of(const nc *c, int rank) { return (size_t)(info_of(c, rank) >> 24); }
 
-/* The bytes that a rank gives to this one: how many, and where they begin among those that it gives in all. */
-static inline size_t given(const nc *c, int rank, size_t *begin)
+/* The bytes that a rank sends to this one: their number, and their offset in its input. */
+static inline size_t part_from(const nc *c, int rank, size_t *begin)
 {
     if (c->call.kind != NC_ALL_TO_ALL) {
         *begin = 0;
@@ -158,7 +165,7 @@ static inline int reached(const nc *c, int which, uint64_t value, int ranks)
     return 1;
 }
 
-/* The places of slots in a segment. */
+/* Offsets of slots in a segment. */
 static inline size_t small_at(const nc *c) { return (c->meeting & 1) * c->sizes.small; }
 
 static inline size_t chunk_at(const nc *c, uint64_t chunk)
@@ -173,41 +180,44 @@ static inline size_t lane_at(const nc *c, uint64_t chunk)
 
 static inline char *lane(const nc *c, int rank, uint64_t chunk) { return c->slots[rank] + lane_at(c, chunk); }
 
-static inline const char *at_place(const nc *c, int rank, int64_t place)
+/* Address in this process of a location in registered memory that another rank has published. */
+static inline const char *address_at(const nc *c, int rank, int64_t location)
 {
-    int64_t location = MAPPED - place;
-    return c->base[location >> SEGMENT_SHIFT][rank] + (location & (((int64_t)1 << SEGMENT_SHIFT) - 1));
+    int64_t at = MAPPED - location;
+    return c->base[at >> SEGMENT_SHIFT][rank] + (at & (((int64_t)1 << SEGMENT_SHIFT) - 1));
 }
 
 static inline int streams(const nc *c) { return c->whole >= STREAMED_BYTES; }
 
 /* memory.c */
 int64_t core_place_of(const nc *c, const char *address, size_t bytes);
-/* Copies, past the cache where the whole is large: nobody on this core reads the target soon. */
+/* Copy bytes, with non-temporal stores if `streamed`. */
 void core_copy(char *to, const char *from, size_t bytes, int streamed);
-/* Copy `n` parts from (or to) another process. Parts have equal lengths in both, and are changed. 0, or -1 with errno. */
+/* Copy `n` parts from or to another process. Modifies the lists, which have equal lengths. Return 0, or -1 with errno.
+   */
 int core_transfer(int pid, struct iovec *here, struct iovec *there, int n, int writes);
 
 /* push.c */
 int core_is_push_candidate(const nc *c);
-/* Publish this rank's latency class and the locations of its results, in the words after its inputs. Return the flags for
-   the header. */
+/* Publish this rank's latency class and the locations of its results in the words after its inputs. Return the flags
+   for the header. */
 int core_publish_push(nc *c, int64_t *words, int inputs_are_mapped);
-/* Read the latency classes of all ranks. Every 32nd call also measures the latency to the neighbours. Collective: called
-   after a handshake in which every rank published PUSH_CANDIDATE. A measurement takes effect two such calls later. */
+/* Read the latency classes of all ranks. Every 32nd call also measures the latency to the neighbours. Collective:
+   called after a handshake in which every rank published PUSH_CANDIDATE. A measurement takes effect two such calls
+   later. */
 void core_update_latency(nc *c);
-int core_start_push(nc *c, int replicas_of_all); /* 0 with too many replicas */
+int core_start_push(nc *c, int replicas_of_all); /* 0 if there are too many replicas */
 nc_state core_push(nc *c);
 nc_state core_end_push(nc *c);
 
 /* leaders.c */
 void leader_close(leader *l);
-/* Begin an exchange; returns where the sum of the node goes, and then that of all nodes is. */
+/* Begin an exchange. Return the buffer for the sum of the node, which becomes the sum of all nodes. */
 char *leader_begin(nc *c, int refused);
-nc_state leader_go_on(nc *c, int *refused); /* NC_MOVED when it is over */
+nc_state leader_go_on(nc *c, int *refused); /* NC_MOVED when the exchange is complete */
 
-/* chunks.c: each goes on with a call in chunks. */
-int core_start_chunks(nc *c); /* 0 where a slice has no room for an element */
+/* chunks.c */
+int core_start_chunks(nc *c); /* 0 if a slot has no room for one element of each input */
 nc_state core_move_chunks(nc *c);
 int core_piece_with(const nc *c, size_t element);
 

@@ -1,24 +1,24 @@
-/* The fast path: one call from the user's method to the result.
+/* The fast path runs calls with a cached signature in C, from the user's method to the result.
 
-   It runs calls whose signature Python has cached. All other calls return None and take the general path. If peers are
-   late or their calls differ, Python resumes the call. */
+   All other calls return None and take the general path. If peers are late or their calls differ, Python resumes the
+   call. */
 
 #include "fast_path.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* Nanoseconds that a call waits without Python's lock before Python resumes it. */
+/* Nanoseconds that a call waits without the GIL before Python resumes it. */
 enum { WAITS = 2000000 };
-/* Nanoseconds that it waits for a running write of another rank. */
+/* Nanoseconds to wait for a running write of another rank. */
 enum { ABANDON_NANOSECONDS = 1000000000 };
 enum { POOLED_BYTES = 128 << 10 };
-/* The bits of an operation's code for the kernel. The others tell a mean from a sum. */
+/* The bits of an operation's code that select the kernel. Means and sums differ in another bit only. */
 enum { KERNEL = 15 };
 
 static PyObject *name_shape, *name_dtype;
 
-/* lost(): raise the error of a call that ended as NC_LOST */
+/* lost(): raise the error of a call that ended with NC_LOST */
 static PyObject *lost(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)a, (void)n;
@@ -28,14 +28,14 @@ static PyObject *lost(PyObject *self, PyObject *const *a, ssize_t n)
 
 /* A call in flight. */
 typedef struct {
-    PyObject *value, *out; /* NONE: a new array for the result */
-    Py_buffer view;        /* of the value */
-    signature known;       /* a copy without shapes, because another thread may replace the cached one */
-    signature result;      /* shape and dtype; at first those of the value */
+    PyObject *value, *out; /* out is NONE: allocate the result */
+    Py_buffer view;        /* memory of the value */
+    signature known;       /* a copy, because another thread may replace the cached one and free its shapes */
+    signature result;      /* shape and dtype of the value at first, later of the result */
     nc_call call;
 } fast_call;
 
-/* Return a new array like another one, of length `first` if that is not negative. */
+/* Return a new array like another one, of length `first` unless that is negative. */
 static PyObject *new_array(face *f, PyObject *like, ssize_t first, size_t bytes)
 {
     PyObject *shape = PyObject_GetAttr(like, name_shape), *dtype = PyObject_GetAttr(like, name_dtype), *made = NULL;
@@ -72,7 +72,7 @@ static PyObject *new_arrays(face *f, PyObject *like)
         if (made[count] == NULL)
             break;
     }
-    /* Fill the tuple last, because the garbage collector shows half-filled tuples to Python code. */
+    /* Fill the tuple last, because the garbage collector exposes half-filled tuples to Python code. */
     if (count == n)
         all = PyTuple_New(n);
     for (ssize_t i = 0; i < count; i++)
@@ -83,7 +83,7 @@ static PyObject *new_arrays(face *f, PyObject *like)
     return all;
 }
 
-/* Return the program's array or tuple of arrays for the result, or a new one. */
+/* Return `out`, or a new array or tuple of arrays for the result. */
 static PyObject *result_for(face *f, const fast_call *c)
 {
     if (c->out != NONE) {
@@ -95,12 +95,12 @@ static PyObject *result_for(face *f, const fast_call *c)
     size_t bytes = (size_t)c->view.itemsize;
     for (int i = 0; i < c->result.axes; i++)
         bytes *= (size_t)c->result.shape[i];
-    int is_other = memcmp(c->result.shape, c->known.shape, sizeof *c->result.shape * (size_t)c->result.axes) != 0;
-    return new_array(f, c->value, is_other ? c->result.shape[0] : -1, bytes);
+    int differs = memcmp(c->result.shape, c->known.shape, sizeof *c->result.shape * (size_t)c->result.axes) != 0;
+    return new_array(f, c->value, differs ? c->result.shape[0] : -1, bytes);
 }
 
-/* Prepare the call if its array, or list of arrays, has a cached signature. Return whether it has. */
-static int is_known(face *f, fast_call *c)
+/* Prepare a call. Return 0 if the fast path is disabled or the signature is not cached. */
+static int prepare(face *f, fast_call *c)
 {
     signature *s = &c->result;
     int pieces = 1;
@@ -151,13 +151,13 @@ static PyObject *hand_over(face *f, const fast_call *c, nc_state state, PyObject
     return final;
 }
 
-/* Lay out the arrays of a list. Read them again, because Python code ran since. Return whether the signature is unchanged
-   and no result overwrites an input too early. */
+/* Lay out the arrays of a list. Read them again, because Python code ran since. Return whether the signature is
+   unchanged and no result overwrites an input too early. */
 static int lay_out_list(face *f, const fast_call *c, PyObject *result)
 {
     fast_call again = {.value = c->value, .result = {.kind = LIST, .op = c->result.op, .root = c->result.root}};
     signature s = again.result;
-    if (!is_known(f, &again) || again.known.number != c->known.number || again.known.id != c->known.id)
+    if (!prepare(f, &again) || again.known.number != c->known.number || again.known.id != c->known.id)
         return 0;
     int n = again.call.pieces;
     if (signature_of_list(f, result, WRITABLE, f->results, &s) != n ||
@@ -177,7 +177,7 @@ static int lay_out_list(face *f, const fast_call *c, PyObject *result)
     return 1;
 }
 
-/* Lay out the array of a call with `count` elements of input; `to` is the memory of `out`. */
+/* Lay out the array of a call with `count` elements of input. `to`: memory of `out`. */
 static int lay_out(face *f, const fast_call *c, PyObject *result, size_t count, Py_buffer *to)
 {
     if (c->out == NONE && memory_of(result, C_CONTIGUOUS | WRITABLE, to) < 0)
@@ -187,8 +187,8 @@ static int lay_out(face *f, const fast_call *c, PyObject *result, size_t count, 
     return 1;
 }
 
-/* Run a call with `count` elements of input; `at`: offset of the value in the result, or -1 (see fits). */
-static PyObject *carry_out(face *f, const fast_call *c, size_t count, ssize_t at)
+/* Run a call with `count` elements of input. `at`: offset of the value in the result, or -1 (see fits). */
+static PyObject *run(face *f, const fast_call *c, size_t count, ssize_t at)
 {
     Py_buffer to;
     int is_list = c->known.kind == LIST;
@@ -252,11 +252,11 @@ static int may_be_shared(face *f, const fast_call *c)
 /* Run an all-reduce. */
 static PyObject *reduce(face *f, fast_call *c)
 {
-    if (!is_known(f, c) || may_be_shared(f, c))
+    if (!prepare(f, c) || may_be_shared(f, c))
         return none();
     size_t itemsize = nc_itemsize(c->call.dtype);
     c->call.unit = 64 / itemsize ? 64 / itemsize : 1;
-    return carry_out(f, c, c->known.kind == LIST ? 0 : (size_t)c->view.len / itemsize, 0);
+    return run(f, c, c->known.kind == LIST ? 0 : (size_t)c->view.len / itemsize, 0);
 }
 
 /* Run an all-reduce of a list or tuple. The call copies them to tuples, because the program may change its lists. */
@@ -279,7 +279,7 @@ static PyObject *reduce_list(face *f, fast_call *c, int opens)
 }
 
 /* all_reduce(op, value, out or None, structure): value and out are both an array, a list or a tuple of arrays. Ranks
-   compare the structure: 0 for an array, 1 for a list, 2 for a tuple, None for that of the value. */
+   compare the structure: 0 for an array, 1 for a list, 2 for a tuple, None for the structure of the value. */
 static PyObject *all_reduce(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
@@ -301,12 +301,12 @@ static PyObject *reduce_scatter(PyObject *self, PyObject *const *a, ssize_t n)
     (void)n;
     face *f = face_of(self);
     fast_call c = {.value = a[1], .out = a[2], .result = {.kind = NC_REDUCE_SCATTER, .op = signature_op(f, a[0])}};
-    if (!is_known(f, &c) || c.result.axes == 0 || c.result.shape[0] == 0)
+    if (!prepare(f, &c) || c.result.axes == 0 || c.result.shape[0] == 0)
         return none();
     ssize_t rows = c.result.shape[0];
     c.result.shape[0] = rows / f->ranks + (f->rank < rows % f->ranks);
     c.call.unit = (size_t)(c.view.len / rows / c.view.itemsize);
-    return carry_out(f, &c, (size_t)(c.view.len / c.view.itemsize), -1);
+    return run(f, &c, (size_t)(c.view.len / c.view.itemsize), -1);
 }
 
 /* all_gather(value, out or None), along the first axis */
@@ -315,13 +315,13 @@ static PyObject *all_gather(PyObject *self, PyObject *const *a, ssize_t n)
     (void)n;
     face *f = face_of(self);
     fast_call c = {.value = a[0], .out = a[1], .result = {.kind = NC_ALL_GATHER}};
-    /* The general path counts rows without bytes. */
-    if (!is_known(f, &c) || c.view.len == 0 || c.result.axes == 0)
+    /* The general path gathers rows without bytes. */
+    if (!prepare(f, &c) || c.view.len == 0 || c.result.axes == 0)
         return none();
     c.call.note = c.result.shape[0];
     c.result.shape[0] *= f->ranks;
     c.call.dtype = NC_U8, c.call.flags = NC_EQUAL;
-    return carry_out(f, &c, (size_t)c.view.len, f->rank * c.view.len);
+    return run(f, &c, (size_t)c.view.len, f->rank * c.view.len);
 }
 
 /* broadcast(value, root, out or None) */
@@ -335,10 +335,10 @@ static PyObject *broadcast(PyObject *self, PyObject *const *a, ssize_t n)
         PyErr_Clear(); /* the general path raises the error */
         return none();
     }
-    if (!is_known(f, &c))
+    if (!prepare(f, &c))
         return none();
     c.call.kind = NC_ALL_GATHER, c.call.dtype = NC_U8;
-    return carry_out(f, &c, root == f->rank ? (size_t)c.view.len : 0, 0);
+    return run(f, &c, root == f->rank ? (size_t)c.view.len : 0, 0);
 }
 
 /* all_to_all(value, out or None), with equally many rows for each rank */
@@ -347,13 +347,13 @@ static PyObject *all_to_all(PyObject *self, PyObject *const *a, ssize_t n)
     (void)n;
     face *f = face_of(self);
     fast_call c = {.value = a[0], .out = a[1], .result = {.kind = NC_ALL_TO_ALL}};
-    if (!is_known(f, &c) || c.view.len == 0 || c.result.axes == 0 || c.result.shape[0] % f->ranks)
+    if (!prepare(f, &c) || c.view.len == 0 || c.result.axes == 0 || c.result.shape[0] % f->ranks)
         return none();
     c.call.dtype = NC_U8, c.call.flags = NC_EQUAL;
-    return carry_out(f, &c, (size_t)c.view.len, -1);
+    return run(f, &c, (size_t)c.view.len, -1);
 }
 
-/* open_fast_calls(array type, numpy.empty, a pool's take, resume, list of operations, list of their codes)
+/* open_fast_calls(array type, numpy.empty, Pool.take, resume, list of operations, list of their codes)
 
    `resume` is called with signature, state, value, array for the result, and `out` or None. */
 static PyObject *open_fast_calls(PyObject *self, PyObject *const *a, ssize_t n)
@@ -361,7 +361,8 @@ static PyObject *open_fast_calls(PyObject *self, PyObject *const *a, ssize_t n)
     face *f = face_of(self);
     ssize_t ops = n == 6 ? PyList_Size(a[4]) : -1;
     if (ops < 0 || ops > OPS || f->array_type != NULL)
-        return PyErr_Format(PyExc_ValueError, "open_fast_calls is called once, with 6 arguments and at most %d names", (int)OPS);
+        return PyErr_Format(PyExc_ValueError, "open_fast_calls is called once, with 6 arguments and at most %d names",
+                            (int)OPS);
     for (int i = 0; i < 4; i++)
         Py_IncRef(a[i]);
     f->array_type = a[0], f->empty = a[1], f->take = a[2], f->resume = a[3];

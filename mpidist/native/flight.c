@@ -9,7 +9,7 @@
 enum { ENTRIES = 1000, NOTE = 40, NAME = 80, TEXT = 280, LINE = 100 };
 enum { RUNNING, DONE };
 
-/* One collective. Its kind and track are 0. */
+/* The entry of a collective. kind and track are 0. */
 typedef struct {
     int64_t serial, number, nbytes, begin, end;
     char note[NOTE], state, kind;
@@ -39,7 +39,7 @@ int64_t flight_begin(face *f, const signature *k, PyObject *line)
     ssize_t length = 0;
     const char *site = PyUnicode_AsUTF8AndSize(line, &length);
     if (site == NULL)
-        PyErr_Clear(), site = "", length = 0; /* a path with invalid characters */
+        PyErr_Clear(), site = "", length = 0; /* the path has invalid characters */
     size_t cut = length > LINE ? (size_t)length - LINE : 0;
     PyObject *text = f->known[k->number].text;
     int64_t serial = ++*f->flight.serial;
@@ -56,7 +56,7 @@ int64_t flight_begin(face *f, const signature *k, PyObject *line)
 void flight_finish(const face *f, int64_t serial)
 {
     entry *e = entry_of(f, serial);
-    if (e->serial == serial) /* other threads may have filled the ring since */
+    if (e->serial == serial) /* not overwritten by other threads since */
         e->end = clock_now(), e->state = DONE;
 }
 

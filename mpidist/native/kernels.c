@@ -1,20 +1,20 @@
-/* Element-wise operations for every dtype, twice: for any processor, and for AVX2 with F16C where that is there.
+/* Element-wise operations for every dtype, compiled twice: for any processor, and for AVX2 with F16C.
 
-   Inputs may be the target itself, element for element; all are aligned as their dtype asks. No operation is contracted
-   or reordered (-ffp-contract=off, no -ffast-math). */
+   An input may be the target itself. All arrays are aligned to their dtype. Operations are not contracted or reordered
+   (-ffp-contract=off, no -ffast-math), so that results are equal on all processors. */
 
 #include "mpidist.h"
 
 #include <string.h>
 
-#if defined(__x86_64__) && !defined(NC_NO_AVX2) /* which tests of the base define */
+#if defined(__x86_64__) && !defined(NC_NO_AVX2) /* tests define NC_NO_AVX2 */
 #include <cpuid.h>
 #include <immintrin.h>
 #define NC_X86 1
 #endif
 
 #if defined(__clang__)
-#pragma clang diagnostic ignored "-Wpass-failed" /* there are no vectors of long doubles */
+#pragma clang diagnostic ignored "-Wpass-failed" /* long double has no vector instructions */
 #define NC_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
 #define NC_INDEPENDENT _Pragma("GCC ivdep")
@@ -61,7 +61,7 @@ static int supports_avx2(void)
 static const nc_table *table(void)
 {
 #ifdef NC_X86
-    static int has_avx2 = -1; /* the same whoever asks first */
+    static int has_avx2 = -1; /* a race is harmless, because all threads store the same value */
     int known = __atomic_load_n(&has_avx2, __ATOMIC_RELAXED);
     if (known < 0) {
         known = supports_avx2();
@@ -87,7 +87,7 @@ int nc_combines(nc_dtype dtype, nc_op op)
     return table()->combine[is_half(dtype) ? NC_F32 : dtype][op] != NULL;
 }
 
-/* What is combined in one go stays in the first cache. */
+/* Bytes combined at once, so that intermediate results stay in the L1 cache. */
 enum { BLOCK = 8192 };
 
 static void combine_halves(char *d, const char *const *in, int n, size_t count, nc_dtype dtype, nc_op op,
@@ -121,7 +121,7 @@ void nc_combine(char *d, const char *const *in, int n, size_t count, nc_dtype dt
     for (size_t at = 0; at < count; at += per_block) {
         size_t m = count - at < per_block ? count - at : per_block, first = at * size;
         const char *a = in[0] + first;
-        /* Not in d, which may be a later input. */
+        /* Intermediate results must not be stored in d, which may be a later input. */
         for (int i = 1; i < n; i++) {
             char *to = i == n - 1 ? d + first : total;
             kernel(to, a, in[i] + first, m);

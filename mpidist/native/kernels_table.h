@@ -1,4 +1,4 @@
-/* One set of kernels and their table, for the instructions of NC_TARGET; kernels.c includes this once for each set. */
+/* Kernels and their table for the instruction set NC_TARGET. kernels.c includes this file once per set. */
 
 #define BINARY(name, T, expression)                                                     \
     NC_TARGET static void NC_NAME(name)(char *d, const char *x, const char *y, size_t n) \
@@ -12,7 +12,7 @@
         }                                                                               \
     }
 
-/* Whole numbers wrap around, as those without a sign do: W is wide enough not to be promoted to one with a sign. */
+/* Integers wrap. W is an unsigned type that C does not promote to a signed one, whose overflow would be undefined. */
 #define WHOLE(S, T, U, W)                                     \
     BINARY(sum_##S, T, (T)(U)((W)(U)a + (W)(U)b))             \
     BINARY(prod_##S, T, (T)(U)((W)(U)a * (W)(U)b))            \
@@ -25,7 +25,7 @@
     BINARY(bor_##S, T, (T)(a | b))                            \
     BINARY(bxor_##S, T, (T)(a ^ b))
 
-/* NaN wins, as in NumPy's minimum and maximum. */
+/* NaN propagates, as in np.minimum and np.maximum. */
 #define FLOATING(S, T)                                         \
     BINARY(sum_##S, T, a + b)                                  \
     BINARY(prod_##S, T, a * b)                                 \
@@ -41,7 +41,7 @@
             out[i] = out[i] / by;                              \
     }
 
-/* Division by a real number as NumPy divides by a complex one without an imaginary part (Smith's method). */
+/* Divide like NumPy: by a complex number with imaginary part 0 (Smith's method). */
 #define COMPLEX(S, T, R)                                                                   \
     BINARY(sum_##S, T, ((T){a.re + b.re, a.im + b.im}))                                    \
     BINARY(prod_##S, T, ((T){a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re}))       \
@@ -80,7 +80,7 @@ NC_TARGET static void NC_NAME(widen_bf16)(float *d, const char *s, size_t n)
     }
 }
 
-/* To the nearest, ties to even; a NaN stays one. */
+/* Round to nearest, ties to even. NaN stays NaN. */
 NC_TARGET static void NC_NAME(round_bf16)(char *d, const float *s, size_t n)
 {
     uint16_t *out = (uint16_t *)d;
@@ -138,7 +138,7 @@ NC_TARGET static void NC_NAME(round_f16)(char *d, const float *s, size_t n)
         } else {
             float value;
             memcpy(&value, &bits, 4);
-            value += 0.5f; /* whose last place is that of the smallest half */
+            value += 0.5f; /* aligns the last bit with that of the smallest half, so that the addition rounds */
             memcpy(&half, &value, 4);
             half -= 0x3f000000u;
         }
@@ -157,7 +157,7 @@ static const nc_table NC_NAME(table) = {
         [NC_F32] = {OF_REAL(f32)}, [NC_F64] = {OF_REAL(f64)}, [NC_LONG] = {OF_REAL(flong)},
         [NC_C64] = {NC_NAME(sum_c64), NC_NAME(prod_c64)}, [NC_C128] = {NC_NAME(sum_c128), NC_NAME(prod_c128)},
         [NC_CLONG] = {NC_NAME(sum_clong), NC_NAME(prod_clong)},
-        /* Truth values are 0 and 1: the smaller is "and", the larger "or". */
+        /* bool is 0 or 1, so min is "and", and max is "or". */
         [NC_BOOL] = {NULL, NULL, NC_NAME(min_u8), NC_NAME(max_u8), NC_NAME(land_u8), NC_NAME(lor_u8),
                      NC_NAME(lxor_u8), NC_NAME(band_u8), NC_NAME(bor_u8), NC_NAME(bxor_u8)},
     },

@@ -1,17 +1,17 @@
-/* Between nodes: small all-reduces, and meetings, of calls OVER_NODES.
+/* Small all-reduces and handshakes between nodes, for calls with NC_OVER_NODES.
 
-   The ranks of a node show what they have. The first of them, its leader, combines that, and exchanges it with the
-   leaders of the other nodes: what is small by recursive doubling, so that after round k a leader has the sum of 2^k
-   nodes; what is larger by recursive halving, so that it has an ever smaller part of ever more nodes, and as many rounds
-   back. Nodes beyond a power of two hand theirs to a partner first, and get the result from it last. (Thakur,
-   Rabenseifner and Gropp, doi:10.1177/1094342005051521)
+   The ranks of a node publish their inputs inline. The first rank of each node, its leader, reduces them and exchanges
+   the sum with the leaders of the other nodes. Small data use recursive doubling: after round k a leader has the sum of
+   2^k nodes. Larger data use recursive halving: each round forth halves the part that a leader reduces, and as many
+   rounds back collect the parts. Nodes beyond a power of two send their sum to a partner first, and receive the result
+   last. (Thakur, Rabenseifner and Gropp, doi:10.1177/1094342005051521)
 
-   The id of the call travels with the data. A leader that sees another one refuses the call, and says so from then on.
-   All leaders know after the rounds forth, as each group of nodes has met each other one in them: there are no rounds
-   back then, and leaders in other calls, which may have none, do not wait for them.
+   The id of the call travels with the data. A leader that receives another id refuses the call, and says so in its
+   later messages. After the rounds forth all leaders know, because every pair of nodes is connected by then. A refused
+   call has no rounds back, because leaders in other calls may have none either, and would not answer.
 
-   MPI is called through the addresses of its functions, as this library is built without one: handles are pointers in
-   some of its implementations, and ints in others. */
+   The library is not linked with MPI and calls it by address. Handles are pointers in some implementations, and ints in
+   others. */
 
 #define _GNU_SOURCE
 #include "core.h"
@@ -27,7 +27,7 @@ typedef int test(void *, int *, void *);
 
 enum { ALIGNED = 64, STATUS_BYTES = 256 };
 
-/* What goes before the data of a message. */
+/* Header of a message. */
 typedef struct {
     uint64_t id;
     uint64_t bytes_refused; /* bytes << 1, and whether the call is refused */
@@ -42,9 +42,9 @@ struct nc_leader {
     int nodes, me, power, rounds, tag;
     const int32_t *ranks;
     size_t halved_from;
-    char *sum, *out, *in; /* data; the last two have a head in front */
+    char *sum, *out, *in; /* data, with a head before the last two */
     int step, is_posted, refused, error, halves;
-    size_t begin[MOST_ROUNDS + 1], end[MOST_ROUNDS + 1]; /* elements of the part that is left after each round forth */
+    size_t begin[MOST_ROUNDS + 1], end[MOST_ROUNDS + 1]; /* elements of this node's part after each round forth */
     int under_way[REQUESTS];
     _Alignas(8) char request[REQUESTS][8];
 };
@@ -76,7 +76,7 @@ int nc_mpi_error(const nc *c) { return c->leader->error; }
 
 void leader_close(leader *l)
 {
-    /* MPI may still write into the memory of messages that were given up. */
+    /* Leak the memory if messages are in flight, because MPI may still access it. */
     if (l == NULL || l->under_way[SENT] || l->under_way[RECEIVED])
         return;
     free(l->sum - ALIGNED);
@@ -107,7 +107,7 @@ static void receive_from(leader *l, int node)
 {
     const nc_mpi *m = &l->mpi;
     head *h = head_of(l->in);
-    int bytes = (int)sizeof *h + NC_MOST_OVER_NODES; /* as much as a node may send that is in another call */
+    int bytes = (int)sizeof *h + NC_MOST_OVER_NODES; /* the maximum, because the sender may be in another call */
     if (m->handle_bytes == sizeof(int))
         l->error = ((receive_ints *)m->irecv)(h, bytes, (int)m->byte, l->ranks[node], l->tag, (int)m->comm,
                                               l->request[RECEIVED]);
@@ -117,7 +117,7 @@ static void receive_from(leader *l, int node)
     l->under_way[RECEIVED] = !l->error;
 }
 
-/* Whether all messages have come and gone; one by one, as MPI's error of several together does not tell a lost rank. */
+/* Whether all messages are complete. Not MPI_Testall, whose error does not identify the failed rank. */
 static int all_done(leader *l)
 {
     _Alignas(8) char status[STATUS_BYTES];
@@ -134,8 +134,8 @@ static int all_done(leader *l)
 
 /* Rounds -------------------------------------------------------------------------------------------------------- */
 
-/* Steps are counted: from 0, where nodes hand over theirs, through the rounds forth, and those back if any, to the last,
-   where they get the result. */
+/* Steps: in step 0 nodes beyond the power of two send their sum. The rounds forth and, if any, the rounds back follow.
+   In the last step those nodes receive the result. */
 static int last_step(const leader *l) { return 1 + l->rounds * (l->halves && !l->refused ? 2 : 1); }
 
 typedef enum { HAND_OVER, FORTH, BACK, HAND_BACK } kind;
@@ -145,7 +145,7 @@ static kind kind_of(const leader *l)
     return l->step == 0 ? HAND_OVER : l->step <= l->rounds ? FORTH : l->step < last_step(l) ? BACK : HAND_BACK;
 }
 
-/* The round of a step forth or back. */
+/* The round of a step, forth or back. */
 static int round_of(const leader *l) { return l->step <= l->rounds ? l->step : 2 * l->rounds + 1 - l->step; }
 
 static int partner_in(const leader *l) { return l->me ^ 1 << (round_of(l) - 1); }
@@ -175,19 +175,19 @@ static void post(nc *c, leader *l)
     int keeps_high = me >> (round - 1) & 1;
     l->begin[round] = l->halves && keeps_high ? middle : begin;
     l->end[round] = l->halves && !keeps_high ? middle : end;
-    /* Forth goes the half that is not kept, back the one that is. */
+    /* Forth sends the half that is not kept, back sends the kept half. */
     if (l->halves)
         *(keeps_high == (what == FORTH) ? &end : &begin) = middle;
     send_to(c, l, partner_in(l), begin, end);
 }
 
-/* Take what has come in a step. */
-static void take(nc *c, leader *l)
+/* Combine or copy the received data of a step. */
+static void apply_received(nc *c, leader *l)
 {
     int me = l->me, extra = l->nodes - l->power, round = round_of(l);
     kind what = kind_of(l);
     if (what == HAND_BACK ? me < l->power : me >= l->power || (what == HAND_OVER && me >= extra))
-        return; /* nothing */
+        return; /* nothing received in this step */
     const head *theirs = head_of(l->in);
     l->refused |= theirs->id != c->call.id || theirs->bytes_refused != (uint64_t)c->bytes << 1;
     if (l->refused || c->bytes == 0)
@@ -205,7 +205,7 @@ static void take(nc *c, leader *l)
         return;
     }
     int other = what == HAND_OVER ? me + l->power : partner_in(l);
-    /* In the order of nodes, so that NaN is the same on both sides. */
+    /* In the order of nodes, so that both partners compute the same bits, also of NaN. */
     const char *in[2] = {other < me ? l->in : at, other < me ? at : l->in};
     nc_combine(at, in, 2, end - begin, c->call.dtype, c->call.op, 0);
 }
@@ -228,7 +228,7 @@ nc_state leader_go_on(nc *c, int *refused)
             post(c, l);
         if (!all_done(l))
             return l->error ? NC_MPI : NC_NOT_YET;
-        take(c, l);
+        apply_received(c, l);
         l->step++;
         l->is_posted = 0;
     }

@@ -1,6 +1,6 @@
 /* A deadline for MPI_Finalize, which blocks while another rank is stopped.
 
-   Python has ended when MPI_Finalize runs, so none of its threads can watch. A thread of C does. */
+   Python threads cannot run after the interpreter has ended, so a C thread watches MPI_Finalize. */
 
 #define _GNU_SOURCE
 #include "mpidist.h"
@@ -22,7 +22,7 @@ static struct {
 static void print(const char *text)
 {
     struct pollfd out = {STDERR_FILENO, POLLOUT, 0};
-    /* A full pipe must not keep this process from ending, so a text that does not fit is dropped. */
+    /* A full pipe must not block this process, so the text is dropped then. */
     if (poll(&out, 1, 0) == 1 && write(STDERR_FILENO, text, strlen(text)) < 0)
         return;
 }
@@ -31,7 +31,7 @@ static void *watch(void *unused)
 {
     (void)unused;
     const struct timespec second = {1, 0};
-    /* Seconds are counted one by one, so the time for which the job is suspended does not count. */
+    /* Count seconds, because a clock would include the time while the job is suspended. */
     for (int waited = 1;; waited++) {
         nanosleep(&second, NULL);
         if (waited == leaving.warn_seconds)
@@ -51,7 +51,7 @@ int nc_limit_finalize(int warn_seconds, const char *warning, int limit_seconds, 
     if (leaving.warning == NULL || leaving.error == NULL)
         return ENOMEM;
     leaving.warn_seconds = warn_seconds, leaving.limit_seconds = limit_seconds;
-    /* Signals of the process are for its other threads. */
+    /* Block all signals in the new thread, because other threads handle them. */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int failed = pthread_create(&thread, NULL, watch, NULL);

@@ -1,4 +1,4 @@
-/* Memory that ranks share: segments and places in them, overlaps, copies, and the memory of other processes. */
+/* Memory: registered segments, overlaps, copies, and access to other processes. */
 
 #define _GNU_SOURCE
 #include "core.h"
@@ -72,7 +72,7 @@ void core_copy(char *to, const char *from, size_t bytes, int streamed)
     memcpy(to, from, bytes);
 }
 
-/* Shell's sort: that of the C library may allocate memory. */
+/* Shell sort, because qsort may allocate memory. */
 static void sort_by_address(nc_range *ranges, int n)
 {
     int gap = 1;
@@ -91,11 +91,11 @@ static void sort_by_address(nc_range *ranges, int n)
 int nc_overlap(const nc_range *inputs, int n, nc_range *outs, int m)
 {
     sort_by_address(outs, m);
-    for (int i = 1; i < m; i++) /* inside the one before: together they reach no further */
+    for (int i = 1; i < m; i++) /* nested in the previous one: extend it, so that ends are sorted, too */
         if (outs[i].end < outs[i - 1].end)
             outs[i].end = outs[i - 1].end;
     for (int i = 0; i < n; i++) {
-        int low = 0, high = m; /* the first result that ends behind where the input begins */
+        int low = 0, high = m; /* the first result that ends after the start of the input */
         while (low < high) {
             int middle = (low + high) / 2;
             if (outs[middle].end <= inputs[i].begin)
@@ -119,7 +119,7 @@ int core_transfer(int pid, struct iovec *here, struct iovec *there, int n, int w
             errno = done < 0 ? errno : EFAULT;
             return -1;
         }
-        size_t left = (size_t)done; /* the kernel may copy less than all */
+        size_t left = (size_t)done; /* the kernel may copy fewer bytes than requested */
         for (; n && left >= here->iov_len; here++, there++, n--)
             left -= here->iov_len;
         if (left) {

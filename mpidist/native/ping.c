@@ -1,12 +1,12 @@
-/* The latency between the cores of two ranks: they write a counter in turn, each after it has seen the other's.
+/* Latency between the cores of two ranks. They increment their counters in turn, each after reading the other's.
 
-   It tells cores that share a cache (35 to 50 ns one way) from cores that do not (150 ns and more). A hypervisor may move
-   the ranks between the two while a program runs, and nothing else shows it. */
+   Cores that share a cache take 35 to 50 ns one way, others 150 ns and more. A hypervisor may move ranks between such
+   cores while a program runs, and only a measurement detects it. */
 
 #include "core.h"
 
 /* The fastest of several batches counts: an interrupt slows one of them. */
-enum { BATCH = 10, LOOKS_BETWEEN_CLOCK_READS = 64 };
+enum { BATCH = 10, POLLS_BETWEEN_CLOCK_READS = 64 };
 
 int64_t nc_ping(nc *c, int other, int batches, int64_t limit)
 {
@@ -19,13 +19,13 @@ int64_t nc_ping(nc *c, int other, int batches, int64_t limit)
         uint64_t turn = before + i;
         if (c->rank < other)
             count(c, PINGED, turn);
-        for (int looks = 1; counted(c, other, PINGED) < turn; looks++)
-            if (looks % LOOKS_BETWEEN_CLOCK_READS == 0 && now() > deadline) {
+        for (int polls = 1; counted(c, other, PINGED) < turn; polls++)
+            if (polls % POLLS_BETWEEN_CLOCK_READS == 0 && now() > deadline) {
                 count(c, PINGED, before + rounds); /* so that the other rank does not wait for this one */
                 return 0;
             }
         if (i < rounds && counted(c, other, PINGED) > turn)
-            return 0; /* the other rank gave up */
+            return 0; /* the other rank timed out */
         if (c->rank > other)
             count(c, PINGED, turn);
         if (i % BATCH == 1) { /* the first time, both ranks have only just arrived */

@@ -1,12 +1,12 @@
 /* Push: an all-reduce without slots, into results that every rank of the node can write.
 
-   Each rank owns a stripe of the elements. It reads this stripe of all ranks' inputs, combines them in rank order, and
-   writes the sum into all ranks' results. Mapped memory is accessed directly, private memory by the kernel
+   Each rank reduces a stripe of the elements. It reads this stripe of all ranks' inputs, combines them in rank order,
+   and writes the sum into all ranks' results. Mapped memory is accessed directly, private memory by the kernel
    (process_vm_readv, process_vm_writev). Ranks wait for each other only at the start and at the end of the call.
 
-   Peers write to the memory of this rank, so a rank that leaves a call early must stop them first. A writer sets WRITING
-   and then reads ABANDONED, a leaving rank sets ABANDONED and then reads WRITING. At least one of the two sees the other.
-   This is Dekker's pattern and needs sequential consistency. */
+   Peers write to the memory of this rank, so a rank that leaves a call early must stop them first. A writer sets
+   WRITING and then reads ABANDONED. A leaving rank sets ABANDONED and then reads WRITING. At least one of the two sees
+   the other's flag. This is Dekker's pattern and needs sequential consistency. */
 
 #define _GNU_SOURCE
 #include "core.h"
@@ -17,8 +17,8 @@
 
 /* MOST_READ: inputs of other ranks, so that a block of each has at least 4 KiB of the scratch memory. */
 enum { COMBINED_AT_ONCE = 32 << 10, MOST_SEGMENTS = 64, MOST_READ = SCRATCH_BYTES / 4096 };
-/* Cores that share a cache answer within 35 to 50 ns, others within 150 to 230 ns. The limit ends a ping when the peer is
-   descheduled. */
+/* Cores that share a cache answer within 35 to 50 ns, others within 150 to 230 ns. The limit ends a ping when the peer
+   is descheduled. */
 enum { FAR_NANOSECONDS = 100, BATCHES = 2, PING_LIMIT_NANOSECONDS = 200000, CALLS_BETWEEN_PINGS = 32 };
 /* ABANDONED is 0, LEFT_EARLY, or FAILED + errno. Every rank fails with that errno. */
 enum { LEFT_EARLY = 1, FAILED = 2 };
@@ -116,12 +116,12 @@ void core_update_latency(nc *c)
 }
 
 /* The location of an input or a result that a rank has published. */
-static int64_t place_of_input(const nc *c, int rank, int array, int replica)
+static int64_t location_of_input(const nc *c, int rank, int array, int replica)
 {
     return nc_told(c, rank)[array * replicas_of(c, rank) + replica];
 }
 
-static int64_t place_of_result(const nc *c, int rank, int array)
+static int64_t location_of_result(const nc *c, int rank, int array)
 {
     return nc_told(c, rank)[c->call.pieces * replicas_of(c, rank) + 1 + array];
 }
@@ -130,10 +130,10 @@ static int all_are_mapped(const nc *c)
 {
     for (int r = 0; r < c->ranks; r++)
         for (int i = 0; i < c->call.pieces; i++) {
-            if (place_of_result(c, r, i) > MAPPED)
+            if (location_of_result(c, r, i) > MAPPED)
                 return 0;
             for (int q = 0; q < replicas_of(c, r); q++)
-                if (place_of_input(c, r, i, q) > MAPPED)
+                if (location_of_input(c, r, i, q) > MAPPED)
                     return 0;
         }
     return 1;
@@ -154,7 +154,7 @@ int core_start_push(nc *c, int replicas_of_all)
 
 /* Blocks ---------------------------------------------------------------------------------------------------------- */
 
-/* Split the next block into segments, one for each array. Return their number, and set `end` to the element after it. */
+/* Split the next block into segments, one per array. Return their number. `end`: the element after the block. */
 static int cut(const nc *c, segment *segments, size_t *end)
 {
     size_t e = c->next_element, stop = c->border[c->rank + 1];
@@ -181,11 +181,11 @@ static int read_inputs(nc *c, int rank, int number, const segment *segments, int
         char *to = scratch_of(c, number);
         int m = 0;
         for (int i = 0; i < n; to += segments[i++].bytes) {
-            int64_t place = place_of_input(c, rank, segments[i].array, q);
-            if (place <= MAPPED)
+            int64_t location = location_of_input(c, rank, segments[i].array, q);
+            if (location <= MAPPED)
                 continue;
             here[m] = (struct iovec){to, segments[i].bytes};
-            there[m++] = (struct iovec){(char *)(intptr_t)place + segments[i].offset, segments[i].bytes};
+            there[m++] = (struct iovec){(char *)(intptr_t)location + segments[i].offset, segments[i].bytes};
         }
         if (m && core_transfer(c->pids[rank], here, there, m, 0) < 0)
             return -1;
@@ -218,9 +218,9 @@ static int collect(nc *c, const segment *s, size_t at)
                 c->combined[inputs++] = c->in[s->array * c->call.replicas + q] + s->offset;
                 continue;
             }
-            int64_t place = place_of_input(c, r, s->array, q);
+            int64_t location = location_of_input(c, r, s->array, q);
             c->combined[inputs++] =
-                place <= MAPPED ? at_place(c, r, place) + s->offset : scratch_of(c, number) + at;
+                location <= MAPPED ? address_at(c, r, location) + s->offset : scratch_of(c, number) + at;
             number++;
         }
     return inputs;
@@ -230,7 +230,7 @@ static int collect(nc *c, const segment *s, size_t at)
 static int is_in_place(const nc *c, int rank, int array)
 {
     for (int q = 0; q < replicas_of(c, rank); q++)
-        if (place_of_input(c, rank, array, q) == place_of_result(c, rank, array))
+        if (location_of_input(c, rank, array, q) == location_of_result(c, rank, array))
             return 1;
     return 0;
 }
@@ -253,27 +253,27 @@ static void combine(nc *c, segment *s, size_t at)
     }
 }
 
-/* Write a block into the results of a rank. Return 0 or an errno. ECANCELED means that the rank has left the call. WRITING
-   is set, so a rank that leaves after the check waits for this write. */
+/* Write a block into the results of a rank. Return 0 or an errno. ECANCELED means that the rank has left the call.
+   WRITING is set, so a rank that leaves after the check waits for this write. */
 static int write_results(nc *c, int rank, const segment *segments, int n)
 {
     struct iovec here[MOST_SEGMENTS], there[MOST_SEGMENTS];
     int m = 0;
     for (int i = 0; i < n; i++) {
-        int64_t place = place_of_result(c, rank, segments[i].array);
-        if (place <= MAPPED)
+        int64_t location = location_of_result(c, rank, segments[i].array);
+        if (location <= MAPPED)
             continue;
         here[m] = (struct iovec){segments[i].sum, segments[i].bytes};
-        there[m++] = (struct iovec){(char *)(intptr_t)place + segments[i].offset, segments[i].bytes};
+        there[m++] = (struct iovec){(char *)(intptr_t)location + segments[i].offset, segments[i].bytes};
     }
     if (get(c, rank, ABANDONED))
         return ECANCELED;
     if (m && core_transfer(c->pids[rank], here, there, m, 1) < 0)
         return errno;
     for (int i = 0; i < n; i++) {
-        int64_t place = place_of_result(c, rank, segments[i].array);
-        if (place <= MAPPED)
-            core_copy((char *)(intptr_t)at_place(c, rank, place) + segments[i].offset, segments[i].sum,
+        int64_t location = location_of_result(c, rank, segments[i].array);
+        if (location <= MAPPED)
+            core_copy((char *)(intptr_t)address_at(c, rank, location) + segments[i].offset, segments[i].sum,
                       segments[i].bytes, streams(c) && !is_in_place(c, rank, segments[i].array));
     }
     return 0;
@@ -309,8 +309,8 @@ static nc_state check_peers(nc *c)
     return NC_NOT_YET;
 }
 
-/* Fail, unless a rank has left early: it may also have unmapped its arrays. Then wait for the deadline or for an error of
-   that rank, as in other calls. */
+/* Fail, unless a rank has left early. That rank may also have unmapped its arrays (EFAULT). Then wait for the deadline
+   or for an error of that rank, as in other calls. */
 static nc_state stop(nc *c, int error)
 {
     int has_left = error == ECANCELED;

@@ -1,5 +1,5 @@
-/* The functions of the core that every collective calls, as builtin functions of Python, without Python's headers.
-   Python calls the others through ctypes (mpidist/collectives/node/native.py). The fast path has a file of its own. */
+/* Python interface: builtin functions of the core for every collective, without Python's headers.
+   Python calls the other functions through ctypes (mpidist/collectives/node/native.py), see also fast_path.c. */
 
 #include "python.h"
 
@@ -10,13 +10,13 @@
 
 /* Memory of arrays ------------------------------------------------------------------------------------------------ */
 
-/* Put the memory of a list of arrays into the pieces of a call; inputs come replica by replica of each piece. */
+/* Read the arrays of a list as inputs of a call, in the order of pieces and, within a piece, of replicas. */
 static int read_inputs(face *f, PyObject *list, int replicas, size_t itemsize)
 {
     ssize_t n = PyList_Size(list);
     if (n < 0 || n > NC_INPUTS || n / replicas > NC_PIECES) {
         if (n >= 0)
-            PyErr_Format(PyExc_ValueError, "%zd arrays in one call; expected at most %d", n, (int)NC_PIECES);
+            PyErr_Format(PyExc_ValueError, "%zd arrays in one call. Pass at most %d", n, (int)NC_PIECES);
         return -1;
     }
     for (ssize_t i = 0; i < n; i++) {
@@ -41,7 +41,7 @@ static int read_outs(face *f, PyObject *list)
     return n < 0 ? -1 : 0;
 }
 
-/* Borders of as many parts as there are ranks, which make up all elements. */
+/* Read and check the borders of one part per rank. */
 static int read_parts(face *f, PyObject *list)
 {
     int64_t before = 0, all = (int64_t)nc_pieces(f->core)[0].count;
@@ -52,7 +52,8 @@ static int read_parts(face *f, PyObject *list)
         before = f->parts[r];
     }
     if (!fit && !PyErr_Occurred())
-        PyErr_Format(PyExc_ValueError, "parts are not the borders of %d parts of %lld", f->ranks, (long long)all);
+        PyErr_Format(PyExc_ValueError, "parts must be ascending borders of %d parts from 0 to %lld", f->ranks,
+                     (long long)all);
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -76,7 +77,7 @@ static int results_overlap(face *f, const nc_call *call)
 /* Calls on the general path --------------------------------------------------------------------------------------- */
 
 /* begin(id, kind, op, dtype, divisor, flags, replicas, unit, slice, note, inputs, outs or None, parts or None,
-   nanoseconds) -> state, or -1 where nothing has begun as results overlap inputs that are still to be read */
+   nanoseconds) -> state, or -1 if nothing was started because results overlap inputs */
 static PyObject *begin(PyObject *self, PyObject *const *a, ssize_t n)
 {
     face *f = face_of(self);
@@ -96,7 +97,7 @@ static PyObject *begin(PyObject *self, PyObject *const *a, ssize_t n)
     call.pieces = read_inputs(f, a[10], call.replicas, nc_itemsize(call.dtype));
     if (call.pieces < 0 || (a[11] != NONE && read_outs(f, a[11]) < 0))
         return NULL;
-    /* Over nodes all that is given is shown before results are written. */
+    /* Calls over nodes publish all inputs inline before results are written, so overlaps are harmless. */
     if (call.kind == NC_ALL_REDUCE && a[11] != NONE && !(call.flags & NC_OVER_NODES) && results_overlap(f, &call))
         return PyLong_FromLongLong(-1);
     if (call.kind == NC_ALL_TO_ALL ? read_parts(f, a[12]) < 0 : a[12] != NONE && read_parts(f, a[12]) < 0)
@@ -109,7 +110,7 @@ static PyObject *begin(PyObject *self, PyObject *const *a, ssize_t n)
     return PyLong_FromLongLong(state);
 }
 
-/* meet(id, flags) -> state, without waiting longer than ranks need that come together */
+/* meet(id, flags) -> state. Keeps the GIL, because ranks that arrive together are faster than releasing it. */
 static PyObject *meet(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
@@ -157,7 +158,7 @@ static PyObject *crossed(PyObject *self, PyObject *const *a, ssize_t n)
     return none();
 }
 
-/* notes() -> what each rank gave with its call */
+/* notes() -> the note of each rank */
 static PyObject *notes(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)a, (void)n;
@@ -168,7 +169,7 @@ static PyObject *notes(PyObject *self, PyObject *const *a, ssize_t n)
     return all;
 }
 
-/* lengths() -> the bytes that each rank gives to this one */
+/* lengths() -> the bytes that each rank sends to this one */
 static PyObject *lengths(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)a, (void)n;
@@ -217,14 +218,16 @@ static int add_functions(PyObject *dict, PyMethodDef *functions, PyObject *self)
     return 0;
 }
 
-/* open(control address, rank, ranks, spins, pids or None, on wire, rails) -> functions, "cells", "address" of the core */
+/* open(control address, rank, ranks, spins, pids or None, on wire, rails) -> functions, "cells", "address" of the core
+   */
 static PyObject *open_core(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)self, (void)n;
     int32_t pids[NC_MOST_RANKS];
     int rank = (int)whole(a[1]), ranks = (int)whole(a[2]), reads = a[4] != NONE;
     if (ranks > NC_MOST_RANKS)
-        return PyErr_Format(PyExc_ValueError, "%d ranks on a node; expected at most %d", ranks, (int)NC_MOST_RANKS);
+        return PyErr_Format(PyExc_ValueError, "%d ranks on a node. The core supports %d. Set MPIDIST_NATIVE=0", ranks,
+                            (int)NC_MOST_RANKS);
     for (int r = 0; r < ranks && reads; r++)
         pids[r] = (int32_t)whole(PyList_GetItem(a[4], r));
     face *f = calloc(1, sizeof *f);
@@ -239,7 +242,9 @@ static PyObject *open_core(PyObject *self, PyObject *const *a, ssize_t n)
     if (capsule == NULL) {
         free(f);
         nc_close(core);
-        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_MemoryError, "no memory for the core of a node");
+        return PyErr_Occurred() ? NULL
+                                : PyErr_Format(PyExc_MemoryError,
+                                               "out of memory for the core of a node. Start fewer processes per node");
     }
     dict = PyDict_New();
     PyObject *cells = PyMemoryView_FromMemory((char *)f->cells, sizeof f->cells, BUF_WRITE);
@@ -255,7 +260,7 @@ static PyObject *open_core(PyObject *self, PyObject *const *a, ssize_t n)
     return dict;
 }
 
-/* The memory between the first and the last element of any array that offers its buffer. */
+/* Return the memory from the first to the last element of an array with a buffer, in any layout. */
 static int range_of(PyObject *array, nc_range *range)
 {
     Py_buffer view;
@@ -275,7 +280,7 @@ static int range_of(PyObject *array, nc_range *range)
     return 0;
 }
 
-/* overlap(arrays, other arrays) -> 0 if none of the first list shares memory with any of the second, 1 if one may */
+/* overlap(arrays, other arrays) -> 1 if an array of the first list may share memory with one of the second, else 0 */
 static PyObject *overlap(PyObject *self, PyObject *const *a, ssize_t count)
 {
     (void)self, (void)count;

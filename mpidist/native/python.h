@@ -1,8 +1,9 @@
-/* What the files of the face for Python share: CPython's functions, declared by hand, and the state of one face.
+/* Internal declarations of the Python interface: CPython's functions, and the state of an interface to one core (face).
 
-   The library is loaded by ctypes.PyDLL and finds the symbols below in the interpreter that loads it, so that one file
-   serves every CPython. Functions of one core hold it in a capsule. All run with the interpreter's lock (GIL), which
-   they give up while they wait or move much. Arrays are those that offer their buffer, contiguous and aligned. */
+   CPython's functions are declared by hand. ctypes.PyDLL loads the library, which finds the symbols in the interpreter,
+   so that one file supports every CPython. A capsule owns the face, and the builtin functions of the core refer to the
+   capsule. All functions run with the GIL and release it while they wait or move many bytes. Arrays must support the
+   buffer protocol, and be contiguous and aligned. */
 
 #ifndef MPIDIST_PYTHON_H
 #define MPIDIST_PYTHON_H
@@ -73,18 +74,18 @@ void PyEval_RestoreThread(void *);
 
 #define NONE (&_Py_NoneStruct)
 
-/* Cells that Python sees, too. DISABLED: not 0 sends calls to the general path. CALLS: fast-path calls so far; LAST: the
-   signature of the last; BYTES: of the values passed in so far. */
+/* Integers that Python reads and writes, too. DISABLED: calls take the general path unless it is 0. CALLS: number of
+   fast-path calls. LAST: signature of the last. BYTES: bytes of their inputs. */
 enum { DISABLED, CALLS, LAST, THREAD, BYTES, CELLS };
 /* IN_CALL: the thread in THREAD is in a fast-path call. HANDED_OVER: Python must resume a call. */
 enum { IN_CALL = 1, HANDED_OVER = 4 };
 enum { SIGNATURES = 2048, AXES = 8, OPS = 32, WORDS = 4096 };
-/* For how long a call keeps the interpreter's lock. */
+/* Nanoseconds that a call polls before it releases the GIL, because releasing it costs latency. */
 enum { KEEPS_LOCK = 30000 };
 
 typedef struct {
     int is_known, number, kind, op, dtype, axes, root, words;
-    ssize_t shape[AXES], *shapes; /* of an array; of those of a list, one after another: axes and sizes, words in all */
+    ssize_t shape[AXES], *shapes; /* of an array, or axes and sizes of each array of a list */
     double divisor;
     uint64_t id;
     PyObject *text; /* bytes, for the flight record */
@@ -95,7 +96,7 @@ typedef struct {
     char *memory;          /* ring of entries, or NULL without a record */
     int64_t *serial;       /* serial number of the newest entry of this process */
     int64_t *last;         /* number and serial number of the last collective of this communicator */
-    PyObject *name, *line; /* bytes; function that returns the line of the program */
+    PyObject *name, *line; /* bytes, and a function that returns the line of the program */
     PyObject *kept[5];     /* owners of all these pointers */
 } flight;
 
@@ -103,13 +104,13 @@ typedef struct {
     nc *core;
     int rank, ranks, op_count, lost; /* errno after the last step, for NC_LOST */
     int64_t cells[CELLS];
-    PyObject *array_type, *empty, *take, *resume; /* the last three are called */
-    ssize_t shapes[WORDS];                       /* of the list that was read last */
+    PyObject *array_type, *empty, *take, *resume; /* numpy.ndarray and three functions */
+    ssize_t shapes[WORDS];                       /* of the list read last */
     PyObject *op[OPS];
     int op_code[OPS];
     signature known[SIGNATURES];
     flight flight;
-    nc_range given[NC_INPUTS], results[NC_PIECES]; /* of one call */
+    nc_range given[NC_INPUTS], results[NC_PIECES]; /* memory of the inputs and results of the current call */
     int64_t parts[NC_MOST_RANKS + 1];
 } face;
 
@@ -139,7 +140,7 @@ static inline int memory_of(PyObject *array, int flags, Py_buffer *view)
 /* The functions of the fast path. */
 extern PyMethodDef fast_functions[];
 
-/* Let go of what they hold. */
+/* Release the references of the fast path. */
 void fast_close(face *f);
 
 #endif

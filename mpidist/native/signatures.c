@@ -110,7 +110,7 @@ int signature_opens(PyObject *value)
     return type == &PyList_Type ? 1 : type == &PyTuple_Type ? TUPLE : 0;
 }
 
-static size_t given_bytes(const face *f, int pieces)
+static size_t input_bytes(const face *f, int pieces)
 {
     size_t bytes = 0;
     for (int i = 0; i < pieces; i++)
@@ -144,7 +144,7 @@ PyObject *signature_cache(PyObject *self, PyObject *const *a, ssize_t n)
             return none();
         f->given[pieces++] = (nc_range){view.buf, (char *)view.buf + view.len, 0};
     }
-    if (nc_is_on_wire(f->core) && given_bytes(f, pieces) > NC_MOST_OVER_NODES)
+    if (nc_is_on_wire(f->core) && input_bytes(f, pieces) > NC_MOST_OVER_NODES)
         return none();
     signature *k = signature_look_up(f, &s, 1);
     size_t bytes = sizeof *s.shapes * (size_t)s.words;

@@ -16,7 +16,7 @@ import torch.distributed
 
 from mpidist.collectives.channel.progress import mpi_takes_threads
 from mpidist.collectives.channel.shutdown import after_shutdown
-from mpidist.collectives.mpi.mailbox import Mailbox
+from mpidist.collectives.mpi.exchange import Mailbox
 from mpidist.core import message_tags
 from mpidist.core.concurrency import DaemonThread, Deadline, Stopwatch
 from mpidist.topology import world_topology

@@ -6,7 +6,7 @@ import pytest
 
 from mpidist import Communicator
 from mpidist.collectives.channel.operation import Operation, describe
-from mpidist.collectives.mpi.agreed import first_does
+from mpidist.collectives.mpi.exchange import first_does
 
 
 class TwoArgumentsError(Exception):

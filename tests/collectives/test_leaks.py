@@ -14,7 +14,7 @@ import pytest
 
 import mpidist
 from mpidist.collectives.channel.channel import open_channels
-from mpidist.collectives.node import shared_memory
+from mpidist.collectives.node import memory
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.pool import run
 
@@ -99,8 +99,8 @@ def test_making_and_closing_over_and_over_again(ranks: int, per_node: int | None
 
 KILLED = """
 import os, pathlib, signal, sys, mpidist
-from mpidist.collectives.node import shared_memory
-mapped = shared_memory._mapped
+from mpidist.collectives.node import memory
+mapped = memory._mapped
 def dies(*args):
     if sys.argv[1] == "a neighbour" and comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -110,7 +110,7 @@ def dies(*args):
         os.kill(os.getppid(), signal.SIGKILL)
     return mapped(*args)
 comm = mpidist.Communicator()
-shared_memory._mapped = dies
+memory._mapped = dies
 pathlib.Path(sys.argv[2], str(os.getpid())).touch()  # what a launcher has not passed on dies with it
 comm.barrier()
 comm.empty(1 << 20)
@@ -145,8 +145,8 @@ def test_files_that_are_being_made_are_left_alone() -> None:
     try:
         with held.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            shared_memory.remove_leftovers.cache_clear()
-            shared_memory.remove_leftovers()
+            memory.remove_leftovers.cache_clear()
+            memory.remove_leftovers()
         assert [path.exists() for path in (left, held, other)] == [False, True, True]
     finally:
         for path in (left, held, other):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpidist.collectives.node.mapping import map_shared
+from mpidist.collectives.node.native import map_shared
 
 pytestmark = pytest.mark.one_rank
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpidist import CollectiveTimeoutError, Communicator, MismatchError, PeerError, ReduceOp
-from mpidist.collectives.mpi import gathering
+from mpidist.collectives.mpi import exchange
 from mpidist.experimental import CommunicationOptions
 from tests.support.ranks.jobs import run_alone, run_script
 from tests.support.ranks.programs import run_program
@@ -61,14 +61,14 @@ def test_every_rank_gets_the_same_error(comm: Communicator, kind: str, odd_rank:
 @pytest.mark.min_ranks(3)
 def test_a_call_that_many_ranks_make_travels_once(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
-    gather = gathering.all_gather_flat
+    gather = exchange.all_gather_flat
 
     def note(comm: Any, mine: Any, result: Any, *rest: Any) -> Any:
         given.append(mine.size)
         return gather(comm, mine, result, *rest)
 
     with monkeypatch.context() as patch, pytest.raises(MismatchError) as caught:
-        patch.setattr(gathering, "all_gather_flat", note)
+        patch.setattr(exchange, "all_gather_flat", note)
         comm.all_reduce("SUM", np.ones(3 if comm.rank == 1 else 2))
     assert [bool(size) for size in given] == [comm.rank < 2]
     assert len({id(text) for text in caught.value.plans.values()}) == 2

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpidist import Communicator
-from mpidist.collectives.node import native, shared_memory
+from mpidist.collectives.node import memory, native
 from mpidist.collectives.node import node as node_module
 from mpidist.core.settings import NATIVE
 from mpidist.topology import world_topology
@@ -51,7 +51,7 @@ def test_a_leader_that_cannot_call_mpi(monkeypatch: pytest.MonkeyPatch, caplog: 
 def test_a_node_without_room(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     world = world_topology()
     if world.rank == 0:
-        monkeypatch.setattr(shared_memory, "free_bytes", lambda: 0)
+        monkeypatch.setattr(memory, "free_bytes", lambda: 0)
     with caplog.at_level(logging.WARNING, "mpidist"), Communicator() as comm:
         assert comm._channel.node.size == 1
         assert comm._channel.node.core is not None
@@ -66,7 +66,7 @@ def test_a_leader_that_cannot_call_mpi_and_a_node_without_room(monkeypatch: pyte
     # Every rank would be a leader then.
     world = world_topology()
     if world.rank == 0:
-        monkeypatch.setattr(shared_memory, "free_bytes", lambda: 0)
+        monkeypatch.setattr(memory, "free_bytes", lambda: 0)
     if world.rank == world.size - 1:
         monkeypatch.setattr(native, "mpi_functions", no_functions)
     with Communicator() as comm:

@@ -11,7 +11,7 @@ import mpidist
 from mpidist import Communicator
 from mpidist.collectives import Chunk, Observer, Operation
 from mpidist.collectives.channel.operation import describe
-from mpidist.collectives.mpi.agreed import first_does
+from mpidist.collectives.mpi.exchange import first_does
 
 
 class Events(Observer):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpidist import Communicator
-from mpidist.collectives.node import shared_memory
+from mpidist.collectives.node import memory
 from mpidist.collectives.node.memory import Pool
 from mpidist.core.settings import RANKS_PER_NODE
 from tests.support.ranks.cores import needs_core
@@ -124,7 +124,7 @@ def test_arrays_outlive_the_communicator() -> None:
 
 
 def test_without_room_in_shared_memory(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "free_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 1 << 20)
     array = filled(comm, 1.0)
     result = comm.all_reduce("SUM", array)
     np.testing.assert_array_equal(result, total(comm, 1.0))

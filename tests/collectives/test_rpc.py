@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from mpidist.collectives.mpi.mailbox import drain
+from mpidist.collectives.mpi.exchange import drain
 from mpidist.collectives.rpc import Call, Endpoint, Handlers, service
 from mpidist.core.concurrency import wait_at_most
 from mpidist.topology import import_mpi

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpidist.collectives.node import shared_memory
+from mpidist.collectives.node import memory
 from mpidist.collectives.observe.record import FlightFile, flight_path
 from mpidist.collectives.observe.trace import TraceFile, merge, trace_path
 from mpidist.collectives.reduce import tuning_file
@@ -125,8 +125,8 @@ def test_links_among_the_files_of_shared_memory_are_left_alone(tmp_path: Path, m
     planted, left = tmp_path / "mpidist-1-1", tmp_path / "mpidist-1-2"
     planted.symlink_to(tmp_path / "victim")
     left.touch()
-    monkeypatch.setattr(shared_memory, "_DIRECTORY", str(tmp_path))
-    shared_memory.remove_leftovers.__wrapped__()
+    monkeypatch.setattr(memory, "_DIRECTORY", str(tmp_path))
+    memory.remove_leftovers.__wrapped__()
     assert planted.is_symlink()
     assert not left.exists()
-    assert shared_memory._mapped(str(planted), 8, 0, 0) is None
+    assert memory._mapped(str(planted), 8, 0, 0) is None

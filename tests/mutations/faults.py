@@ -93,8 +93,8 @@ _NATIVE = (
     Fault(
         "small sums begin with the last rank",
         "mpidist/native/core.c",
-        "combined[inputs++] = shown_at(c, r, ",
-        "combined[inputs++] = shown_at(c, c->ranks - 1 - r, ",
+        "combined[inputs++] = inline_input(c, r, ",
+        "combined[inputs++] = inline_input(c, c->ranks - 1 - r, ",
         ("tests/collectives/test_order_of_sums.py",),
         ranks=3,
     ),
@@ -142,8 +142,8 @@ _NATIVE = (
     Fault(
         "small arrays are gathered from the first rank alone",
         "mpidist/native/core.c",
-        "const char *from = r == c->rank ? c->in[0] : shown_by(c, r);",
-        "const char *from = r == c->rank ? c->in[0] : shown_by(c, 0);",
+        "const char *from = r == c->rank ? c->in[0] : inline_data(c, r);",
+        "const char *from = r == c->rank ? c->in[0] : inline_data(c, 0);",
         ("tests/collectives/test_movement.py",),
         ranks=2,
     ),
@@ -399,7 +399,7 @@ _COLLECTIVES = (
     ),
     Fault(
         "a shared result is written again while the first rank still holds it",
-        "mpidist/collectives/node/shared_results.py",
+        "mpidist/collectives/node/memory.py",
         "any(bits >> index & 1 for bits in held)",
         "any(bits >> index & 1 for bits in held[1:])",
         ("tests/collectives/test_own_arrays.py",),
@@ -569,7 +569,7 @@ _COLLECTIVES = (
     ),
     Fault(
         "messages in flight are not received when a communicator is closed",
-        "mpidist/collectives/mpi/mailbox.py",
+        "mpidist/collectives/mpi/exchange.py",
         "    if not most_sent[0]:\n        return []\n",
         "    return []\n",
         ("tests/collectives/test_closing.py",),

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.collectives.node import shared_memory
 from mpidist.core.errors import DeviceError
 from mpidist.experimental import CentralStorageStrategy
 from tests.acceptance.checks import FIRST, MEAN, NONE, ON_READ, ON_WRITE, SUM, fill, make_variable, replica_id, same
@@ -312,7 +311,7 @@ def test_ranks_that_do_different_things(strategy: Any) -> None:
 def test_no_room(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_several_ranks(strategy)
     with monkeypatch.context() as patch:
-        patch.setattr(shared_memory, "free_bytes", lambda: 1 << 20)
+        patch.setattr(memory, "free_bytes", lambda: 1 << 20)
         with pytest.raises(MemoryError, match=r"variable 'w'.*/dev/shm has no room for 80000 bytes.*--shm-size"):
             make_variable(strategy, np.zeros(10_000), name="w")
     same(make_variable(strategy, np.ones(10_000), name="w").numpy(), np.ones(10_000))

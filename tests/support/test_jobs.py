@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import mpidist
-from mpidist.collectives.node import chunks
+from mpidist.collectives.node import memory
 from tests.support.ranks import jobs, pool
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
@@ -206,7 +206,7 @@ def leave_a_communicator_open() -> None:
 
 
 def change_the_library() -> None:
-    chunks.slices = None
+    memory.slices = None
 
 
 def change_the_environment() -> None:
@@ -222,7 +222,7 @@ def test_warm_ranks_stay() -> None:
     ("untidy", "said"),
     [
         (leave_a_communicator_open, r"rank 1: .*still open; close\(\)"),
-        (change_the_library, "rank 1: mpidist.collectives.node.chunks.slices is another"),
+        (change_the_library, "rank 1: mpidist.collectives.node.memory.slices is another"),
     ],
 )
 def test_what_is_left_behind_is_an_error_and_not_met_by_the_next(untidy: Callable[..., Any], said: str) -> None:

@@ -19,9 +19,8 @@ from mpidist.collectives.channel.mismatch import FOR_COMMUNICATORS, Advice
 from mpidist.collectives.channel.observers import OTHERS, Chunk, Observers
 from mpidist.collectives.channel.operation import Description, Operation, describe
 from mpidist.collectives.channel.progress import progress
-from mpidist.collectives.mpi.agreed import COMMON_ERRORS
 from mpidist.collectives.mpi.communicator_names import next_name, ranks_in_job
-from mpidist.collectives.mpi.mailbox import MessageCount, drain
+from mpidist.collectives.mpi.exchange import COMMON_ERRORS, MessageCount, drain
 from mpidist.collectives.mpi.waiting import Comm, Steps, drive
 from mpidist.collectives.node.node import Node
 from mpidist.core import settings

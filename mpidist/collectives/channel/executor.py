@@ -17,7 +17,7 @@ from mpidist.collectives.channel.handshake import Handshake
 from mpidist.collectives.channel.observers import Observers
 from mpidist.collectives.channel.operation import Operation, describe
 from mpidist.collectives.channel.progress import progress
-from mpidist.collectives.mpi.agreed import is_common
+from mpidist.collectives.mpi.exchange import is_common
 from mpidist.collectives.mpi.waiting import Comm, Steps, drive
 from mpidist.collectives.node.core import LOST, WRITE_SECONDS
 from mpidist.collectives.node.node import Node

@@ -23,7 +23,7 @@ import numpy as np
 from mpidist.collectives.channel.changes import LocalChanges
 from mpidist.collectives.channel.mismatch import Advice, mismatch_text, news_text, printing_ranks
 from mpidist.collectives.channel.operation import plan_id
-from mpidist.collectives.mpi.objects import gather_equal_objects
+from mpidist.collectives.mpi.exchange import gather_equal_objects
 from mpidist.collectives.mpi.waiting import Steps, until_done
 from mpidist.collectives.node.core import MISMATCH, WAITING
 from mpidist.collectives.node.node import Node

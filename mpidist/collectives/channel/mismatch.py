@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mpidist.collectives.mpi.gathering import exchange_lengths
-from mpidist.collectives.mpi.objects import gather_objects
+from mpidist.collectives.mpi.exchange import exchange_lengths, gather_objects
 from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.core.errors import MORE_TIME, MismatchError
 from mpidist.core.text import cut_text, group_lines, groups_of, numbered_ranks, user_call_site

@@ -13,7 +13,7 @@ import numpy as np
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.channel.changes import LocalChanges
-from mpidist.collectives.mpi.agreed import is_common
+from mpidist.collectives.mpi.exchange import is_common
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.core.nest import LEAF
 from mpidist.core.options import ReduceOp

@@ -15,10 +15,10 @@ from mpidist.collectives.gpu.device_streams import DeviceCall, DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.gpu.reduce import DeviceChoice
 from mpidist.collectives.move.move import BroadcastPlan, GatherPlan
-from mpidist.collectives.mpi import gathering
-from mpidist.collectives.mpi.agreed import all_do
+from mpidist.collectives.mpi import exchange
+from mpidist.collectives.mpi.exchange import all_do
 from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, relax
-from mpidist.collectives.node.chunks import slices
+from mpidist.collectives.node.memory import slices
 from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.core.errors import PeerError
 from mpidist.core.options import ReduceOp
@@ -64,7 +64,7 @@ class DeviceMovement:
         with _finishing(call):
             nccl = yield from self._begin(plan, call)
             arrays, stream = list(call.inputs.values()), call.streams.stream
-            rows = yield from gathering.gather_lengths(self._channel.comm, [len(array) for array in arrays])
+            rows = yield from exchange.gather_lengths(self._channel.comm, [len(array) for array in arrays])
             lengths = [sum(lengths) for lengths in zip(*rows, strict=True)]
             shapes = [(length, *array.shape[1:]) for length, array in zip(lengths, arrays, strict=True)]
             yield from self._allocate(call, plan, tuple(zip(shapes, [array.dtype for array in arrays], strict=True)))

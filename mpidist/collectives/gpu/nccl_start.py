@@ -21,9 +21,8 @@ import numpy as np
 
 from mpidist.arrays.device_ops import DeviceOps, ops_for
 from mpidist.arrays.streams import find_cupy, require_cupy
-from mpidist.collectives.mpi.agreed import problems_of
 from mpidist.collectives.mpi.communicator_names import ranks_in_job
-from mpidist.collectives.mpi.objects import broadcast_pickle, gather_objects
+from mpidist.collectives.mpi.exchange import broadcast_pickle, gather_objects, problems_of
 from mpidist.collectives.mpi.waiting import Comm, Steps, relax, until_done
 from mpidist.collectives.reduce.device_packs import nccl_reduction
 from mpidist.core.concurrency import Stopwatch, start_daemon

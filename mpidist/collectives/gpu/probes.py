@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from mpidist.collectives.mpi.gathering import agreed_minimum
+from mpidist.collectives.mpi.exchange import agreed_minimum
 from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.core import settings
 from mpidist.topology import import_mpi

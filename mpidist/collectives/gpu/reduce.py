@@ -28,10 +28,9 @@ from mpidist.collectives.gpu.device_streams import DeviceAlgorithm, DeviceReduct
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.gpu.probes import rdma_everywhere, rdma_fabric, takes_device_memory
 from mpidist.collectives.gpu.staging import DeviceRing, PinnedBuffer, StagingRing, agreed_staging_bytes
-from mpidist.collectives.mpi.agreed import problems_of
+from mpidist.collectives.mpi.exchange import problems_of
 from mpidist.collectives.mpi.waiting import Steps, pause, until_event
-from mpidist.collectives.node.chunks import slices
-from mpidist.collectives.node.memory import Pool
+from mpidist.collectives.node.memory import Pool, slices
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import Pack, PackedReduction
 from mpidist.collectives.reduce.algorithms.two_level import Wires, moved
@@ -39,17 +38,21 @@ from mpidist.collectives.reduce.choice import Choice, place_of
 from mpidist.collectives.reduce.cost_model import Round
 from mpidist.collectives.reduce.device_packs import SLICE_ALIGNMENT, DevicePack
 from mpidist.collectives.reduce.registry import (
+    BY_NETWORK,
     GPU_PLACES,
     Algorithm,
     AlgorithmEntry,
     Row,
+    Table,
     Wire,
     at_once,
     gpu_algorithms,
     gpu_names,
+    look_up,
+    resolved,
+    row_text,
     wire_algorithms,
 )
-from mpidist.collectives.reduce.registry import BY_NETWORK, Table, look_up, resolved, row_text
 from mpidist.core.errors import AlgorithmError
 from mpidist.core.options import CommunicationOptions
 

@@ -18,10 +18,10 @@ from mpidist.arrays.streams import Event
 from mpidist.collectives.channel.operation import which_on_device
 from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.probes import rdma_fabric
-from mpidist.collectives.mpi.gathering import agreed_minimum
+from mpidist.collectives.mpi.exchange import agreed_minimum
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.mpi.waiting import Comm, Steps, until_event
-from mpidist.collectives.node.chunks import slices
+from mpidist.collectives.node.memory import slices
 from mpidist.collectives.reduce.cost_model import Rail
 from mpidist.core import settings
 from mpidist.core.options import ReduceOp

@@ -17,12 +17,12 @@ from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.mismatch import checksums_fit, raise_rows_mismatch, rows_checksum
 from mpidist.collectives.channel.observers import MOVE, REDUCE
 from mpidist.collectives.channel.operation import Description, Signature, describe, note_text, signature_text
-from mpidist.collectives.mpi import gathering
+from mpidist.collectives.mpi import exchange
 from mpidist.collectives.mpi.mpi_types import as_bytes
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.core import Core
-from mpidist.collectives.node.mapping import address_of
 from mpidist.collectives.node.memory import Pool
+from mpidist.collectives.node.native import address_of
 from mpidist.collectives.node.packing import copies_of_overlapping, divided, in_order
 from mpidist.collectives.reduce.plan import ReductionPlan
 
@@ -150,7 +150,7 @@ class HostMovement:
         channel.phase(MOVE)
         rows: list[list[int]] = []
         if core is None:
-            rows = yield from gathering.gather_lengths(comm, [len(array) for array in moved])
+            rows = yield from exchange.gather_lengths(comm, [len(array) for array in moved])
         results = []
         for index, array in enumerate(moved):
             if core is not None:
@@ -164,7 +164,7 @@ class HostMovement:
             if core is None:
                 counts = [length * plan.row_sizes[index] for length in lengths]
                 nodes = channel.node.ranks
-                yield from gathering.all_gather_flat(comm, array.reshape(-1), whole.reshape(-1), counts, nodes)
+                yield from exchange.all_gather_flat(comm, array.reshape(-1), whole.reshape(-1), counts, nodes)
             else:
                 core.targets([as_bytes(whole)])
                 yield from core.go_on()
@@ -175,7 +175,7 @@ class HostMovement:
         """Gather the bytes of all ranks, in rank order."""
         core = yield from self._open(description, partial(_gather, np.frombuffer(data, np.uint8)))
         if core is None:
-            return (yield from gathering.all_gather_bytes(self._channel.comm, data))
+            return (yield from exchange.all_gather_bytes(self._channel.comm, data))
         lengths = core.notes()
         whole = np.empty(sum(lengths), np.uint8)
         core.targets([whole])
@@ -209,7 +209,7 @@ class HostMovement:
             else:
                 if is_root:
                     copy[...] = sent[index]
-                yield from gathering.broadcast_flat(self._channel.comm, copy.reshape(-1), plan.root)
+                yield from exchange.broadcast_flat(self._channel.comm, copy.reshape(-1), plan.root)
             results.append(copy)
         return results
 
@@ -239,7 +239,7 @@ class HostMovement:
         for index, array in enumerate(arrays):
             if core is None:
                 own = [rows * widths[index] for rows in rows_sent[index]]
-                lengths, notes = yield from gathering.exchange_lengths(comm, own, own_notes[index])
+                lengths, notes = yield from exchange.exchange_lengths(comm, own, own_notes[index])
             else:
                 if index:
                     _deal(sent[index], parts[index], own_notes[index], core, 0)
@@ -249,7 +249,7 @@ class HostMovement:
             dealt = self._target((rows, *plan.row_shapes[index]), array.dtype, outs[index] if outs else None)
             into = as_bytes(dealt) if plan.row_bytes[index] else np.empty(rows, np.uint8)
             if core is None:
-                yield from gathering.exchange_parts(comm, sent[index], parts[index], into, lengths)
+                yield from exchange.exchange_parts(comm, sent[index], parts[index], into, lengths)
             else:
                 core.targets([into])
                 yield from core.go_on()
@@ -287,7 +287,7 @@ class HostMovement:
         if core is None:
             wide, _ = reduction_dtypes(array.dtype, plan.op)
             send, flat = send.astype(wide, copy=False), flat.astype(wide, copy=False)
-            yield from gathering.reduce_scatter_rows(channel.comm, send, flat, borders, plan.op)
+            yield from exchange.reduce_scatter_rows(channel.comm, send, flat, borders, plan.op)
             divided(flat, plan.divisor)
             kept = flat.reshape(shape)
         return [kept.astype(result_dtype, copy=False)]

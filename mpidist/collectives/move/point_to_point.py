@@ -25,7 +25,7 @@ from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.executor import also_moved, move_works
 from mpidist.collectives.channel.operation import Description, Operation, Work, describe, signature_text
 from mpidist.collectives.channel.progress import progress
-from mpidist.collectives.mpi.mailbox import MessageCount
+from mpidist.collectives.mpi.exchange import MessageCount
 from mpidist.collectives.mpi.mpi_types import as_bytes, one_message
 from mpidist.collectives.mpi.waiting import Steps, drive, until_done
 from mpidist.collectives.node.packing import in_order

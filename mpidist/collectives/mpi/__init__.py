@@ -1,1 +1,1 @@
-"""The base of all collectives: MPI without blocking calls, its types, and small objects."""
+"""Non-blocking MPI: polling, datatypes, and exchange of arrays, objects and messages."""

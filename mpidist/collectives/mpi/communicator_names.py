@@ -1,4 +1,4 @@
-"""Names of communicators, which all their ranks find without talking to one another."""
+"""Names of communicators. All ranks compute the same name without communication."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mpidist.collectives.mpi.waiting import Comm
 from mpidist.core.text import ranks_text
 from mpidist.topology import import_mpi
 
-# So that the flight record has room for a name.
+# The flight record has 80 bytes for a name.
 _RANKS_WIDTH = 40
-# By a digest of the ranks, which are many.
+# Communicators so far, by a digest of their ranks, because a list of ranks may be long.
 _counts: dict[bytes, int] = {}
 
 
 def ranks_in_job(comm: Comm) -> tuple[int, ...]:
-    """Return the ranks of ``comm`` as those of the job."""
+    """Return the ranks of ``comm`` in the job."""
     group, world = comm.Get_group(), import_mpi().COMM_WORLD.Get_group()
     ranks = tuple(group.Translate_ranks(None, world))
     group.Free()
@@ -26,7 +26,7 @@ def ranks_in_job(comm: Comm) -> tuple[int, ...]:
 
 
 def next_name(ranks: tuple[int, ...]) -> str:
-    """Return the name of one more communicator of these ranks, with its number among theirs."""
+    """Return a name for a new communicator of these ranks, with its number."""
     key = sha256(array("q", ranks).tobytes()).digest()
     number = _counts[key] = _counts.get(key, 0) + 1
     return _name(number, ranks)
@@ -39,6 +39,6 @@ def first_name() -> str:
 
 def _name(number: int, ranks: tuple[int, ...]) -> str:
     text = ranks_text(ranks, _RANKS_WIDTH)
-    # A text that is cut is not of these ranks alone.
-    alone = f" ({zlib.crc32(array('q', ranks).tobytes()):08x})" if "..." in text else ""
-    return f"communicator {number} of ranks {text}{alone}"
+    # Different ranks may have the same abbreviated text.
+    checksum = f" ({zlib.crc32(array('q', ranks).tobytes()):08x})" if "..." in text else ""
+    return f"communicator {number} of ranks {text}{checksum}"

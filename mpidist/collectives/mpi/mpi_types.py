@@ -1,4 +1,4 @@
-"""NumPy dtypes and reduce operations for MPI, and pieces that fit into an MPI count."""
+"""MPI datatypes and operations for NumPy arrays, and chunks that fit into an MPI count."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpidist.topology import import_mpi
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# MPI before version 4 counts elements in a C int.  Tests lower it to see the cutting at work.
+# MPI before version 4 counts elements in a C int. Tests lower it.
 MAX_COUNT = 2**31 - 1
 
 NUMPY_OPS: dict[ReduceOp, np.ufunc] = {
@@ -29,18 +29,15 @@ NUMPY_OPS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.BOR: np.bitwise_or,
     ReduceOp.BXOR: np.bitwise_xor,
 }
-"""The NumPy functions of the operations; a mean is a sum, divided afterwards."""
+"""NumPy functions of the operations. A mean is a sum that the caller divides."""
 
 
 @cache
 def mpi_op(op: ReduceOp, dtype: DType) -> MPI.Op:
-    """Return the MPI operation for ``op``; a mean is a sum that is divided afterwards.
-
-    MPI_MIN and MPI_MAX say nothing of NaN, and libraries lose it, or even give ranks different results. Sums of small
-    whole numbers that do not fit saturate in Open MPI's vector instructions, and wrap elsewhere. NumPy's functions
-    keep NaN, and wrap, so they serve for these.
-    """
+    """Return the MPI operation for ``op``. A mean is a sum that the caller divides."""
     mpi = import_mpi()
+    # MPI does not define MPI_MIN and MPI_MAX of NaN: libraries drop NaN, or return different results on different
+    # ranks. Sums of small integers saturate in Open MPI's vector code. NumPy keeps NaN, and wraps.
     keeps_nan = dtype.kind == "f" and op in (ReduceOp.MIN, ReduceOp.MAX)
     adds = not op.is_bitwise and op not in (ReduceOp.MIN, ReduceOp.MAX)
     wraps = dtype.kind in "iu" and dtype.itemsize < 4 and adds
@@ -61,7 +58,7 @@ def mpi_op(op: ReduceOp, dtype: DType) -> MPI.Op:
 
 @cache
 def _made_op(combine: np.ufunc, dtype: DType) -> MPI.Op:
-    """Return an operation of NumPy; one for each, as mpi4py has room for few."""
+    """Return an MPI operation that calls NumPy. Cached, because mpi4py supports few user operations."""
 
     def reduce(values: memoryview, into: memoryview, _: MPI.Datatype) -> None:
         target = np.frombuffer(into, dtype)
@@ -72,24 +69,24 @@ def _made_op(combine: np.ufunc, dtype: DType) -> MPI.Op:
 
 @cache
 def mpi_datatype(dtype: DType) -> MPI.Datatype:
-    """Return the MPI datatype of one element that MPI can do arithmetic on."""
+    """Return the MPI datatype of one element, for reductions."""
     datatype: MPI.Datatype = import_mpi().Datatype.fromcode(dtype.char)
     return datatype
 
 
 def message(array: Array) -> tuple[Array, int, MPI.Datatype]:
-    """Return the message for mpi4py of a contiguous array of any dtype."""
+    """Return mpi4py's message of a contiguous array of any dtype."""
     return as_bytes(array), array.nbytes, import_mpi().BYTE
 
 
 def one_message(array: Array) -> tuple[Array, int, MPI.Datatype]:
-    """Return the message for mpi4py of a contiguous array of any dtype and size."""
+    """Return mpi4py's message of a contiguous array of any dtype and size."""
     return message(array) if array.nbytes <= MAX_COUNT else (as_bytes(array), 1, _bytes(array.nbytes))
 
 
 @cache
 def _bytes(count: int) -> MPI.Datatype:
-    """Return the datatype of so many bytes."""
+    """Return the datatype of ``count`` bytes."""
     byte, block = import_mpi().BYTE, 1 << 20
     blocks = byte.Create_contiguous(block)
     whole: MPI.Datatype = import_mpi().Datatype.Create_struct(
@@ -99,17 +96,17 @@ def _bytes(count: int) -> MPI.Datatype:
 
 
 def tag_of(number: int) -> int:
-    """Return a tag that tells messages apart that are under way at the same time."""
+    """Return a tag that separates messages in flight."""
     return number % TAGS_OF_ARRAYS
 
 
 def as_bytes(array: Array) -> Array:
-    """Return the memory of a contiguous array as a flat array of bytes."""
+    """Return a contiguous array as a flat array of bytes."""
     return array.reshape(-1).view("u1")
 
 
 def chunks(count: int, limit: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yield ``(start, stop)`` ranges that cover ``count`` elements in pieces of at most ``limit``.
+    """Yield ``(start, stop)`` ranges of at most ``limit`` elements that cover ``count`` elements.
 
     >>> list(chunks(5, limit=2))
     [(0, 2), (2, 4), (4, 5)]

@@ -1,1 +1,1 @@
-"""The ranks of one node: their board, their shared memory, and data among them."""
+"""The ranks of one node: native core, shared memory, and packed arrays."""

@@ -1,28 +1,39 @@
-"""The C functions of the native core, or why this process has none."""
+"""The C functions: the library of the native core, and memory mappings of libc."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import math
+import mmap
 import os
 import shlex
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_size_t, c_ssize_t, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mpidist.arrays.dtypes import Array
 from mpidist.core.settings import NATIVE, TIMEOUT, WARN_AFTER
 from mpidist.native.build_library import LIBRARY, SOURCES, source_id
 from mpidist.topology import import_mpi
 
-# The functions that leaders call, see mpidist/native/leaders.c.
-_OF_LEADERS = ("MPI_Isend", "MPI_Irecv", "MPI_Test")
+# Called by node leaders, see mpidist/native/leaders.c.
+_LEADER_FUNCTIONS = ("MPI_Isend", "MPI_Irecv", "MPI_Test")
 _LONGEST_SECONDS = 2**31 - 1
 Functions = Mapping[str, Callable[..., Any]]
-"""The functions that every collective calls. They are builtin functions of Python, which cost less than ctypes."""
+"""Functions that every collective calls. They are Python builtins, because ctypes calls cost more."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = c_void_p
+_libc.mmap.argtypes = [c_void_p, c_size_t, c_int, c_int, c_int, ctypes.c_long]
+_libc.munmap.argtypes = [c_void_p, c_size_t]
+_MAP_FAILED = c_void_p(-1).value
 
 
 class PushSizes(Structure):
@@ -62,7 +73,7 @@ class MpiFunctions(Structure):
     )
 
 
-# Result and arguments of the functions that Python calls through ctypes.
+# Result and arguments of the functions called through ctypes.
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "nc_abandon": (None, c_void_p, c_int64, c_char_p),
     "nc_allow_push": (None, c_void_p, c_int, POINTER(PushSizes)),
@@ -86,7 +97,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class _Core:
-    """The functions of the library, or the reason why it is missing."""
+    """Functions of the library, or the reason why it is missing."""
 
     functions: Functions | None = None
     library: ctypes.CDLL | None = None
@@ -94,49 +105,31 @@ class _Core:
 
 
 def functions() -> Functions | None:
-    """Return the C functions by name, or None. Loads the library at the first call.
-
-    Raises:
-        RuntimeError: The library was built from other sources than those beside it.
-        ValueError: MPIDIST_NATIVE is neither 0 nor 1.
-    """
+    """Return the C functions by name, or None. The first call loads the library."""
     return _core().functions
 
 
 def why_not() -> str | None:
-    """Return why this process has no native core, or None where it has one.
-
-    Raises:
-        RuntimeError: The library was built from other sources than those beside it.
-        ValueError: MPIDIST_NATIVE is neither 0 nor 1.
-    """
+    """Return why this process has no native core, or None if it has one."""
     return _core().why_not
 
 
 def library() -> ctypes.CDLL:
-    """Return the library, for the functions in ``_PROTOTYPES``. Calls release Python's lock."""
+    """Return the library for the functions in ``_PROTOTYPES``. Calls release the GIL."""
     found = _core().library
     assert found is not None, "no native core"
     return found
 
 
 def read_number(pid: int, address: int) -> int:
-    """Return the integer of 8 bytes at an address of another process.
-
-    Raises:
-        OSError: It is not accessible.
-    """
+    """Read an 8-byte integer of another process. Raises OSError if it is not accessible."""
     number = c_int64()
     _check(library().nc_read(pid, ctypes.byref(number), address, 8))
     return number.value
 
 
 def write_number(pid: int, address: int, number: int) -> None:
-    """Write an integer of 8 bytes to an address of another process.
-
-    Raises:
-        OSError: It is not accessible.
-    """
+    """Write an 8-byte integer of another process. Raises OSError if it is not accessible."""
     _check(library().nc_write(pid, address, ctypes.byref(c_int64(number)), 8))
 
 
@@ -145,27 +138,45 @@ def _check(status: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
+def address_of(array: Array) -> int:
+    """Return the address of a contiguous array."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def map_shared(descriptor: int, nbytes: int) -> Array:
+    """Map the first ``nbytes`` of a file as an array (MAP_SHARED).
+
+    The file may be closed. It stays mapped until the last array in it is dropped.
+    """
+    # Not mmap.mmap, which keeps a descriptor open before Python 3.13.
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    if address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mapping {nbytes} bytes: {os.strerror(code)}")
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    # Not at exit, because arrays may still be read then. The kernel unmaps the file later.
+    weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
+    return np.frombuffer(memoryview(memory), np.uint8)
+
+
 def build_command() -> str:
-    """Return the command that builds the library beside the sources of this mpidist."""
+    """Return the command that builds the library."""
     return shlex.join([sys.executable, str(SOURCES / "build_library.py")])
 
 
 def mpi_functions() -> list[int]:
-    """Return the addresses of the functions of MPI that leaders call.
-
-    Raises:
-        OSError: mpi4py's library does not have them.
-    """
+    """Return the addresses of the MPI functions that leaders call. Raises OSError if one is missing."""
     library = ctypes.CDLL(import_mpi().__file__)
     try:
-        functions = [getattr(library, name) for name in _OF_LEADERS]
+        functions = [getattr(library, name) for name in _LEADER_FUNCTIONS]
     except AttributeError as error:
         raise OSError(str(error)) from error
     return [ctypes.c_size_t.from_buffer(function).value for function in functions]
 
 
 def limit_finalize(rank: int, size: int) -> None:
-    """Bound the time that this process takes to end, if it has the native core."""
+    """Limit the time of MPI_Finalize by a C thread, if the native core is loaded."""
     if functions() is None:
         return
     warn, limit = (min(math.ceil(each.read()), _LONGEST_SECONDS) for each in (WARN_AFTER, TIMEOUT))
@@ -180,11 +191,7 @@ def limit_finalize(rank: int, size: int) -> None:
 
 
 def why_not_between_nodes() -> str | None:
-    """Return why the core cannot exchange data with other nodes, or None.
-
-    Raises:
-        LaunchError: There is no MPI.
-    """
+    """Return why the core cannot exchange data with other nodes, or None."""
     try:
         mpi_functions()
     except OSError as error:
@@ -202,7 +209,7 @@ def _load(folder: Path) -> _Core:
     if not path.exists():
         return _Core(why_not=f"{path} is missing (docs/install.md; the native core is for 64-bit Linux)")
     try:
-        # This kind keeps Python's lock, because these functions use Python's objects.
+        # PyDLL keeps the GIL, because these functions use Python objects.
         builtin = ctypes.PyDLL(str(path))
     except OSError as error:
         return _Core(why_not=f"it cannot be loaded: {error}")
@@ -211,7 +218,7 @@ def _load(folder: Path) -> _Core:
     built, expected = builtin.nc_build().decode(), source_id(folder)
     if built != expected:
         raise RuntimeError(
-            f"{path} was built from other sources (id {built}) than those beside it (id {expected}). "
+            f"{path} was built from other sources (id {built}) than this mpidist (id {expected}). "
             f"Build it again: {build_command()}"
         )
     library = ctypes.CDLL(str(path), use_errno=True)

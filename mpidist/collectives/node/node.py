@@ -1,4 +1,4 @@
-"""The ranks of a communicator that share a node, their core and shared memory."""
+"""The ranks of a communicator on one node, with their native core and shared memory."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpidist.arrays.dtypes import Array
-from mpidist.collectives.mpi.gathering import agreed_minimum
+from mpidist.collectives.mpi.exchange import agreed_minimum
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node import native
 from mpidist.collectives.node.core import SMALL_BETWEEN_NODES, WRITE_SECONDS, Core, Sizes
-from mpidist.collectives.node.mapping import address_of
-from mpidist.collectives.node.shared_memory import (
+from mpidist.collectives.node.memory import (
     NO_ROOM,
     NOT_SHARED,
     SharedMemory,
+    SharedResults,
     aligned_zeros,
     control_memory,
     room_for_segments,
 )
-from mpidist.collectives.node.shared_results import SharedResults
+from mpidist.collectives.node.native import address_of
 from mpidist.core import settings
 from mpidist.topology import Topology, allowed_cores, cores_are_short, import_mpi
 from mpidist.topology.exit import can_go_on, revoking
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _MAGIC = 0x6D70696469737421
-# Bytes of a reduced slice, at most. Between nodes it is cut once more into messages.
+# Longest reduced slice in bytes. Slices between nodes are split again into messages.
 _SLICE_BYTES, SLICE_BYTES_BETWEEN_NODES = 256 << 10, 1 << 20
 _SMALLEST_SLICE_BYTES = 16 << 10
-# Of a slice on one node: small enough to stay in the cache from one rank to the next. Ranks that share a processor core
-# should take fewer turns.
+# Usual slice on one node: it stays in the cache from one rank to the next. Ranks that share a core exchange larger
+# slices, because each exchange costs a context switch.
 _USUAL_SLICE_BYTES, _OVERSUBSCRIBED_SLICE_BYTES = 128 << 10, 256 << 10
-# Slices on their way: on one node one is copied out while the next is reduced; several keep a wire busy.
+# Slices in flight. On one node, one is copied out while the next is reduced. The network needs several.
 _LANES, LANES_BETWEEN_NODES = 2, 16
-# Of data that a rank shows before the ranks meet, and of its slots for larger ones.
+# Bytes that a rank publishes inline, and bytes of a slot for larger data.
 _SMALL_BYTES, _MOST_CHUNK_BYTES = 128 << 10, 2 << 20
 # From this size on, all-reduces write directly into the results of other ranks: private arrays between cores without
 # a common cache, and arrays in mapped memory. Between cores that share a cache, slots are faster at every size.
@@ -58,27 +58,20 @@ _log = logging.getLogger("mpidist")
 class Node:
     """The node of this rank (collective over the communicator).
 
-    Where any rank has no native core, or any node no room for it in shared memory, every rank counts as a node of its
-    own. A core that cannot call MPI is none where there are several nodes.
-
-    Args:
-        comm: The communicator; its ranks on this node are taken together.
+    Every rank is a node of its own if any rank lacks the native core, if any node lacks shared memory for it, or if the
+    core of a job with several nodes cannot call MPI.
 
     Attributes:
-        topology: Of ``comm``.
-        comm: The ranks of the node.
-        rank, size: In the node.
-        is_alone: Whether it holds all ranks of ``comm``.
-        ranks: Of every node, its ranks in ``comm``.
-        rails: Ranks of a node that reduce slices which go to the other nodes: as many as the smallest node has.
-        core: Where the ranks of the node meet; the first of them meets those of other nodes. None without a native
-            core, and when closed.
-        has_neighbours: Whether data move in the node: not for a rank that is alone there but not in the communicator.
-        shared: Shared memory of the node.
+        comm: Ranks of the node.
+        is_alone: Whether the node has all ranks of the communicator.
+        ranks: Ranks of every node in the communicator.
+        rails: Ranks of a node that reduce slices for other nodes, equal on all nodes.
+        core: Native core. None if unavailable or closed.
+        has_neighbours: Whether data move inside the node. False without a native core, or for one rank of many nodes.
         results: Results that the ranks of the node share.
-        slice_bytes: Of a reduced slice on its way between nodes, once there is room for it.
-        slots: The memory through which data of this rank go to the others; None before ``make_room``.
-        reads_neighbours: Whether every rank of every node may read the memory of its neighbours.
+        slice_bytes: Bytes of a reduced slice between nodes, 0 before ``make_room``.
+        slots: Slots of this rank. None before ``make_room``.
+        reads_neighbours: Whether every rank may read the memory of the other ranks of its node.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -118,11 +111,7 @@ class Node:
         self._has_room: bool | None = None
 
     def end_writers(self) -> None:
-        """Kill ranks that are stopped inside a write into the memory of others.
-
-        Raises:
-            RuntimeError: A rank is still running 10 s after SIGKILL.
-        """
+        """Kill ranks that are stopped inside a write into the memory of others."""
         if self.core is None or not self._processes:
             return
         try:
@@ -141,11 +130,7 @@ class Node:
             self._processes.pop().close()
 
     def make_room(self, comm: MPI.Intracomm) -> Steps[bool]:
-        """Make the slots, unless that was tried before; return whether all nodes have room (collective).
-
-        Args:
-            comm: The communicator of all nodes.
-        """
+        """Allocate the slots once. Return whether all nodes have room (collective over ``comm``)."""
         if self._has_room is None:
             self._has_room = yield from self._made_room(comm)
         return self._has_room
@@ -172,10 +157,7 @@ class Node:
         return bool(made)
 
     def _sizes(self, shrink: int) -> Sizes:
-        """Return the sizes of a rank's slots.
-
-        Slices are cut to a part of the usual, but not below the smallest.
-        """
+        """Return the sizes of a rank's slots, with slices divided by ``shrink``."""
         usual = _SLICE_BYTES if self.is_alone else SLICE_BYTES_BETWEEN_NODES
         piece = max(usual // shrink, _SMALLEST_SLICE_BYTES)
         chunk = piece * self.rails if not self.is_alone else min(piece * self.size, _MOST_CHUNK_BYTES)
@@ -184,7 +166,7 @@ class Node:
         return Sizes(small, chunk, piece, lanes, self._usual_slice_bytes)
 
     def close(self) -> None:
-        """Let go of shared memory, and free the communicator of the node (collective)."""
+        """Release shared memory and free the communicator of the node (collective)."""
         self.results.close()
         self.slots = None
         self._close_handles()
@@ -196,7 +178,7 @@ class Node:
 
 
 def _can_read(comm: MPI.Intracomm, pids: list[int]) -> bool:
-    """Return whether this rank can read a number out of each neighbour's memory (process_vm_readv)."""
+    """Return whether this rank can read the memory of each neighbour (process_vm_readv)."""
     rank = comm.Get_rank()
     mine = np.array([_MAGIC + rank], np.int64)
     works = settings.READ_NEIGHBOURS.read()
@@ -206,13 +188,13 @@ def _can_read(comm: MPI.Intracomm, pids: list[int]) -> bool:
                 works = native.read_number(pids[neighbour], address) == _MAGIC + neighbour
             except OSError:
                 works = False
-    # The number must not move before every rank has read it.
+    # ``mine`` must stay allocated until every rank has read it.
     comm.Barrier()
     return works and bool(mine[0] == _MAGIC + rank)
 
 
 def _can_be_written(comm: MPI.Intracomm, pids: list[int], may_read: bool) -> bool:
-    """Return whether every neighbour can write a number into this rank's memory (process_vm_writev).
+    """Return whether every neighbour can write into this rank's memory (process_vm_writev).
 
     Only ranks with ``may_read`` write, because they have verified the pids.
     """
@@ -252,10 +234,9 @@ def _allow_push(core: Core, may_write: bool, has_core_each: bool) -> None:
 
 
 def _agreed_functions(comm: MPI.Intracomm) -> native.Functions | None:
-    """Return the functions of the native core; None if any rank has no core.
+    """Return the functions of the native core, or None if any rank has no core.
 
-    Raises:
-        RuntimeError: A rank cannot use its library. Raised on every rank.
+    If a rank cannot use its library, every rank raises RuntimeError.
     """
     functions, error, reason = None, "", ""
     try:
@@ -274,9 +255,9 @@ def _agreed_functions(comm: MPI.Intracomm) -> native.Functions | None:
 
 
 def _agreed_topology(comm: MPI.Intracomm) -> tuple[Topology, native.Functions | None, Array | None, bool]:
-    """Return topology, native core, its control memory, and whether ranks share processor cores.
+    """Return topology, native core, its control memory, and whether cores are oversubscribed.
 
-    All ranks agree on them. Without a native core, or without shared memory for it, each rank is a node of its own.
+    The values agree on all ranks.
     """
     check_same_everywhere(comm)
     functions = _agreed_functions(comm)
@@ -286,7 +267,7 @@ def _agreed_topology(comm: MPI.Intracomm) -> tuple[Topology, native.Functions | 
     nbytes = native.library().nc_control_bytes(topology.local_size)
     with revoking(topology.node):
         memory, reason = control_memory(topology.node, nbytes)
-    # Any rank may be the leader of its node in another communicator.
+    # Check every rank, because any may lead its node in another communicator.
     cannot_lead = native.why_not_between_nodes() or ""
     found = np.empty(3, np.int64)
     mine = np.array([reason, bool(cannot_lead), cores_are_short()], np.int64)
@@ -310,4 +291,4 @@ _said: set[str] = set()
 def _say_once(comm: MPI.Intracomm, reason: str) -> None:
     if comm.Get_rank() == 0 and comm.Get_size() > 1 and reason not in _said:
         _said.add(reason)
-        _log.warning("mpidist: the ranks of a node reduce by messages: %s; see docs/install.md", reason)
+        _log.warning("mpidist: ranks of a node use MPI messages, not shared memory: %s. See docs/install.md", reason)

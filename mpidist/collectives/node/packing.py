@@ -1,4 +1,4 @@
-"""Packs: arrays that travel together, their pieces of memory, and their results."""
+"""Packs of arrays that are reduced together: buffers, overlaps and results."""
 
 from __future__ import annotations
 
@@ -12,26 +12,22 @@ from mpidist.arrays.device_ops import ops_of
 from mpidist.arrays.dtypes import Array, DType, is_half
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
 from mpidist.collectives.node import native
-from mpidist.collectives.node.mapping import address_of
 from mpidist.collectives.node.memory import Pool
+from mpidist.collectives.node.native import address_of
 from mpidist.core.options import CommunicationOptions, ReduceOp
 
-# A result that small is copied out of the buffer, so that keeping it does not keep all of the buffer.
+# Smaller results are copied out of the buffer, so that they do not keep it alive.
 _SMALL_RESULT_BYTES = 4 << 10
-# Below this a copy costs less than one more piece, and an array gains nothing by lying in shared memory.
+# Copying a smaller array costs less than one more piece, or less than zero-copy access saves.
 SMALL_ARRAY_BYTES = 32 << 10
-# In how many pieces a pack may travel (NC_PIECES).
+# Pieces of a pack, at most (NC_PIECES).
 MOST_PIECES = 1024
 
 
 def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
-    """Return indices grouped into packs: a pack is closed once its size exceeds ``bytes_per_pack``.
+    """Group indices into packs. A pack is closed once its size exceeds ``bytes_per_pack``.
 
-    So every pack but the last is larger than ``bytes_per_pack``; 0 makes a single pack.
-
-    Args:
-        sizes: Bytes of each array.
-        bytes_per_pack: See ``CommunicationOptions``.
+    A ``bytes_per_pack`` of 0 makes a single pack.
 
     >>> group_by_size([16, 16, 16, 16], 16)
     [[0, 1], [2, 3]]
@@ -50,16 +46,14 @@ def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
 
 
 def divided(flat: Array, divisor: int | None) -> Array:
-    """Divide ``flat`` in place, unless ``divisor`` is None, and return it."""
+    """Divide ``flat`` in place unless ``divisor`` is None. Return it."""
     if divisor is not None:
         np.true_divide(flat, divisor, out=flat)
     return flat
 
 
 def copies_of_overlapping(arrays: Sequence[Array], out: Sequence[Array], pool: Pool) -> list[Array]:
-    """Return ``arrays`` with copies of those that may share memory with ``out``.
-
-    Copies lie in memory of ``pool``.
+    """Copy each array that may share memory with ``out`` to memory of ``pool``. Return all.
 
     >>> whole = np.zeros(4)
     >>> start, end = whole[:2], whole[1:]
@@ -74,7 +68,7 @@ def copies_of_overlapping(arrays: Sequence[Array], out: Sequence[Array], pool: P
 
 
 def are_in_place(arrays: Sequence[Array], out: Sequence[Array]) -> bool:
-    """Whether each array is the memory of its own result, and of no other.
+    """Return whether each array is its own result, and overlaps no other result.
 
     >>> whole = np.zeros(4)
     >>> are_in_place([whole[:2]], [whole[:2]]), are_in_place([whole[:2]], [whole[1:3]])
@@ -88,13 +82,13 @@ def are_in_place(arrays: Sequence[Array], out: Sequence[Array]) -> bool:
 
 @cache
 def _overlap() -> Callable[[list[Array], list[Array]], int] | None:
-    """Return the core's function that finds overlapping arrays; None without the library."""
+    """Return the C function that finds overlapping arrays, or None without the library."""
     functions = native.functions()
     return None if functions is None else functions["overlap"]
 
 
 def in_order(array: Array) -> Array:
-    """Return an array whose elements lie side by side, aligned as its dtype asks."""
+    """Return a C-contiguous, aligned array, which is a copy if necessary."""
     return array if _is_in_order(array) else array.copy()
 
 
@@ -113,9 +107,7 @@ def _copied(array: Array, pool: Pool) -> Array:
 
 
 def overlaps(arrays: Sequence[Array], others: Sequence[Array]) -> list[int]:
-    """Return with how many of ``others`` each of ``arrays`` may share memory.
-
-    All lie on one device.
+    """Return how many of ``others`` each of ``arrays`` may share memory with, on one device.
 
     >>> whole = np.zeros(4)
     >>> overlaps([whole[:1], whole[1:3]], [whole[1:2], whole[2:], whole])
@@ -123,15 +115,12 @@ def overlaps(arrays: Sequence[Array], others: Sequence[Array]) -> list[int]:
     """
     bounds = _bounds(others)
     starts, ends = sorted([start for start, _ in bounds]), sorted([end for _, end in bounds])
-    # Those that begin before its end, but for those that end before its start; of no bytes neither are any.
+    # Arrays that start before its end, minus arrays that end before its start.
     return [bisect_left(starts, high) - bisect_right(ends, low) if low < high else 0 for low, high in _bounds(arrays)]
 
 
 def _bounds(arrays: Sequence[Array]) -> list[tuple[int, int]]:
-    """Return the addresses of the first byte of each array and behind its last.
-
-    0 and 0 for one without elements.
-    """
+    """Return start and end address of each array, (0, 0) if it is empty."""
     pointers: dict[type, Callable[[Array], int]] = {}
     bounds = []
     for array in arrays:
@@ -152,23 +141,16 @@ def _bounds(arrays: Sequence[Array]) -> list[tuple[int, int]]:
 
 
 class Pack:
-    """Arrays of one dtype that travel together.
+    """Arrays of one dtype that are reduced together.
 
-    Small arrays are copied into one buffer; large ones that lie in one piece travel from and to where they are.
-
-    Args:
-        indices: Which arrays of the call, in the order they travel in.
-        shapes: Shapes of all arrays of the call.
-        dtype: Dtype in which the reduction is formed.
-        source_dtype: Dtype of the arrays.
-        result_dtype: Dtype of the results.
-        joins_small: Whether small arrays are copied into one buffer.
+    Small arrays are copied into one buffer. Large contiguous arrays are not copied. ``shapes`` has the shapes of all
+    arrays of the call, ``indices`` the arrays of this pack, in the order of reduction.
 
     Attributes:
-        indices: See above.
-        apart: Those of them that travel from and to where they are, if they lie in one piece.
-        algorithms: Name of the algorithm that reduces them, then its substitutes; None before the choice.
-        made: Name and object of the algorithm that reduces them, once it is made.
+        dtype: Dtype of the reduction.
+        apart: Indices of the large arrays.
+        algorithms: Name of the chosen algorithm and its substitutes, or None.
+        made: Name and instance of the algorithm, or None.
     """
 
     def __init__(
@@ -204,7 +186,7 @@ class Pack:
         self.made: tuple[str, object] | None = None
 
     def _make_slots(self) -> list[tuple[int, int, int, tuple[int, ...]]]:
-        """Return the place of each small array in the buffer: index, start, end, shape."""
+        """Return index, start, end and shape of each small array in the buffer."""
         slots, start = [], 0
         for index in self._together:
             stop = start + self._sizes[index]
@@ -213,7 +195,7 @@ class Pack:
         return slots
 
     def inputs(self, arrays: Sequence[Array], pool: Pool) -> list[Array]:
-        """Return flat contiguous arrays, of ``self.counts`` elements: the callers' own memory where possible."""
+        """Return flat contiguous arrays of ``self.counts`` elements, without copies if possible."""
         pieces = []
         if self._together:
             buffer = pool.take(self.counts[0], self.dtype)
@@ -224,7 +206,7 @@ class Pack:
         return pieces
 
     def targets(self, out: Sequence[Array], pool: Pool) -> list[Array]:
-        """Return flat arrays for the result, of ``self.counts`` elements: those of ``out`` where possible."""
+        """Return flat arrays of ``self.counts`` elements for the result, views of ``out`` if possible."""
         pieces = [pool.take(self.counts[0], self.dtype)] if self._together else []
         for index in self.apart:
             array = out[index]
@@ -232,13 +214,9 @@ class Pack:
         return pieces
 
     def deliver(self, pieces: Sequence[Array], results: list[Array], *, are_given: bool) -> None:
-        """Put the reduced pieces, cast to the dtype of the results, into ``results``.
+        """Cast the reduced pieces, and store them in ``results`` by index.
 
-        Args:
-            pieces: Flat arrays of ``self.counts`` elements.
-            results: The results by index.
-            are_given: Whether they are there already, arrays of the caller to be written where ``targets`` were not
-                their own memory; otherwise the list receives them.
+        ``are_given``: ``results`` has the caller's arrays, and only those without a view in ``targets`` are written.
         """
         if self._together:
             buffer = pieces[0].astype(self._result_dtype, copy=False)
@@ -261,26 +239,19 @@ class Pack:
 
 
 class PackedReduction:
-    """One pack on its way through an algorithm.
-
-    Args:
-        pack: The arrays of one dtype.
-        pieces: The input: flat contiguous arrays, as ``Pack.inputs`` gives them; not changed.
-        more: The same of this rank's further replicas.
-        targets: Where the result goes, flat arrays of the same lengths; None for new memory.
-        op: The operation.
-        divisor: By which a mean divides the sum; None for other operations.
-        options: Those of the call.
-        pool: Where new memory comes from.
+    """One reduction of a pack by an algorithm.
 
     Attributes:
-        residuals: Losses of rounding last time, by the first element of each slice; None to let them go.
-        counts, count, nbytes, dtype: Of the pack.
-        is_wanted: Whether this rank wants the result.
+        pieces: Input of the first replica: flat contiguous arrays, as ``Pack.inputs`` returns them. Read-only.
+        more: Inputs of this rank's other replicas.
+        given: Flat arrays for the result, or None for new memory.
+        divisor: Divisor of a mean, or None.
+        residuals: Rounding errors of the last call by first element of each slice. None without error feedback.
+        is_wanted: Whether this rank needs the result.
         may_share: Whether the result may be read-only arrays that the ranks of the node share.
-        has_begun: Whether it began while the ranks met.
-        took: The chosen part of its algorithm, such as a way between nodes; None where there is nothing to choose.
-        tell_chunk: Called with the name, number, start and bytes of each chunk; or None.
+        has_begun: Whether the handshake has started the reduction.
+        took: Chosen variant of the algorithm, such as an inter-node algorithm, or None.
+        tell_chunk: Called with name, number, start and bytes of each chunk, or None.
     """
 
     def __init__(
@@ -311,7 +282,7 @@ class PackedReduction:
         self.tell_chunk: Callable[[str, int, int, int], None] | None = None
 
     def combine_replicas(self) -> None:
-        """Combine the inputs of this rank's replicas, in their order."""
+        """Reduce the inputs of this rank's replicas into one, in order."""
         if self.more:
             totals = [self.pool.take(piece.size, self.dtype) for piece in self.pieces]
             for inputs in self.more:
@@ -321,33 +292,27 @@ class PackedReduction:
             self.more = []
 
     def copy_inputs(self) -> None:
-        """Copy the inputs, which the results overlap."""
+        """Copy the inputs, because the results overlap them."""
         self.pieces, *self.more = [
             [_copied(piece, self.pool) for piece in inputs] for inputs in (self.pieces, *self.more)
         ]
 
     def flat_input(self) -> Array:
-        """Return the input in one piece, in a dtype that MPI can reduce."""
+        """Return the input as one array, in a dtype that MPI can reduce."""
         if len(self.pieces) == 1:
             return self.pieces[0].astype(self._flat_dtype, copy=False)
         return np.concatenate(self.pieces, out=self.pool.take(self.count, self._flat_dtype))
 
     def flat_result(self) -> Array:
-        """Return memory for the reduction of ``flat_input``.
-
-        It is a single target itself where that has its dtype.
-        """
+        """Return memory for the reduction of ``flat_input``, if possible the target."""
         if self.given is not None and len(self.given) == 1 and self.dtype == self._flat_dtype:
             return self.given[0]
         return self.pool.take(self.count, self._flat_dtype)
 
     def targets(self) -> list[Array]:
-        """Return memory for each piece of the result, the same each time.
-
-        Small pieces have memory of their own, so that keeping one does not keep all.
-        """
+        """Return memory for each piece of the result, the same at each call."""
         if self._targets is None:
-            if self.nbytes < SMALL_ARRAY_BYTES:
+            if self.nbytes < SMALL_ARRAY_BYTES:  # separate arrays, so that one does not keep all alive
                 self._targets = [np.empty(count, self.dtype) for count in self.counts]
             else:
                 self._targets = self.cut(self.pool.take(self.count, self.dtype))
@@ -364,7 +329,7 @@ class PackedReduction:
         return pieces
 
     def finish(self, flat: Array) -> list[Array]:
-        """Divide a flat result by the divisor; return its pieces, in the targets if any."""
+        """Divide a flat result by the divisor. Return its pieces, in the targets if any."""
         pieces = self.cut(divided(flat, self.divisor).astype(self.dtype, copy=False))
         if self.given is None:
             return pieces

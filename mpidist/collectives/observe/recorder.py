@@ -12,7 +12,7 @@ from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.observers import OTHERS, Chunk, Observer
 from mpidist.collectives.channel.operation import HOUSEKEEPING, Operation
 from mpidist.collectives.channel.shutdown import after_shutdown, on_uncaught_error
-from mpidist.collectives.mpi.mailbox import Mailbox
+from mpidist.collectives.mpi.exchange import Mailbox
 from mpidist.collectives.mpi.waiting import Comm
 from mpidist.collectives.node.core import Core
 from mpidist.collectives.observe.record import FlightFile, Kind, State, clock, record_thread

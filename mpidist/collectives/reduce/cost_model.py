@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType
-from mpidist.collectives.mpi.gathering import agreed_minimum
+from mpidist.collectives.mpi.exchange import agreed_minimum
 from mpidist.collectives.mpi.mpi_types import message, tag_of
 from mpidist.collectives.mpi.waiting import Comm, Steps, pause, until_all_done, until_done
 from mpidist.collectives.node.core import SMALL_BETWEEN_NODES

@@ -9,7 +9,7 @@ import platform
 from pathlib import Path
 from typing import NamedTuple
 
-from mpidist.collectives.mpi.agreed import first_does
+from mpidist.collectives.mpi.exchange import first_does
 from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.reduce.choice import place_of

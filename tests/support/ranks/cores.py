@@ -12,7 +12,7 @@ import pytest
 
 from mpidist.collectives.node import native
 from mpidist.collectives.node.core import DONE
-from mpidist.collectives.node.mapping import address_of
+from mpidist.collectives.node.native import address_of
 
 needs_core = pytest.mark.skipif(
     native.why_not() is not None, reason=f"each rank is a node of its own: {native.why_not()}"

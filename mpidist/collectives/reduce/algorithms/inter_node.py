@@ -13,11 +13,11 @@ from functools import partial
 import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType
-from mpidist.collectives.mpi.gathering import broadcast_flat, reduce_to
+from mpidist.collectives.mpi.exchange import broadcast_flat, reduce_to
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS, chunks, mpi_datatype, mpi_op
 from mpidist.collectives.mpi.waiting import Steps, until_done
-from mpidist.collectives.node.chunks import slices
 from mpidist.collectives.node.core import SMALL_BETWEEN_NODES, Core
+from mpidist.collectives.node.memory import slices
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import PackedReduction
 from mpidist.collectives.reduce.cost_model import Rail, Round, halved_from

@@ -20,8 +20,8 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array, as_dtype
 from mpidist.collectives.mpi.waiting import Steps, looks_at, pause
-from mpidist.collectives.node.chunks import pieces
 from mpidist.collectives.node.core import CHUNK, DONE, MET, OVERLAP, SHARED_BYTES, SLICE, Core
+from mpidist.collectives.node.memory import pieces
 from mpidist.collectives.node.node import LANES_BETWEEN_NODES
 from mpidist.collectives.node.packing import PackedReduction, divided, overlaps
 from mpidist.collectives.reduce.cost_model import SMALLEST_SLICE_BETWEEN_NODES, Cost, Way, fastest
