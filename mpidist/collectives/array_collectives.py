@@ -29,8 +29,8 @@ from mpidist.collectives.channel.operation import (
     which_on_device,
 )
 from mpidist.collectives.engine import Engine
+from mpidist.collectives.gpu.device_move import DeviceMovement, MovementCall
 from mpidist.collectives.gpu.device_streams import DeviceCall, ReductionCall
-from mpidist.collectives.gpu.move import DeviceMovement, MovementCall
 from mpidist.collectives.gpu.staging import on_host
 from mpidist.collectives.move.move import BroadcastPlan, DealPlan, GatherPlan
 from mpidist.collectives.mpi.waiting import Comm, Steps

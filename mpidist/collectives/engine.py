@@ -11,6 +11,7 @@ from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.observers import PACK, REDUCE, UNPACK
 from mpidist.collectives.channel.operation import Description
+from mpidist.collectives.gpu.device_move import DeviceMovement
 from mpidist.collectives.gpu.device_streams import (
     DeviceReduction,
     DeviceStreams,
@@ -18,7 +19,6 @@ from mpidist.collectives.gpu.device_streams import (
     ReductionCall,
     device_of_arrays,
 )
-from mpidist.collectives.gpu.move import DeviceMovement
 from mpidist.collectives.gpu.reduce import DeviceChoice, may_move_by_nccl
 from mpidist.collectives.move.move import HostMovement
 from mpidist.collectives.mpi import exchange

@@ -262,8 +262,8 @@ def test_numbers_come_back_as_numpy_scalars(comm: Communicator) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (np.ones(3, bool), "bool.*cast"),
-        (True, "bool.*cast"),
+        (np.ones(3, bool), "bool.*Cast"),
+        (True, "bool.*Cast"),
         (np.ones(3, ">f4"), "byte order.*astype"),
         (np.array([object()]), "byte order|Python objects|object"),
         (np.zeros(2, [("a", "f4")]), "dtype"),

@@ -11,7 +11,7 @@ import pytest
 from mpidist import Communicator, MismatchError
 from mpidist.collectives.channel.operation import which_on_device
 from mpidist.collectives.gpu import staging
-from mpidist.collectives.gpu.move import MovementCall
+from mpidist.collectives.gpu.device_move import MovementCall
 from mpidist.core.errors import PeerError
 from mpidist.experimental import CommunicationOptions
 from mpidist.topology import world_topology

@@ -252,7 +252,7 @@ def test_rank_0_logs_the_table_once(
     on = f"mpidist: all-reduce on {setup.layout}: "
     assert shipped == f"{on}{tuning_file.table_text(SHIPPED, place_of(comm._channel.node))} (the shipped table)"
     assert missing.startswith(
-        f"mpidist: {path} has no table for {setup.host}, {setup.mpi}, {setup.layout}; the shipped"
+        f"mpidist: {path} has no table for {setup.host}, {setup.mpi}, {setup.layout}, so the shipped"
     )
     assert own.startswith(f"{on}mpi at any size")
     assert own.endswith(f"(from {path})")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import mpidist
+from mpidist.collectives.node import memory
 from mpidist.core.errors import DeviceError
 from mpidist.experimental import CentralStorageStrategy
 from tests.acceptance.checks import FIRST, MEAN, NONE, ON_READ, ON_WRITE, SUM, fill, make_variable, replica_id, same
