@@ -415,6 +415,58 @@ def test_a_thread_that_is_still_in_a_collective_at_the_end_ends_the_job() -> Non
     assert "a thread was still in one of its collectives when the program ended" in job.stderr
 
 
+DAEMON_WORK = """
+import threading, time, numpy, mpidist
+comm = mpidist.Communicator()
+started = threading.Event()
+def evaluate():
+    started.set()
+    print(comm.all_reduce_async("SUM", numpy.ones(3)).wait(20))
+if comm.rank == 0:
+    threading.Thread(target=evaluate, daemon=True).start()
+    started.wait()
+    time.sleep(0.3)
+else:
+    time.sleep(1.3)
+    comm.all_reduce("SUM", numpy.ones(3))
+"""
+
+
+@pytest.mark.one_rank
+def test_waiting_thread_finishes_at_the_end() -> None:
+    job = run_script(DAEMON_WORK, 2, timeout=30)
+    assert (job.returncode, job.stdout.split()) == (0, ["[2.", "2.", "2.]"]), job.stderr
+
+
+INTERRUPTED_START = """
+import os, signal, sys, numpy, mpidist
+def interrupt(*_): raise KeyboardInterrupt
+signal.signal(signal.SIGUSR1, interrupt)
+comm = mpidist.Communicator()
+one, ten = numpy.ones(3), numpy.full(3, 10.0)
+for _ in range(3):
+    comm.all_reduce("SUM", one)
+def trace(frame, event, arg):
+    if frame.f_code.co_name == "_step_oldest" and frame.f_back.f_code.co_name == "start":
+        sys.settrace(None)
+        os.kill(os.getpid(), signal.SIGUSR1)
+if comm.rank == 0:
+    sys.settrace(trace)
+try:
+    print(comm.all_reduce_async("SUM", ten).wait()[0])
+except KeyboardInterrupt:
+    print("interrupted")
+for _ in range(2):
+    print(comm.all_reduce("SUM", one)[0])
+"""
+
+
+@pytest.mark.one_rank
+def test_interrupted_start_keeps_calls_in_order() -> None:
+    job = run_script(INTERRUPTED_START, 2, timeout=30)
+    assert sorted(job.stdout.split()) == ["2.0"] * 4 + ["20.0", "interrupted"], job.stderr
+
+
 @pytest.mark.min_ranks(2)
 def test_raising_handler_during_a_step_frees_the_lock() -> None:
     lock = ChannelLock(FastPath(SimpleNamespace(core=None), lambda: False))

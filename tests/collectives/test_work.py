@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+import weakref
 
 import numpy as np
 import pytest
 
 from mpidist import Communicator, MismatchError
+from mpidist.collectives import Observer, Operation
 from mpidist.collectives.channel.progress import progress
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts]
@@ -48,6 +50,46 @@ def test_a_blocking_call_finishes_earlier_works_first(comm: Communicator) -> Non
     number, array = work.wait()
     assert number == comm.size
     np.testing.assert_array_equal(array, comm.size)
+
+
+def test_finished_works_free_inputs_and_cache_their_calls() -> None:
+    with Communicator() as comm:
+        for _ in range(3):
+            value = np.ones(5)
+            work, is_alive = comm.all_reduce_async("SUM", value), weakref.ref(value)
+            del value
+            give_up = time.monotonic() + 30
+            while not work.done():
+                assert time.monotonic() < give_up
+            np.testing.assert_array_equal(work.wait(), comm.size)
+            assert is_alive() is None
+        fast = comm._channel.executor.fast
+        before = fast.count
+        comm.all_reduce("SUM", np.ones(5))
+        assert fast.count == before + (comm._channel.node.core is not None)
+
+
+def test_a_late_observer_sees_pending_works() -> None:
+    class Ends(Observer):
+        def __init__(self) -> None:
+            self.texts: list[str] = []
+
+        def ended(self, operation: Operation) -> None:
+            self.texts.append(operation.text)
+
+    with Communicator() as comm:
+        seen = Ends()
+        if comm.rank:
+            comm.barrier()
+        works = [comm.all_reduce_async("SUM", np.ones(size)) for size in (3, 4)] if comm.rank else []
+        comm.add_observer(seen)
+        if not comm.rank:
+            comm.barrier()
+            works = [comm.all_reduce_async("SUM", np.ones(size)) for size in (3, 4)]
+        for work in works:
+            work.wait()
+        comm.remove_observer(seen)
+        assert [text for text in seen.texts if "(4,)" in text] == ["all_reduce SUM of float64(4,)"]
 
 
 def test_done_makes_progress(comm: Communicator) -> None:

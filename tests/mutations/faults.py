@@ -477,7 +477,7 @@ _COLLECTIVES = (
     Fault(
         "the error of a work that nobody waited for yet is dropped",
         "mpidist/collectives/channel/operation.py",
-        "            self._failure = error\n        else:",
+        "            self.fail(error)\n        else:",
         "            del error\n        else:",
         ("tests/collectives/test_work.py",),
         ranks=2,

@@ -61,12 +61,11 @@ class ChannelStatus(NamedTuple):
 
 
 class ChannelState(Enum):
-    """The life cycle of a channel: OPEN, then CLOSED, or FAILED and SHUT_DOWN, or SHUT_DOWN."""
+    """The life cycle of a channel: OPEN, then CLOSED or FAILED. At the end of the program, it may be any of them."""
 
     OPEN = "open"
     CLOSED = "closed by all ranks"
     FAILED = "failed on this rank"
-    SHUT_DOWN = "the program has ended"
 
 
 class Executor:
@@ -126,7 +125,7 @@ class Executor:
         self._since = 0.0
         self._waits = False
         # Whether a thread of the program waits for a work, and so advances all of them.
-        self._completes = False
+        self._completes = self._has_ended = False
         self.fast.update()
         _executors.append(self)
 
@@ -192,13 +191,12 @@ class Executor:
         try:
             self.check_usable()
             self._number(operation)
-            if operation.changes is not None or self._observers.see_steps:
-                operation.steps = self._observed(operation, operation.steps)
+            # Observers may be added before its first step.
+            operation.steps = self._observed(operation, operation.steps)
             self._works.append(operation)
             while len(self._works) > _MOST_WORKS:
                 self._finish_oldest()
             self._step_oldest()
-            self.fast.update()
         finally:
             self._lock.release()
         if not operation.is_done and self._size > 1:
@@ -215,7 +213,7 @@ class Executor:
 
     def _cache(self, operation: Operation[object]) -> None:
         call, operation.fast_call = operation.fast_call, None
-        if call is not None:
+        if call is not None and not operation.has_failed:
             self.fast.cache(call, operation)
 
     def advance(self) -> None:
@@ -229,7 +227,6 @@ class Executor:
         start = time.perf_counter_ns()
         try:
             self.complete(operation, timeout)
-            self._cache(operation)
         finally:
             for tell in self._observers.waited:
                 tell(operation, start)
@@ -290,7 +287,7 @@ class Executor:
         if not waits and work is not None:
             number, text, waits = work.number, work.text, self.move in progress.watched
             seconds = time.monotonic() - work.started_at
-        return ChannelStatus(self.issued, number, text, waits, seconds, self.state is ChannelState.SHUT_DOWN)
+        return ChannelStatus(self.issued, number, text, waits, seconds, self._has_ended)
 
     def waiting(self) -> list[tuple[int, str]]:
         """Return number and text of the operation in which the program waits, if any."""
@@ -332,8 +329,8 @@ class Executor:
 
     def finish(self) -> Steps[None]:
         """Finish all works at the program's end, as far as the other ranks take part."""
-        self.state = ChannelState.SHUT_DOWN
-        self.fast.update()
+        # Threads that wait in an operation may still finish it.
+        self._has_ended = True
         abort_job = partial(shutdown.abort_job, self._rank)
         if not self._lock.take_for_good(shutdown.EXIT_SECONDS):
             abort_job("a thread was still in one of its collectives when the program ended")
@@ -342,7 +339,7 @@ class Executor:
         if self._unfinished is not None:
             yield from shutdown.finish_failed(self._unfinished, lambda: abort_job(self.reason))
         while self._works:
-            work = self._works[0]
+            work = self.current = self._works[0]
             stopwatch, limit = Stopwatch(), max(work.timeout - work.waited, 0.0)
             while not self._handshake.has_left and not work.step():
                 if stopwatch.seconds > limit:
@@ -352,6 +349,7 @@ class Executor:
                 left = numbered_ranks(self._handshake.has_left)
                 work.fail(PeerError(f"{left} left the program before this collective"))
             self._works.popleft()
+        self.current = self._nothing
 
     # Inside, while the lock is held -----------------------------------------------------------------------------
 
@@ -390,8 +388,7 @@ class Executor:
         self.current = work
         try:
             if work.step():
-                self._works.popleft()
-                self.fast.update()
+                self._cache(self._works.popleft())
         except BaseException as error:
             self.fail_in(work.text, error)
         finally:
@@ -401,8 +398,7 @@ class Executor:
         self.check_usable()
         work = self._works[0]
         self._drive(_stepping(work), work, max(work.timeout - work.waited, 0.0))
-        self._works.popleft()
-        self.fast.update()
+        self._cache(self._works.popleft())
 
     def _polling(self, work: Operation[object]) -> Steps[None]:
         while not work.is_done:
@@ -426,7 +422,6 @@ class Executor:
             # A common error may come from another channel's work. This channel's call is then unfinished.
             is_unfinished = self._core is not None and self._core.waits and self.state is ChannelState.OPEN
             if is_common(error) and not is_unfinished:
-                self.fast.update()  # other ranks may have shut down
                 raise
             self.fail_in(operation.text, error)
         finally:

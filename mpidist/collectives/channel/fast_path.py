@@ -27,6 +27,10 @@ _DISABLED, _CALLS, _LAST, _THREAD, _BYTES = range(5)
 _IN_CALL, _BY_PYTHON, _HANDED_OVER = 1, 2, 4
 
 
+# What the core tells calls apart by: function, whether the input is a list, root, shapes and dtypes, id.
+Key = tuple[str, bool, int, Signature, int]
+
+
 class FastPath:
     """The fast path of one channel.
 
@@ -43,11 +47,11 @@ class FastPath:
         self._core: Core | None = node.core  # keeps the cells
         self._cells = memoryview(array("q", [0] * 5)) if self._core is None else self._core.cells
         self._may_be_enabled = may_be_enabled
-        self._is_allowed = False
         self.algorithm = ""
         # By the number of a signature, which the core may reuse for another signature.
         self._descriptions: dict[int, Description] = {}
-        self._numbers: dict[tuple[str, bool, int, Signature, int], int] = {}
+        self._keys: dict[int, Key] = {}
+        self._numbers: dict[Key, int] = {}
         self._seen = 0
         self._is_locked = False
         self._cells[_DISABLED] |= _BY_PYTHON
@@ -64,13 +68,11 @@ class FastPath:
     def unlock(self) -> None:
         """Enable the fast path again if nothing else forbids it."""
         self._is_locked = False
-        if self._is_allowed:
-            self._cells[_DISABLED] &= ~_BY_PYTHON
+        self.update()
 
     def update(self) -> None:
         """Set the flag. Call this when observers, pending works, local changes or the state have changed."""
-        self._is_allowed = self._may_be_enabled()
-        if self._is_allowed and not self._is_locked:
+        if not self._is_locked and self._may_be_enabled():
             self._cells[_DISABLED] &= ~_BY_PYTHON
         else:
             self._cells[_DISABLED] |= _BY_PYTHON
@@ -121,13 +123,14 @@ class FastPath:
             return
         description = operation.description
         key = call.name, isinstance(call.arrays, list), call.root, call.signature, description.id
-        if self._descriptions.get(self._numbers.get(key, -1)) == description:
+        if key in self._numbers:
             return
         number = self._core.cache(
             call.name, call.arrays, description.id, call.op, call.divisor, call.root, description.text
         )
         if number is not None:
-            self._descriptions[number], self._numbers[key] = description, number
+            self._numbers.pop(self._keys.get(number, key), None)
+            self._descriptions[number], self._keys[number], self._numbers[key] = description, key, number
 
     def description(self, number: int) -> Description:
         """Return the description of a signature."""

@@ -141,6 +141,17 @@ class Runner(Protocol):
         """Run operations until ``operation`` is done, for at most ``timeout`` seconds."""
 
 
+class _Failure:
+    """The error of a started operation. It is printed if the program drops the operation without waiting for it."""
+
+    def __init__(self, error: BaseException, text: str) -> None:
+        self.error, self._text, self.was_raised = error, text, False
+
+    def __del__(self) -> None:
+        if not self.was_raised:
+            tell_user(f"{self._text} and never waited for, ended with {type(self.error).__name__}: {self.error}")
+
+
 class Operation(Generic[T_co]):
     """A collective, or a message. The ``_async`` methods return it as their handle.
 
@@ -180,8 +191,7 @@ class Operation(Generic[T_co]):
     _then: tuple[Callable[..., object], ...] = ()
     _runner: Runner | None = None
     _result: object = None
-    _failure: BaseException | None = None
-    _was_raised = False
+    _failure: _Failure | None = None
 
     def __init__(self, steps: Steps[T_co], description: Description, timeout: float | None = None) -> None:
         self.steps: Steps[object] = steps
@@ -247,8 +257,8 @@ class Operation(Generic[T_co]):
         if not self.is_done and self._runner is not None:
             self._runner.wait_for(self, timeout)
         if self._failure is not None:
-            self._was_raised = True
-            raise self._failure
+            self._failure.was_raised = True
+            raise self._failure.error
         self._result = result = self.finished(self._result)
         if self.before_return is not None:
             self.before_return()
@@ -263,7 +273,7 @@ class Operation(Generic[T_co]):
         except Exception as error:
             if not is_common(error):
                 raise
-            self._failure = error
+            self.fail(error)
         else:
             # An operation that has failed still finishes its exchange with the other ranks.
             return False
@@ -272,15 +282,15 @@ class Operation(Generic[T_co]):
 
     def fail(self, error: BaseException) -> None:
         """End with ``error``, which ``wait`` raises."""
-        self._failure = error
+        if self._failure is None:
+            self._failure = _Failure(error, f"{self.text}, started at {self.call_site}")
+        self._failure.error, self.fast_call = error, None
         self.is_done = True
 
-    def __del__(self) -> None:
-        if self._failure is not None and not self._was_raised:
-            tell_user(
-                f"{self.text}, started at {self.call_site} and never waited for, ended with "
-                f"{type(self._failure).__name__}: {self._failure}"
-            )
+    @property
+    def has_failed(self) -> bool:
+        """Whether ``wait`` raises an error."""
+        return self._failure is not None
 
 
 Work = Operation

@@ -66,6 +66,8 @@ WRITE_SECONDS = 1.0
 _MOST_TEXT = 280
 # NC_INPUTS and NC_SHARED_BYTES of mpidist.h.
 MOST_INPUTS = 8192
+# NC_WORDS of mpidist.h.
+_MOST_WORDS = 2032
 SHARED_BYTES = 2 << 20
 # NC_MOST_OVER_NODES: bytes that travel to other nodes with the handshake.
 SMALL_BETWEEN_NODES = 64 << 10
@@ -215,6 +217,7 @@ class Core:
 
     def publish(self, words: Sequence[int]) -> None:
         """Publish integers for the other ranks, valid after the next barrier."""
+        assert len(words) <= _MOST_WORDS, f"{len(words)} words"
         to = self._library.nc_tell(self._address)
         for index, word in enumerate(words):
             to[index] = word
