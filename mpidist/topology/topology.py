@@ -11,7 +11,6 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, cast
 from weakref import WeakValueDictionary
 
-from mpidist.arrays.streams import find_cupy, gpus_may_be_present
 from mpidist.core import settings
 from mpidist.topology.exit import revoking
 from mpidist.topology.roll_call import absent_ranks, arrive, stop_answering
@@ -206,6 +205,9 @@ def _all_ranks() -> MPI.Intracomm:
 
 def visible_devices() -> tuple[str, ...]:
     """Return the PCI bus ids of the visible GPUs, in CuPy's order. Empty without CuPy or driver. Local."""
+    # Here, because `import mpidist` loads no NumPy.
+    from mpidist.arrays.streams import find_cupy, gpus_may_be_present
+
     cupy = find_cupy().module if gpus_may_be_present() else None
     if cupy is None:
         return ()

@@ -47,7 +47,7 @@ def test_visible_devices_have_bus_ids(fake_gpus: Any) -> None:
 
 def test_cupy_is_not_imported_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("mpidist.topology.topology.find_cupy", lambda: pytest.fail("imports CuPy"))
+    monkeypatch.setattr("mpidist.arrays.streams.find_cupy", lambda: pytest.fail("imports CuPy"))
     assert visible_devices() == ()
 
 
