@@ -444,7 +444,7 @@ class ArrayCollectives:
 
         def steps() -> Steps[Array | None]:
             yield from self._channel.open(description)
-            whole = yield from self._channel.node.shared.unlisted(max(nbytes, 1))
+            whole = yield from self._channel.node.shared.common(max(nbytes, 1), in_place=False)
             return None if whole is None else whole[:nbytes]
 
         return self._run(Operation(steps(), description))

@@ -32,61 +32,22 @@ static size_t longest_stripe(const nc *c)
     return longest;
 }
 
-int core_start_chunks(nc *c)
-{
-    size_t fits = c->sizes.chunk / ((size_t)c->rails * (size_t)c->most_replicas * c->itemsize);
-    size_t slice = c->call.slice ? c->call.slice : c->sizes.usual / c->itemsize;
-    if (moves(c))
-        fits = c->sizes.slice;
-    if (slice > c->sizes.slice / c->itemsize)
-        slice = c->sizes.slice / c->itemsize;
-    c->slice = slice < fits ? slice : fits;
-    if (c->slice == 0)
-        return 0;
-    /* Slices in a slot are adjacent. Keep each aligned to a cache line. */
-    size_t aligned = 64 / c->itemsize ? 64 / c->itemsize : 1;
-    if (c->slice > aligned)
-        c->slice -= c->slice % aligned;
-    c->begin = c->filled = c->reduced = c->crossed = c->taken = c->chunks;
-    c->end = c->begin + (longest_stripe(c) + c->slice - 1) / c->slice;
-    c->phase = CHUNKS;
-    return 1;
-}
-
-/* Elements of all pieces --------------------------------------------------------------------------------------- */
-
-int core_piece_with(const nc *c, size_t element)
-{
-    int low = 0, high = c->call.pieces - 1;
-    while (low < high) {
-        int middle = (low + high + 1) / 2;
-        if (c->first[middle] <= element)
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    return low;
-}
+/* Slices and elements ------------------------------------------------------------------------------------------ */
 
 /* Return the length of a slice, and its first element. */
 static size_t slice_of(const nc *c, int stripe, uint64_t chunk, size_t *start)
 {
     size_t a = stripe_begin(c, stripe) + (size_t)(chunk - c->begin) * c->slice, end = stripe_end(c, stripe);
-    *start = a < end ? a : end;
-    size_t left = end - *start;
-    return left < c->slice ? left : c->slice;
+    *start = smaller(a, end);
+    return smaller(end - *start, c->slice);
 }
 
 /* Copy flat elements to the pieces of the result. */
 static void deliver(nc *c, const char *from, size_t start, size_t n)
 {
-    int i = core_piece_with(c, start);
-    while (n) {
-        size_t offset = start - c->first[i], m = c->piece[i].count - offset;
-        if (m > n)
-            m = n;
-        core_copy(c->piece[i].out + offset * c->itemsize, from, m * c->itemsize, streams(c));
-        from += m * c->itemsize, start += m, n -= m, i++;
+    for (size_t e = start, elements; e < start + n; e += elements) {
+        int piece = piece_with(c, e, start + n, &elements);
+        core_copy(output_at(c, piece, e), from + (e - start) * c->itemsize, elements * c->itemsize, streams(c));
     }
 }
 
@@ -94,14 +55,12 @@ static void deliver(nc *c, const char *from, size_t start, size_t n)
    rank's slice, which starts at element `start`. */
 static const char *input_at(const nc *c, int r, int q, int piece, size_t element, size_t start, const char *slot)
 {
-    size_t offset = (element - c->first[piece]) * c->itemsize;
-    int number = piece * replicas_of(c, r) + q;
     if (r == c->rank)
-        return c->in[number] + offset;
+        return own_input_at(c, q, piece, element);
     if (flags_of(c, r) & TOLD_PLACES) {
-        int64_t location = nc_told(c, r)[number];
+        int64_t location = nc_told(c, r)[piece * replicas_of(c, r) + q];
         if (location <= MAPPED)
-            return address_at(c, r, location) + offset;
+            return address_at(c, r, location) + (element - c->first[piece]) * c->itemsize;
     }
     return slot + (size_t)q * c->slice * c->itemsize * (size_t)c->rails + (element - start) * c->itemsize;
 }
@@ -110,26 +69,21 @@ static char *target(nc *c, int piece, size_t element, size_t start, uint64_t chu
 {
     if (c->shared != NULL)
         return c->shared + element * c->itemsize;
-    if (c->call.kind == NC_REDUCE_SCATTER)
-        return c->piece[0].out + (element - c->border[c->rank]) * c->itemsize;
     if (c->on_wire || c->call.flags & NC_UNWANTED)
         return lane(c, c->rank, chunk) + (element - start) * c->itemsize;
-    return c->piece[piece].out + (element - c->first[piece]) * c->itemsize;
+    return output_at(c, piece, element);
 }
 
 /* Reduce this rank's slice in blocks, so that the copy to the lane reads from the cache. */
 static void reduce_slice(nc *c, uint64_t chunk)
 {
     _Alignas(64) char streamed[REDUCED_AT_ONCE];
-    size_t start, n = slice_of(c, c->rank, chunk, &start), block = REDUCED_AT_ONCE / c->itemsize;
+    size_t start, n = slice_of(c, c->rank, chunk, &start), m;
     char *own_lane = has_lanes(c) ? lane(c, c->rank, chunk) : NULL;
     double divisor = c->on_wire ? 0 : c->call.divisor;
-    for (size_t e = start; e < start + n;) {
-        int piece = core_piece_with(c, e);
-        size_t m = c->first[piece + 1] - e, left = start + n - e;
-        m = m < left ? m : left;
-        m = m < block ? m : block;
-        int inputs = 0;
+    for (size_t e = start; e < start + n; e += m) {
+        int piece = piece_with(c, e, start + n, &m), inputs = 0;
+        m = smaller(m, REDUCED_AT_ONCE / c->itemsize);
         for (int r = 0; r < c->ranks; r++) {
             const char *slot = c->slots[r] + chunk_at(c, chunk) + (size_t)c->rank * c->slice * c->itemsize;
             for (int q = 0; q < replicas_of(c, r); q++)
@@ -149,7 +103,6 @@ static void reduce_slice(nc *c, uint64_t chunk)
             if (shown != to)
                 memcpy(shown, to, m * c->itemsize);
         }
-        e += m;
     }
 }
 
@@ -165,14 +118,10 @@ static void fill_slot(nc *c, uint64_t chunk)
             continue;
         for (int q = 0; q < c->call.replicas; q++) {
             char *to = slot + (size_t)(q * c->rails + stripe) * c->slice * c->itemsize;
-            for (size_t e = start; e < start + n;) {
-                int piece = core_piece_with(c, e), number = piece * c->call.replicas + q;
-                size_t m = c->first[piece + 1] - e, left = start + n - e;
-                m = m < left ? m : left;
-                if (locations == NULL || locations[number] > MAPPED)
-                    memcpy(to + (e - start) * c->itemsize, c->in[number] + (e - c->first[piece]) * c->itemsize,
-                           m * c->itemsize);
-                e += m;
+            for (size_t e = start, elements; e < start + n; e += elements) {
+                int piece = piece_with(c, e, start + n, &elements);
+                if (locations == NULL || locations[piece * c->call.replicas + q] > MAPPED)
+                    memcpy(to + (e - start) * c->itemsize, own_input_at(c, q, piece, e), elements * c->itemsize);
             }
         }
     }
@@ -267,11 +216,10 @@ static nc_state watched(nc *c, int what, uint64_t chunk, int64_t since, nc_state
 static nc_state end_chunks(nc *c)
 {
     c->chunks = c->end;
-    c->phase = IDLE;
-    return NC_DONE;
+    return core_end(c, NC_DONE);
 }
 
-nc_state core_move_chunks(nc *c)
+static nc_state move_chunks(nc *c)
 {
     int64_t since = c->call.flags & NC_WATCH ? now() : 0;
     if (c->taken == c->end)
@@ -284,6 +232,25 @@ nc_state core_move_chunks(nc *c)
     if (try_copy_out(c))
         return watched(c, 2, c->taken - 1, since, NC_MOVED);
     return NC_NOT_YET;
+}
+
+int core_start_chunks(nc *c)
+{
+    size_t fits = c->sizes.chunk / ((size_t)c->rails * (size_t)c->most_replicas * c->itemsize);
+    size_t slice = c->call.slice ? c->call.slice : c->sizes.usual / c->itemsize;
+    if (moves(c))
+        fits = c->sizes.slice;
+    c->slice = smaller(smaller(slice, c->sizes.slice / c->itemsize), fits);
+    if (c->slice == 0)
+        return 0;
+    /* Slices in a slot are adjacent. Keep each aligned to a cache line. */
+    size_t aligned = 64 / c->itemsize ? 64 / c->itemsize : 1;
+    if (c->slice > aligned)
+        c->slice -= c->slice % aligned;
+    c->begin = c->filled = c->reduced = c->crossed = c->taken = c->chunks;
+    c->end = c->begin + (longest_stripe(c) + c->slice - 1) / c->slice;
+    c->next = move_chunks;
+    return 1;
 }
 
 void nc_get_slice(const nc *c, nc_slice *slice)

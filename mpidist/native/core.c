@@ -35,6 +35,7 @@ const int64_t *nc_told(const nc *c, int rank) { return page_of(c, rank)->words; 
 int64_t nc_note(const nc *c, int rank) { return page_of(c, rank)->note; }
 int nc_shares(const nc *c) { return c->shares; }
 int nc_is_on_wire(const nc *c) { return c->on_wire; }
+int nc_error(const nc *c) { return c->error; }
 nc_piece *nc_pieces(nc *c) { return c->piece; }
 const char **nc_inputs(nc *c) { return c->in; }
 void nc_get_event(const nc *c, nc_event *event) { *event = c->event; }
@@ -64,16 +65,15 @@ void nc_close(nc *c)
     free(c);
 }
 
+static nc_state follow(nc *c);
+static nc_state meet(nc *c);
+
 static int is_over_nodes(const nc *c) { return c->on_wire && c->call.flags & NC_OVER_NODES; }
 
 /* Before the handshake ----------------------------------------------------------------------------------------- */
 
 /* Every rank reads the inline data of all ranks, so the limit shrinks with their number. */
-static size_t inline_limit(const nc *c)
-{
-    size_t most = (size_t)SHOWN_BY_ALL / (size_t)c->ranks;
-    return most < c->sizes.small ? most : c->sizes.small;
-}
+static size_t inline_limit(const nc *c) { return smaller((size_t)SHOWN_BY_ALL / (size_t)c->ranks, c->sizes.small); }
 
 /* Publish small data on the page of the next header or in its small slot. Return the flag SHOWN, or 0. */
 static int publish_inline(nc *c, page *p)
@@ -139,15 +139,7 @@ static void publish_header(nc *c)
     c->meeting++;
     atomic_store_explicit(&p->met, c->meeting, memory_order_release);
     c->came = 0;
-    c->phase = is_over_nodes(c) && c->rank > 0 ? FOLLOWING : MEETING;
-}
-
-static int all_arrived(nc *c)
-{
-    for (; c->came < c->ranks; c->came++)
-        if (atomic_load_explicit(&page_of(c, c->came)->met, memory_order_acquire) != c->meeting)
-            return 0;
-    return 1;
+    c->next = is_over_nodes(c) && c->rank > 0 ? follow : meet;
 }
 
 /* After the handshake ------------------------------------------------------------------------------------------ */
@@ -189,14 +181,6 @@ static int contributes_equally(const nc *c)
     return c->whole == c->bytes * (size_t)c->ranks && c->border[c->rank] == c->bytes * (size_t)c->rank;
 }
 
-/* Fail the call on all ranks: each computes the same condition from the headers. */
-static nc_state refuse(nc *c, int error)
-{
-    c->phase = IDLE;
-    errno = error;
-    return NC_LOST;
-}
-
 /* Whether all ranks of the node have started the same call. */
 static int all_agree(const nc *c)
 {
@@ -208,145 +192,58 @@ static int all_agree(const nc *c)
     return 1;
 }
 
-/* Choose the algorithm from the headers of all ranks, so that all make the same choice. */
-static nc_state choose_algorithm(nc *c)
-{
-    int all_share = 1, readable = 1, replicas_of_all = 0, all_are_candidates = 1, all_are_ready = 1;
-    c->any_private = 0, c->all_shown = 1, c->most_replicas = 1;
-    if (!all_agree(c)) {
-        c->phase = IDLE;
-        return NC_MISMATCH;
-    }
-    for (int r = 0; r < c->ranks; r++) {
-        int flags = flags_of(c, r), replicas = replicas_of(c, r);
-        c->all_shown = c->all_shown && flags & SHOWN;
-        all_share = all_share && flags & SHARES;
-        readable = readable && flags & (SHOWN | TOLD_PLACES);
-        all_are_candidates = all_are_candidates && flags & PUSH_CANDIDATE;
-        all_are_ready = all_are_ready && flags & PUSH_READY;
-        replicas_of_all += replicas;
-        if (replicas > c->most_replicas)
-            c->most_replicas = replicas;
-    }
-    c->shares = all_share;
-    if (c->call.kind == NC_MEET) {
-        c->phase = IDLE;
-        return NC_DONE;
-    }
-    if (replicas_of_all > NC_INPUTS)
-        return refuse(c, E2BIG);
-    cut_stripes(c);
-    if (all_are_candidates)
-        core_update_latency(c);
-    if (c->all_shown) {
-        c->phase = SHOWN_ONCE;
-    } else if (moves(c) && readable) {
-        c->phase = DIRECT;
-        c->reader = (c->rank + 1) % c->ranks, c->reader_at = 0;
-    } else if (!(all_are_ready && core_start_push(c, replicas_of_all))) {
-        for (int r = 0; r < c->ranks && !moves(c); r++)
-            for (int i = 0; i < c->call.pieces * replicas_of(c, r) && !c->any_private; i++)
-                c->any_private = !(flags_of(c, r) & TOLD_PLACES) || nc_told(c, r)[i] > MAPPED;
-        if (!core_start_chunks(c))
-            return refuse(c, ENOBUFS);
-    }
-    int differ = c->call.flags & NC_EQUAL && !contributes_equally(c);
-    return differ || c->call.flags & (NC_STOP | NC_SHARE) ? NC_MET : NC_MOVED;
-}
-
-void nc_targets(nc *c, char *const *outs, char *shared)
-{
-    for (int i = 0; i < c->call.pieces && outs != NULL; i++)
-        c->piece[i].out = outs[i];
-    c->shared = shared;
-}
-
 /* Inline data and direct reads ---------------------------------------------------------------------------------- */
-
-/* An element in the inline data of a rank's replica. This rank reads its own input, which is in its cache. */
-static const char *inline_input(const nc *c, int rank, int replica, int piece, size_t element)
-{
-    if (rank == c->rank)
-        return c->in[piece * c->call.replicas + replica] + (element - c->first[piece]) * c->itemsize;
-    return inline_data(c, rank) + (size_t)replica * c->bytes + element * c->itemsize;
-}
 
 /* Reduce the inline data of the node into the result, or into `flat` without division. */
 static void reduce_inline(nc *c, char *flat)
 {
-    size_t start = 0, end = c->count;
+    size_t e = 0, end = c->count, elements;
     double divisor = flat == NULL ? c->call.divisor : 0;
     if (c->call.kind == NC_REDUCE_SCATTER)
-        start = c->border[c->rank], end = c->border[c->rank + 1];
-    for (size_t e = start; e < end;) {
-        int piece = core_piece_with(c, e);
-        size_t m = c->first[piece + 1] < end ? c->first[piece + 1] - e : end - e;
-        int inputs = 0;
+        e = c->border[c->rank], end = c->border[c->rank + 1];
+    for (; e < end; e += elements) {
+        int piece = piece_with(c, e, end, &elements), inputs = 0;
         for (int r = 0; r < c->ranks; r++)
-            for (int q = 0; q < replicas_of(c, r); q++)
-                c->combined[inputs++] = inline_input(c, r, q, piece, e);
-        char *to = flat != NULL                        ? flat + e * c->itemsize
-                   : c->call.kind == NC_REDUCE_SCATTER ? c->piece[0].out + (e - start) * c->itemsize
-                                                       : c->piece[piece].out + (e - c->first[piece]) * c->itemsize;
-        nc_combine(to, c->combined, inputs, m, c->call.dtype, c->call.op, divisor);
-        e += m;
+            for (int q = 0; q < replicas_of(c, r); q++) /* this rank's own input is in its cache */
+                c->combined[inputs++] = r == c->rank ? own_input_at(c, q, piece, e)
+                                                     : inline_data(c, r) + (size_t)q * c->bytes + e * c->itemsize;
+        char *to = flat != NULL ? flat + e * c->itemsize : output_at(c, piece, e);
+        nc_combine(to, c->combined, inputs, elements, c->call.dtype, c->call.op, divisor);
     }
 }
 
+/* Copy `n` bytes that a rank sends to this one, from offset `at` on. Return 0, or -1 with errno. */
+static int copy_from(nc *c, int rank, size_t at, size_t n)
+{
+    size_t begin;
+    part_from(c, rank, &begin);
+    begin += at;
+    char *to = c->piece[0].out + c->border[rank] + at;
+    int64_t location = nc_told(c, rank)[0];
+    if (rank == c->rank) {
+        if (to != c->in[0] + begin)
+            core_copy(to, c->in[0] + begin, n, streams(c));
+    } else if (flags_of(c, rank) & SHOWN) {
+        memcpy(to, inline_data(c, rank) + begin, n);
+    } else if (location <= MAPPED) {
+        core_copy(to, address_at(c, rank, location) + begin, n, streams(c));
+    } else {
+        return nc_read(c->pids[rank], to, (const char *)(intptr_t)location + begin, n);
+    }
+    return 0;
+}
+
+/* Finish a call whose data are all inline. */
 static nc_state finish_inline(nc *c)
 {
-    c->phase = IDLE;
     if (c->call.flags & NC_UNWANTED)
-        return NC_DONE;
-    if (!moves(c)) {
+        return core_end(c, NC_DONE);
+    if (!moves(c))
         reduce_inline(c, NULL);
-        return NC_DONE;
-    }
-    for (int r = 0; r < c->ranks; r++) {
-        size_t begin, n = part_from(c, r, &begin);
-        const char *from = r == c->rank ? c->in[0] : inline_data(c, r);
-        if (n && c->piece[0].out + c->border[r] != from + begin)
-            memcpy(c->piece[0].out + c->border[r], from + begin, n);
-    }
-    return NC_DONE;
-}
-
-/* All ranks have arrived. Inline data are processed at once, because reading the clock first would cost latency. */
-static nc_state begin_algorithm(nc *c)
-{
-    nc_state state = choose_algorithm(c);
-    return state == NC_MOVED && c->phase == SHOWN_ONCE ? finish_inline(c) : state;
-}
-
-static nc_state read_next(nc *c)
-{
-    int r = c->reader;
-    size_t begin, length = part_from(c, r, &begin), n = length - c->reader_at;
-    char *to = c->piece[0].out + c->border[r] + c->reader_at;
-    n = n < READ_AT_ONCE ? n : READ_AT_ONCE;
-    begin += c->reader_at;
-    if (n && !(c->call.flags & NC_UNWANTED)) {
-        int64_t location = nc_told(c, r)[0];
-        if (r == c->rank) {
-            if (to != c->in[0] + begin)
-                core_copy(to, c->in[0] + begin, n, streams(c));
-        } else if (flags_of(c, r) & SHOWN) {
-            memcpy(to, inline_data(c, r) + begin, n);
-        } else if (location <= MAPPED) {
-            core_copy(to, address_at(c, r, location) + begin, n, streams(c));
-        } else if (nc_read(c->pids[r], to, (const char *)(intptr_t)location + begin, n) < 0) {
-            return NC_LOST;
-        }
-    }
-    c->reader_at += n;
-    if (c->reader_at < length && n)
-        return NC_MOVED;
-    c->reader_at = 0, c->reader = (r + 1) % c->ranks;
-    if (r == c->rank) { /* this rank is last */
-        count(c, LEFT, ++c->exits);
-        c->phase = LEAVING;
-    }
-    return NC_MOVED;
+    for (int r = 0; r < c->ranks && moves(c); r++)
+        if (nc_length(c, r))
+            copy_from(c, r, 0, nc_length(c, r));
+    return core_end(c, NC_DONE);
 }
 
 /* Wait until no other rank reads this rank's memory. Inline data are in slots, which the caller cannot change. */
@@ -354,19 +251,81 @@ static nc_state end_direct(nc *c)
 {
     if (!(flags_of(c, c->rank) & SHOWN) && !reached(c, LEFT, c->exits, c->ranks))
         return NC_NOT_YET;
-    c->phase = IDLE;
-    return NC_DONE;
+    return core_end(c, NC_DONE);
 }
+
+/* Read from the memory of one rank after the other. This rank is last. */
+static nc_state read_next(nc *c)
+{
+    int r = c->reader;
+    size_t length = nc_length(c, r), n = smaller(length - c->reader_at, READ_AT_ONCE);
+    if (n && !(c->call.flags & NC_UNWANTED) && copy_from(c, r, c->reader_at, n) < 0)
+        return core_fail(c, errno);
+    c->reader_at += n;
+    if (c->reader_at < length)
+        return NC_MOVED;
+    c->reader_at = 0, c->reader = (r + 1) % c->ranks;
+    if (r == c->rank) {
+        count(c, LEFT, ++c->exits);
+        c->next = end_direct;
+    }
+    return NC_MOVED;
+}
+
+/* The handshake ------------------------------------------------------------------------------------------------- */
+
+/* Choose the algorithm from the headers of all ranks, so that all make the same choice. */
+static nc_state choose_algorithm(nc *c)
+{
+    int all_flags = ~0, replicas_of_all = 0, readable = 1;
+    c->any_private = 0, c->most_replicas = 1;
+    if (!all_agree(c))
+        return core_end(c, NC_MISMATCH);
+    for (int r = 0; r < c->ranks; r++) {
+        int replicas = replicas_of(c, r);
+        all_flags &= flags_of(c, r);
+        readable = readable && flags_of(c, r) & (SHOWN | TOLD_PLACES);
+        replicas_of_all += replicas;
+        if (replicas > c->most_replicas)
+            c->most_replicas = replicas;
+    }
+    c->shares = (all_flags & SHARES) != 0;
+    if (c->call.kind == NC_MEET)
+        return core_end(c, NC_DONE);
+    if (replicas_of_all > NC_INPUTS)
+        return core_fail(c, E2BIG); /* on all ranks, because each computes this from the headers */
+    cut_stripes(c);
+    if (all_flags & PUSH_CANDIDATE)
+        core_update_latency(c);
+    if (all_flags & SHOWN) {
+        c->next = finish_inline;
+    } else if (moves(c) && readable) {
+        c->next = read_next;
+        c->reader = (c->rank + 1) % c->ranks, c->reader_at = 0;
+    } else if (!(all_flags & PUSH_READY && core_start_push(c, replicas_of_all))) {
+        for (int r = 0; r < c->ranks && !moves(c); r++)
+            for (int i = 0; i < c->call.pieces * replicas_of(c, r) && !c->any_private; i++)
+                c->any_private = !(flags_of(c, r) & TOLD_PLACES) || nc_told(c, r)[i] > MAPPED;
+        if (!core_start_chunks(c))
+            return core_fail(c, ENOBUFS);
+    }
+    int differ = c->call.flags & NC_EQUAL && !contributes_equally(c);
+    if (differ || c->call.flags & (NC_STOP | NC_SHARE))
+        return NC_MET;
+    /* Inline data are processed at once, because reading the clock first would cost latency. */
+    return all_flags & SHOWN ? finish_inline(c) : NC_MOVED;
+}
+
+/* Calls over nodes ----------------------------------------------------------------------------------------------- */
 
 /* Copy the result of all nodes. The leader publishes it inline, in place of its own input. */
 static nc_state finish_over_nodes(nc *c, const char *result, int refused)
 {
-    c->phase = IDLE;
     if (refused)
-        return NC_MISMATCH;
+        return core_end(c, NC_MISMATCH);
     for (int i = 0; i < c->call.pieces && !(c->call.flags & NC_UNWANTED); i++)
         memcpy(c->piece[i].out, result + c->first[i] * c->itemsize, c->piece[i].count * c->itemsize);
-    return NC_DONE;
+    return core_end(c, NC_DONE);
 }
 
 static nc_state lead(nc *c)
@@ -391,7 +350,7 @@ static nc_state begin_to_lead(nc *c)
     c->sum = leader_begin(c, refused);
     if (c->bytes && !refused)
         reduce_inline(c, c->sum);
-    c->phase = LEADING;
+    c->next = lead;
     return NC_MOVED;
 }
 
@@ -401,33 +360,21 @@ static nc_state follow(nc *c)
     return settled >> 1 != c->meeting ? NC_NOT_YET : finish_over_nodes(c, inline_data(c, 0), (int)(settled & 1));
 }
 
+static nc_state meet(nc *c)
+{
+    for (; c->came < c->ranks; c->came++)
+        if (atomic_load_explicit(&page_of(c, c->came)->met, memory_order_acquire) != c->meeting)
+            return NC_NOT_YET;
+    return is_over_nodes(c) ? begin_to_lead(c) : choose_algorithm(c);
+}
+
 /* Calls ---------------------------------------------------------------------------------------------------------- */
 
-static nc_state advance(nc *c)
+void nc_targets(nc *c, char *const *outs, char *shared)
 {
-    switch (c->phase) {
-    case MEETING:
-        return !all_arrived(c) ? NC_NOT_YET : is_over_nodes(c) ? begin_to_lead(c) : begin_algorithm(c);
-    case SHOWN_ONCE:
-        return finish_inline(c);
-    case CHUNKS:
-        return core_move_chunks(c);
-    case DIRECT:
-        return read_next(c);
-    case PUSHING:
-        return core_push(c);
-    case PUSHED:
-    case CANCELED:
-        return core_end_push(c);
-    case LEAVING:
-        return end_direct(c);
-    case LEADING:
-        return lead(c);
-    case FOLLOWING:
-        return follow(c);
-    default:
-        return NC_DONE;
-    }
+    for (int i = 0; i < c->call.pieces && outs != NULL; i++)
+        c->piece[i].out = outs[i];
+    c->shared = shared;
 }
 
 nc_state nc_step(nc *c, int64_t nanoseconds)
@@ -435,7 +382,7 @@ nc_state nc_step(nc *c, int64_t nanoseconds)
     int64_t end = 0;
     int idle = 0, spins = is_over_nodes(c) && c->spins > SPINS_OVER_NODES ? SPINS_OVER_NODES : c->spins;
     for (unsigned polls = 1;; polls++) {
-        nc_state state = advance(c);
+        nc_state state = c->next == NULL ? NC_DONE : c->next(c);
         if (state == NC_MOVED)
             idle = 0;
         else if (state != NC_NOT_YET)
@@ -471,7 +418,7 @@ nc_state nc_begin(nc *c, const nc_call *call, int64_t nanoseconds)
     c->bytes = c->count * c->itemsize;
     c->shared = NULL;
     if (is_over_nodes(c) && c->bytes > NC_MOST_OVER_NODES)
-        return refuse(c, E2BIG);
+        return core_fail(c, E2BIG);
     publish_header(c);
     return nc_step(c, nanoseconds);
 }

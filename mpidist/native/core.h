@@ -13,7 +13,6 @@
 #include "mpidist.h"
 
 #include <stdatomic.h>
-#include <sys/uio.h>
 #include <time.h>
 
 typedef _Atomic uint64_t counter;
@@ -54,8 +53,8 @@ typedef struct {
 enum { SHOWN = 1, TOLD_PLACES = 2, SHARES = 4, PUSH_READY = 8, KIND_SHIFT = 4, PUSH_CANDIDATE = 128 };
 /* With TOLD_PLACES the words are the location of each input: an address in this rank's private memory that peers may
    read, PRIVATE if they may not, or MAPPED - (number << SEGMENT_SHIFT | offset) in registered memory. In ALL_TO_ALL the
-   offsets of the parts follow the first word. With PUSH_CANDIDATE the inputs are followed by 1 if this rank has a
-   distant neighbour, else 0, and by the locations of its results. With PUSH_READY, peers may use these. */
+   offsets of the parts follow the first word. With PUSH_CANDIDATE the inputs are followed by flags (push.c) and by the
+   locations of this rank's results. With PUSH_READY, peers may use these. */
 enum { PRIVATE = -1, MAPPED = -2 };
 enum { SEGMENT_SHIFT = 44 };
 
@@ -69,12 +68,6 @@ enum { PAGE = 4096, SKEW = 2112 };
 
 /* Memory for inputs that this rank reads from other ranks. It is small enough to stay in the cache. */
 enum { SCRATCH_BYTES = 256 << 10 };
-
-/* Phases of a call. MEETING: handshake. SHOWN_ONCE: all data are inline. DIRECT, LEAVING: read private memory of other
-   ranks, and wait until they have read. LEADING, FOLLOWING: exchange between nodes. */
-typedef enum {
-    IDLE, MEETING, SHOWN_ONCE, CHUNKS, DIRECT, PUSHING, PUSHED, CANCELED, LEAVING, LEADING, FOLLOWING
-} phase;
 
 typedef struct nc_leader leader;
 
@@ -93,8 +86,8 @@ struct nc {
     char *base[NC_SEGMENTS][NC_MOST_RANKS];
     /* The current call. */
     nc_call call;
-    phase phase;
-    int came, shares, all_shown, any_private, most_replicas, inputs;
+    nc_state (*next)(nc *); /* the next step of the call */
+    int came, shares, any_private, most_replicas, inputs, error;
     size_t itemsize, count, bytes, slice;
     size_t whole;                      /* bytes of the result */
     size_t first[NC_PIECES + 1];       /* elements before each piece */
@@ -109,7 +102,7 @@ struct nc {
     int64_t latency;                   /* in nanoseconds, to the more distant of two neighbours, or 0 if unknown */
     int any_far;                       /* a rank published a high latency in the last call with PUSH_CANDIDATE */
     uint64_t push_candidates;          /* calls in which all ranks published PUSH_CANDIDATE */
-    size_t next_element, blocks_pushed; /* next element to push, number of pushed blocks */
+    size_t next_element, blocks_pushed;
     char *scratch, memory[PAGE + SCRATCH_BYTES];
     nc_event event;
     nc_piece piece[NC_PIECES];
@@ -122,6 +115,22 @@ static inline int64_t now(void)
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
+
+/* End the call. */
+static inline nc_state core_end(nc *c, nc_state state)
+{
+    c->next = NULL;
+    return state;
+}
+
+/* End the call on an error. The core has failed. */
+static inline nc_state core_fail(nc *c, int error)
+{
+    c->error = error;
+    return core_end(c, NC_LOST);
+}
+
+static inline size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
 static inline page *page_of(const nc *c, int rank) { return &c->rows[rank].pages[c->meeting & 1]; }
 static inline uint64_t info_of(const nc *c, int rank) { return page_of(c, rank)->info; }
@@ -189,13 +198,39 @@ static inline const char *address_at(const nc *c, int rank, int64_t location)
 
 static inline int streams(const nc *c) { return c->whole >= STREAMED_BYTES; }
 
+/* The piece with an element of the call, and the number of elements from there to the end of the piece or to `end`. */
+static inline int piece_with(const nc *c, size_t element, size_t end, size_t *elements)
+{
+    int low = 0, high = c->call.pieces - 1;
+    while (low < high) {
+        int middle = (low + high + 1) / 2;
+        if (c->first[middle] <= element)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    *elements = smaller(c->first[low + 1], end) - element;
+    return low;
+}
+
+/* The address of an element in this rank's result. The result of REDUCE_SCATTER is one array with this rank's stripe. */
+static inline char *output_at(const nc *c, int piece, size_t element)
+{
+    if (c->call.kind == NC_REDUCE_SCATTER)
+        return c->piece[0].out + (element - c->border[c->rank]) * c->itemsize;
+    return c->piece[piece].out + (element - c->first[piece]) * c->itemsize;
+}
+
+/* The address of an element in this rank's input. */
+static inline const char *own_input_at(const nc *c, int replica, int piece, size_t element)
+{
+    return c->in[piece * c->call.replicas + replica] + (element - c->first[piece]) * c->itemsize;
+}
+
 /* memory.c */
 int64_t core_place_of(const nc *c, const char *address, size_t bytes);
 /* Copy bytes, with non-temporal stores if `streamed`. */
 void core_copy(char *to, const char *from, size_t bytes, int streamed);
-/* Copy `n` parts from or to another process. Modifies the lists, which have equal lengths. Return 0, or -1 with errno.
-   */
-int core_transfer(int pid, struct iovec *here, struct iovec *there, int n, int writes);
 
 /* push.c */
 int core_is_push_candidate(const nc *c);
@@ -207,8 +242,6 @@ int core_publish_push(nc *c, int64_t *words, int inputs_are_mapped);
    later. */
 void core_update_latency(nc *c);
 int core_start_push(nc *c, int replicas_of_all); /* 0 if there are too many replicas */
-nc_state core_push(nc *c);
-nc_state core_end_push(nc *c);
 
 /* leaders.c */
 void leader_close(leader *l);
@@ -218,7 +251,5 @@ nc_state leader_go_on(nc *c, int *refused); /* NC_MOVED when the exchange is com
 
 /* chunks.c */
 int core_start_chunks(nc *c); /* 0 if a slot has no room for one element of each input */
-nc_state core_move_chunks(nc *c);
-int core_piece_with(const nc *c, size_t element);
 
 #endif

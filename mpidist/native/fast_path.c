@@ -3,11 +3,17 @@
    All other calls return None and take the general path. If peers are late or their calls differ, Python resumes the
    call. */
 
-#include "fast_path.h"
+#include "python.h"
 
 #include <stdlib.h>
 #include <string.h>
 
+/* Kinds of signatures in addition to nc_kind: an ALL_GATHER from one rank, and an ALL_REDUCE of a list. */
+enum { BROADCAST = 16, LIST = 17 };
+/* Structures of a value. */
+enum { ARRAY_VALUE, LIST_VALUE, TUPLE_VALUE };
+/* Probes of the cache for a signature. */
+enum { PROBES = 8 };
 /* Nanoseconds that a call waits without the GIL before Python resumes it. */
 enum { WAITS = 2000000 };
 /* Nanoseconds to wait for a running write of another rank. */
@@ -18,32 +24,191 @@ enum { KERNEL = 15 };
 
 static PyObject *name_shape, *name_dtype;
 
-/* lost(): raise the error of a call that ended with NC_LOST */
-static PyObject *lost(PyObject *self, PyObject *const *a, ssize_t n)
+static size_t bytes_of(const nc_range *range) { return (size_t)(range->end - range->begin); }
+
+/* Signatures ------------------------------------------------------------------------------------------------------ */
+
+static int dtype_of(const Py_buffer *view)
 {
-    (void)a, (void)n;
-    errno = face_of(self)->lost;
-    return PyErr_SetFromErrno(PyExc_OSError);
+    static const char whole_codes[] = "bhilqBHILQ";
+    const char *code = view->format;
+    if (*code == '=' || *code == '@')
+        code++;
+    if (code[0] == 'Z' && code[1] && !code[2])
+        return code[1] == 'f' ? NC_C64 : code[1] == 'd' ? NC_C128 : code[1] == 'g' ? NC_CLONG : -1;
+    if (!code[0] || code[1])
+        return -1;
+    switch (code[0]) {
+    case '?': return NC_BOOL;
+    case 'e': return NC_F16;
+    case 'f': return NC_F32;
+    case 'd': return NC_F64;
+    case 'g': return NC_LONG;
+    }
+    const char *found = strchr(whole_codes, code[0]);
+    if (found == NULL)
+        return -1;
+    int power = view->itemsize == 1 ? 0 : view->itemsize == 2 ? 1 : view->itemsize == 4 ? 2 : 3;
+    return (found - whole_codes < 5 ? NC_I8 : NC_U8) + power;
 }
+
+/* Return the cached signature, or NULL. With may_add, return the entry for a new one instead of NULL. */
+static signature *look_up(face *f, const signature *s, int may_add)
+{
+    uint64_t hash = (uint64_t)(s->kind * 31 + s->op) * 0x9E3779B97F4A7C15u + (uint64_t)(s->dtype * 64 + s->root);
+    size_t bytes = sizeof *s->shapes * (size_t)s->words;
+    for (int i = 0; i < s->words; i++)
+        hash = (hash ^ (uint64_t)s->shapes[i]) * 0x9E3779B97F4A7C15u, hash ^= hash >> 29;
+    for (int probe = 0; probe < PROBES; probe++) {
+        signature *k = &f->known[(hash + (uint64_t)probe) % SIGNATURES];
+        if (k->shapes != NULL && k->kind == s->kind && k->op == s->op && k->dtype == s->dtype && k->root == s->root &&
+            k->words == s->words && !memcmp(k->shapes, s->shapes, bytes))
+            return k;
+        if (may_add && (k->shapes == NULL || probe == PROBES - 1))
+            return k;
+    }
+    return NULL;
+}
+
+static int code_of(const face *f, PyObject *op)
+{
+    for (int i = 0; i < f->op_count; i++)
+        if (f->op[i] == op)
+            return f->op_code[i];
+    return -1;
+}
+
+static int structure_of(PyObject *value)
+{
+    PyObject *type = PyObject_Type(value);
+    Py_DecRef(type); /* the value keeps it */
+    return type == &PyList_Type ? LIST_VALUE : type == &PyTuple_Type ? TUPLE_VALUE : ARRAY_VALUE;
+}
+
+/* Read a NumPy array. Return its dtype, or -1 for subclasses and other objects. */
+static int read_array(face *f, PyObject *array, int flags, Py_buffer *view)
+{
+    PyObject *type = PyObject_Type(array);
+    Py_DecRef(type); /* the array keeps it */
+    if (type != f->array_type)
+        return -1;
+    if (memory_of(array, flags | C_CONTIGUOUS | FORMAT, view) < 0) {
+        PyErr_Clear();
+        return -1;
+    }
+    int is_aligned = (uintptr_t)view->buf % (size_t)(view->itemsize > 8 ? 8 : view->itemsize) == 0;
+    return is_aligned ? dtype_of(view) : -1;
+}
+
+/* Read an array or, if the kind is LIST, a tuple of non-empty arrays of one dtype. Sets dtype and shapes, and their
+   memory, last array first as on the general path. Return the number of arrays, or -1. */
+static int read_arrays(face *f, PyObject *value, int flags, nc_range *memory, ssize_t *shapes, signature *s)
+{
+    int is_list = s->kind == LIST;
+    ssize_t n = is_list ? PySequence_Size(value) : 1;
+    if (n < 1 || n > NC_PIECES)
+        return -1;
+    s->shapes = shapes, s->words = 0;
+    for (ssize_t i = 0; i < n; i++) {
+        Py_buffer view;
+        int dtype = read_array(f, is_list ? PyTuple_GetItem(value, i) : value, flags, &view);
+        if (dtype < 0 || (i > 0 && dtype != s->dtype) || (is_list && view.len == 0) || s->words + view.ndim >= WORDS)
+            return -1;
+        s->dtype = dtype;
+        shapes[s->words++] = view.ndim;
+        for (int axis = 0; axis < view.ndim; axis++)
+            shapes[s->words++] = view.shape[axis];
+        memory[n - 1 - i] = (nc_range){view.buf, (char *)view.buf + view.len, (int)(n - 1 - i)};
+    }
+    return (int)n;
+}
+
+/* cache(kind, op, array or list of arrays, root, divisor, id, text) -> number of the signature, or None if such calls
+   cannot take the fast path */
+static PyObject *cache(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    face *f = face_of(self);
+    signature s = {.kind = (int)whole(a[0]), .op = (int)whole(a[1]), .root = (int)whole(a[3]),
+                   .divisor = PyFloat_AsDouble(a[4]), .id = (uint64_t)whole(a[5]), .text = a[6]};
+    if (PyErr_Occurred())
+        return NULL;
+    PyObject *value = a[2];
+    if (structure_of(value) != ARRAY_VALUE) {
+        s.kind = LIST;
+        value = PySequence_Tuple(value);
+        if (value == NULL)
+            return NULL;
+    }
+    int pieces = read_arrays(f, value, 0, f->given, f->shapes, &s);
+    if (s.kind == LIST)
+        Py_DecRef(value);
+    size_t bytes = 0, words = sizeof *s.shapes * (size_t)s.words;
+    for (int i = 0; i < pieces; i++)
+        bytes += bytes_of(&f->given[i]);
+    if (pieces < 0 || (nc_is_on_wire(f->core) && bytes > NC_MOST_OVER_NODES))
+        return none();
+    signature *k = look_up(f, &s, 1);
+    s.shapes = malloc(words);
+    if (s.shapes == NULL)
+        return none();
+    memcpy(s.shapes, f->shapes, words);
+    s.number = (int)(k - f->known);
+    Py_IncRef(s.text);
+    Py_DecRef(k->text);
+    free(k->shapes);
+    *k = s;
+    return PyLong_FromLongLong(s.number);
+}
+
+/* Calls ----------------------------------------------------------------------------------------------------------- */
 
 /* A call in flight. */
 typedef struct {
-    PyObject *value, *out; /* out is NONE: allocate the result */
-    Py_buffer view;        /* memory of the value */
-    signature known;       /* a copy, because another thread may replace the cached one and free its shapes */
-    signature result;      /* shape and dtype of the value at first, later of the result */
+    PyObject *value, *out; /* arrays, or tuples if the kind is LIST. out is NONE: allocate the result */
+    signature key, known;  /* of the value. known is a copy, because another thread may replace the cached one */
+    nc_range memory;       /* of the value, if it is an array */
+    ssize_t rows;          /* length of the result's first axis, or -1 if the result has the shape of the value */
+    ssize_t at;            /* the value may start at this offset in `out`, or -1 */
+    int is_receiver;       /* this rank contributes nothing */
     nc_call call;
 } fast_call;
 
-/* Return a new array like another one, of length `first` unless that is negative. */
-static PyObject *new_array(face *f, PyObject *like, ssize_t first, size_t bytes)
+static fast_call call_of(face *f, int kind, PyObject *op, PyObject *value, PyObject *out)
+{
+    signature key = {.kind = kind, .op = op == NULL ? 0 : code_of(f, op)};
+    return (fast_call){.value = value, .out = out, .key = key, .rows = -1};
+}
+
+/* Prepare a call. Return 0 if the fast path is disabled or the signature is not cached. */
+static int prepare(face *f, fast_call *c)
+{
+    if (f->cells[DISABLED] || c->key.op < 0)
+        return 0;
+    int pieces = read_arrays(f, c->value, 0, f->given, f->shapes, &c->key);
+    const signature *k = pieces < 0 ? NULL : look_up(f, &c->key, 0);
+    if (k == NULL)
+        return 0;
+    c->known = *k;
+    c->memory = f->given[0];
+    c->call = (nc_call){.id = k->id, .kind = k->kind == LIST ? NC_ALL_REDUCE : (nc_kind)k->kind,
+                        .op = (nc_op)(k->op & KERNEL), .dtype = (nc_dtype)k->dtype, .pieces = pieces, .replicas = 1,
+                        .divisor = k->divisor, .flags = nc_is_on_wire(f->core) ? NC_OVER_NODES : 0};
+    return 1;
+}
+
+/* Whether the value has a first axis, and a row. */
+static int has_rows(const face *f) { return f->shapes[0] > 0 && f->shapes[1] > 0; }
+
+/* Return a new array like another one, of length `rows` unless that is negative. */
+static PyObject *new_array(face *f, PyObject *like, ssize_t rows, size_t bytes)
 {
     PyObject *shape = PyObject_GetAttr(like, name_shape), *dtype = PyObject_GetAttr(like, name_dtype), *made = NULL;
-    if (first >= 0 && shape != NULL) {
+    if (rows >= 0 && shape != NULL) {
         ssize_t axes = PySequence_Size(shape);
         PyObject *other = PyTuple_New(axes);
         for (ssize_t i = 0; i < axes && other != NULL; i++)
-            PyTuple_SetItem(other, i, i ? PySequence_GetItem(shape, i) : PyLong_FromLongLong(first));
+            PyTuple_SetItem(other, i, i ? PySequence_GetItem(shape, i) : PyLong_FromLongLong(rows));
         Py_DecRef(shape);
         shape = other;
     }
@@ -51,31 +216,26 @@ static PyObject *new_array(face *f, PyObject *like, ssize_t first, size_t bytes)
         PyObject *arguments[2] = {shape, dtype};
         made = PyObject_VectorcallDict(bytes < POOLED_BYTES ? f->empty : f->take, arguments, 2, NULL);
     }
-    if (shape != NULL)
-        Py_DecRef(shape);
-    if (dtype != NULL)
-        Py_DecRef(dtype);
+    Py_DecRef(shape);
+    Py_DecRef(dtype);
     return made;
 }
 
-/* Return a tuple of new arrays like those of another tuple. */
-static PyObject *new_arrays(face *f, PyObject *like)
+/* Return a tuple of new arrays like those of a list. */
+static PyObject *new_arrays(face *f, const fast_call *c)
 {
     PyObject *made[NC_PIECES], *all = NULL;
-    ssize_t n = PySequence_Size(like), count = 0;
-    for (; count < n; count++) {
-        PyObject *one = PyTuple_GetItem(like, count);
-        Py_buffer view;
-        if (memory_of(one, C_CONTIGUOUS, &view) < 0)
-            break;
-        made[count] = new_array(f, one, -1, (size_t)view.len);
+    int n = c->call.pieces, count = 0;
+    while (count < n) {
+        made[count] = new_array(f, PyTuple_GetItem(c->value, count), -1, bytes_of(&f->given[n - 1 - count]));
         if (made[count] == NULL)
             break;
+        count++;
     }
     /* Fill the tuple last, because the garbage collector exposes half-filled tuples to Python code. */
     if (count == n)
         all = PyTuple_New(n);
-    for (ssize_t i = 0; i < count; i++)
+    for (int i = 0; i < count; i++)
         if (all != NULL)
             PyTuple_SetItem(all, i, made[i]);
         else
@@ -91,47 +251,77 @@ static PyObject *result_for(face *f, const fast_call *c)
         return c->out;
     }
     if (c->known.kind == LIST)
-        return new_arrays(f, c->value);
-    size_t bytes = (size_t)c->view.itemsize;
-    for (int i = 0; i < c->result.axes; i++)
-        bytes *= (size_t)c->result.shape[i];
-    int differs = memcmp(c->result.shape, c->known.shape, sizeof *c->result.shape * (size_t)c->result.axes) != 0;
-    return new_array(f, c->value, differs ? c->result.shape[0] : -1, bytes);
+        return new_arrays(f, c);
+    size_t bytes = bytes_of(&c->memory);
+    if (c->rows >= 0)
+        bytes = bytes / (size_t)f->shapes[1] * (size_t)c->rows;
+    return new_array(f, c->value, c->rows, bytes);
 }
 
-/* Prepare a call. Return 0 if the fast path is disabled or the signature is not cached. */
-static int prepare(face *f, fast_call *c)
+/* Whether the signature of the value is unchanged. Reads its memory again. */
+static int is_unchanged(face *f, const fast_call *c)
 {
-    signature *s = &c->result;
-    int pieces = 1;
-    if (f->cells[DISABLED] || s->op < 0)
-        return 0;
-    if (s->kind == LIST)
-        pieces = signature_of_list(f, c->value, 0, f->given, s);
-    else if (signature_of_array(f, c->value, 0, &c->view, s) < 0)
-        return 0;
-    else
-        f->given[0] = (nc_range){c->view.buf, (char *)c->view.buf + c->view.len, 0};
-    const signature *k = pieces < 0 ? NULL : signature_look_up(f, s, 0);
-    if (k == NULL)
-        return 0;
-    c->known = *k;
-    c->call = (nc_call){.id = k->id, .kind = s->kind == LIST ? NC_ALL_REDUCE : (nc_kind)k->kind,
-                        .op = (nc_op)(k->op & KERNEL), .dtype = (nc_dtype)k->dtype, .pieces = pieces, .replicas = 1,
-                        .divisor = k->divisor, .flags = nc_is_on_wire(f->core) ? NC_OVER_NODES : 0};
+    fast_call again = {.value = c->value, .key = {.kind = c->key.kind, .op = c->key.op, .root = c->key.root}};
+    return prepare(f, &again) && again.known.number == c->known.number && again.known.id == c->known.id;
+}
+
+static int read_new_arrays(face *f, const fast_call *c, PyObject *result)
+{
+    int n = c->call.pieces;
+    for (int i = 0; i < n; i++) {
+        Py_buffer view;
+        PyObject *one = c->known.kind == LIST ? PyTuple_GetItem(result, n - 1 - i) : result;
+        if (memory_of(one, C_CONTIGUOUS | WRITABLE, &view) < 0)
+            return 0;
+        f->results[i] = (nc_range){view.buf, (char *)view.buf + view.len, i};
+    }
     return 1;
 }
 
-/* Return whether `out` has the shape and dtype of the result and does not overlap the value. The value may also start
-   `at` bytes after the start of `out`, unless `at` is negative. */
-static int fits(face *f, const fast_call *c, ssize_t at, Py_buffer *o)
+/* Read the arrays of `out`. Return whether they have shapes and dtype of the result. */
+static int read_out(face *f, const fast_call *c)
 {
-    signature s = {0};
-    if (signature_of_array(f, c->out, WRITABLE, o, &s) < 0 || s.dtype != c->result.dtype || s.axes != c->result.axes ||
-        memcmp(s.shape, c->result.shape, sizeof *s.shape * (size_t)s.axes))
+    signature s = {.kind = c->key.kind};
+    if (c->rows >= 0)
+        f->shapes[1] = c->rows;
+    return read_arrays(f, c->out, WRITABLE, f->results, f->shapes_of_out, &s) == c->call.pieces &&
+           s.dtype == c->key.dtype && s.words == c->key.words &&
+           !memcmp(s.shapes, f->shapes, sizeof *s.shapes * (size_t)s.words);
+}
+
+/* Whether `out` overwrites no input too early. */
+static int is_apart(face *f, const fast_call *c)
+{
+    int n = c->call.pieces;
+    nc_range in = f->given[0], out = f->results[0];
+    if (c->known.kind != LIST)
+        return (c->at >= 0 && in.begin == out.begin + c->at) || out.begin >= in.end || in.begin >= out.end;
+    if (nc_overlap(f->given, n, f->results, n))
         return 0;
-    const char *given = c->view.buf, *to = o->buf;
-    return (at >= 0 && given == to + at) || to >= given + c->view.len || given >= to + o->len;
+    for (int i = 1; i < n; i++) /* by address now */
+        if (f->results[i].begin < f->results[i - 1].end)
+            return 0;
+    return 1;
+}
+
+/* Lay out the arrays of a call. Return 0 if they do not fit. Read them again if Python code may have replaced what the
+   face knows about them, because another thread may have used it. */
+static int lay_out(face *f, const fast_call *c, PyObject *result)
+{
+    int is_list = c->known.kind == LIST;
+    size_t itemsize = nc_itemsize(c->call.dtype);
+    if (!is_list)
+        f->given[0] = c->memory;
+    if ((is_list || f->flight.memory != NULL) && !is_unchanged(f, c))
+        return 0;
+    if (!(c->out == NONE ? read_new_arrays(f, c, result) : read_out(f, c)))
+        return 0;
+    for (int i = 0; i < c->call.pieces; i++) {
+        size_t count = c->is_receiver ? 0 : bytes_of(&f->given[i]) / itemsize;
+        nc_inputs(f->core)[i] = f->given[i].begin;
+        nc_pieces(f->core)[i] = (nc_piece){(char *)(intptr_t)f->results[i].begin, count};
+    }
+    return c->out == NONE || is_apart(f, c);
 }
 
 /* Hand a call over to Python. It is HANDED_OVER until Python resumes it, because a signal handler may raise an error
@@ -144,76 +334,31 @@ static PyObject *hand_over(face *f, const fast_call *c, nc_state state, PyObject
         PyObject *arguments[5] = {number, code, c->value, result, c->out};
         final = PyObject_VectorcallDict(f->resume, arguments, 5, NULL);
     }
-    if (number != NULL)
-        Py_DecRef(number);
-    if (code != NULL)
-        Py_DecRef(code);
+    Py_DecRef(number);
+    Py_DecRef(code);
     return final;
 }
 
-/* Lay out the arrays of a list. Read them again, because Python code ran since. Return whether the signature is
-   unchanged and no result overwrites an input too early. */
-static int lay_out_list(face *f, const fast_call *c, PyObject *result)
+/* Run a prepared call. */
+static PyObject *run(face *f, const fast_call *c)
 {
-    fast_call again = {.value = c->value, .result = {.kind = LIST, .op = c->result.op, .root = c->result.root}};
-    signature s = again.result;
-    if (!prepare(f, &again) || again.known.number != c->known.number || again.known.id != c->known.id)
-        return 0;
-    int n = again.call.pieces;
-    if (signature_of_list(f, result, WRITABLE, f->results, &s) != n ||
-        signature_look_up(f, &s, 0) != &f->known[c->known.number])
-        return 0;
-    size_t itemsize = nc_itemsize(c->call.dtype);
-    for (int i = 0; i < n; i++) {
-        nc_range to = f->results[i];
-        nc_inputs(f->core)[i] = f->given[i].begin;
-        nc_pieces(f->core)[i] = (nc_piece){(char *)(intptr_t)to.begin, (size_t)(to.end - to.begin) / itemsize};
-    }
-    if (c->out != NONE && nc_overlap(f->given, n, f->results, n))
-        return 0;
-    for (int i = 1; i < n && c->out != NONE; i++) /* by address now */
-        if (f->results[i].begin < f->results[i - 1].end)
-            return 0;
-    return 1;
-}
-
-/* Lay out the array of a call with `count` elements of input. `to`: memory of `out`. */
-static int lay_out(face *f, const fast_call *c, PyObject *result, size_t count, Py_buffer *to)
-{
-    if (c->out == NONE && memory_of(result, C_CONTIGUOUS | WRITABLE, to) < 0)
-        return 0;
-    nc_inputs(f->core)[0] = c->view.buf;
-    nc_pieces(f->core)[0] = (nc_piece){to->buf, count};
-    return 1;
-}
-
-/* Run a call with `count` elements of input. `at`: offset of the value in the result, or -1 (see fits). */
-static PyObject *run(face *f, const fast_call *c, size_t count, ssize_t at)
-{
-    Py_buffer to;
-    int is_list = c->known.kind == LIST;
-    if (c->out != NONE && !is_list && !fits(f, c, at, &to))
-        return none();
     PyObject *result = result_for(f, c), *line = NULL;
     if (result == NULL)
         return NULL;
     if (f->flight.memory != NULL)
         line = PyObject_VectorcallDict(f->flight.line, NULL, 0, NULL);
     /* Python code ran since the flag was checked, so another thread may have started a call. */
-    if (PyErr_Occurred() || f->cells[DISABLED] ||
-        !(is_list ? lay_out_list(f, c, result) : lay_out(f, c, result, count, &to))) {
+    if (PyErr_Occurred() || f->cells[DISABLED] || !lay_out(f, c, result)) {
         Py_DecRef(result);
-        if (line != NULL)
-            Py_DecRef(line);
+        Py_DecRef(line);
         return PyErr_Occurred() ? NULL : none();
     }
     int64_t entry = line == NULL ? 0 : flight_begin(f, &c->known, line);
     f->cells[DISABLED] |= IN_CALL;
     f->cells[THREAD] = (int64_t)PyThread_get_thread_ident();
     nc_state state = nc_begin(f->core, &c->call, KEEPS_LOCK);
-    f->lost = errno;
     if (state == NC_NOT_YET || state == NC_MOVED)
-        state = resume(f, state, WAITS);
+        state = resume(f, WAITS);
     if (state != NC_DONE) {
         PyObject *final = hand_over(f, c, state, result);
         if (final == NULL && f->cells[DISABLED] & HANDED_OVER) {
@@ -231,7 +376,7 @@ static PyObject *run(face *f, const fast_call *c, size_t count, ssize_t at)
     f->cells[CALLS]++;
     f->cells[LAST] = c->known.number;
     for (int i = 0; i < c->call.pieces; i++)
-        f->cells[BYTES] += (int64_t)(f->given[i].end - f->given[i].begin);
+        f->cells[BYTES] += (int64_t)bytes_of(&f->given[i]);
     f->cells[DISABLED] &= ~(int64_t)IN_CALL;
     return result;
 }
@@ -239,39 +384,35 @@ static PyObject *run(face *f, const fast_call *c, size_t count, ssize_t at)
 /* Return whether inputs are large and in shared memory, so that the result may be shared. */
 static int may_be_shared(face *f, const fast_call *c)
 {
-    const nc_range *given = f->given;
     size_t all = 0;
     for (int i = 0; i < c->call.pieces; i++)
-        all += (size_t)(given[i].end - given[i].begin);
+        all += bytes_of(&f->given[i]);
     for (int i = 0; i < c->call.pieces && all >= NC_SHARED_BYTES; i++)
-        if (nc_is_shared(f->core, given[i].begin, (size_t)(given[i].end - given[i].begin)))
+        if (nc_is_shared(f->core, f->given[i].begin, bytes_of(&f->given[i])))
             return 1;
     return 0;
 }
 
-/* Run an all-reduce. */
 static PyObject *reduce(face *f, fast_call *c)
 {
     if (!prepare(f, c) || may_be_shared(f, c))
         return none();
     size_t itemsize = nc_itemsize(c->call.dtype);
     c->call.unit = 64 / itemsize ? 64 / itemsize : 1;
-    return run(f, c, c->known.kind == LIST ? 0 : (size_t)c->view.len / itemsize, 0);
+    return run(f, c);
 }
 
 /* Run an all-reduce of a list or tuple. The call copies them to tuples, because the program may change its lists. */
-static PyObject *reduce_list(face *f, fast_call *c, int opens)
+static PyObject *reduce_list(face *f, fast_call *c, int structure)
 {
     PyObject *value = PySequence_Tuple(c->value), *found = NULL;
-    PyObject *out = c->out == NONE ? NONE : PySequence_Tuple(c->out);
+    PyObject *out = c->out == NONE ? none() : PySequence_Tuple(c->out);
     c->value = value, c->out = out;
     if (value != NULL && out != NULL)
         found = reduce(f, c);
-    if (value != NULL)
-        Py_DecRef(value);
-    if (out != NULL && out != NONE)
-        Py_DecRef(out);
-    if (found == NULL || found == NONE || opens == TUPLE)
+    Py_DecRef(value);
+    Py_DecRef(out);
+    if (found == NULL || found == NONE || structure == TUPLE_VALUE)
         return found;
     PyObject *list = PySequence_List(found);
     Py_DecRef(found);
@@ -284,15 +425,12 @@ static PyObject *all_reduce(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
-    int opens = signature_opens(a[1]);
-    fast_call c = {.value = a[1], .out = a[2], .result = {.kind = NC_ALL_REDUCE, .op = signature_op(f, a[0])}};
-    c.result.root = a[3] == NONE ? opens : (int)whole(a[3]);
-    if (a[2] != NONE && signature_opens(a[2]) != opens)
+    int structure = structure_of(a[1]), is_list = structure != ARRAY_VALUE;
+    if (a[2] != NONE && structure_of(a[2]) != structure)
         return none();
-    if (!opens)
-        return reduce(f, &c);
-    c.result.kind = LIST;
-    return reduce_list(f, &c, opens);
+    fast_call c = call_of(f, is_list ? LIST : NC_ALL_REDUCE, a[0], a[1], a[2]);
+    c.key.root = a[3] == NONE ? structure : (int)whole(a[3]);
+    return is_list ? reduce_list(f, &c, structure) : reduce(f, &c);
 }
 
 /* reduce_scatter(op, value, out or None) */
@@ -300,13 +438,14 @@ static PyObject *reduce_scatter(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
-    fast_call c = {.value = a[1], .out = a[2], .result = {.kind = NC_REDUCE_SCATTER, .op = signature_op(f, a[0])}};
-    if (!prepare(f, &c) || c.result.axes == 0 || c.result.shape[0] == 0)
+    fast_call c = call_of(f, NC_REDUCE_SCATTER, a[0], a[1], a[2]);
+    if (!prepare(f, &c) || !has_rows(f))
         return none();
-    ssize_t rows = c.result.shape[0];
-    c.result.shape[0] = rows / f->ranks + (f->rank < rows % f->ranks);
-    c.call.unit = (size_t)(c.view.len / rows / c.view.itemsize);
-    return run(f, &c, (size_t)(c.view.len / c.view.itemsize), -1);
+    ssize_t rows = f->shapes[1];
+    c.rows = rows / f->ranks + (f->rank < rows % f->ranks);
+    c.at = -1;
+    c.call.unit = bytes_of(&c.memory) / (size_t)rows / nc_itemsize(c.call.dtype);
+    return run(f, &c);
 }
 
 /* all_gather(value, out or None), along the first axis */
@@ -314,14 +453,14 @@ static PyObject *all_gather(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
-    fast_call c = {.value = a[0], .out = a[1], .result = {.kind = NC_ALL_GATHER}};
+    fast_call c = call_of(f, NC_ALL_GATHER, NULL, a[0], a[1]);
     /* The general path gathers rows without bytes. */
-    if (!prepare(f, &c) || c.view.len == 0 || c.result.axes == 0)
+    if (!prepare(f, &c) || !has_rows(f) || bytes_of(&c.memory) == 0)
         return none();
-    c.call.note = c.result.shape[0];
-    c.result.shape[0] *= f->ranks;
-    c.call.dtype = NC_U8, c.call.flags = NC_EQUAL;
-    return run(f, &c, (size_t)c.view.len, f->rank * c.view.len);
+    c.rows = f->shapes[1] * f->ranks;
+    c.at = f->rank * (ssize_t)bytes_of(&c.memory);
+    c.call.note = f->shapes[1], c.call.dtype = NC_U8, c.call.flags = NC_EQUAL;
+    return run(f, &c);
 }
 
 /* broadcast(value, root, out or None) */
@@ -330,15 +469,17 @@ static PyObject *broadcast(PyObject *self, PyObject *const *a, ssize_t n)
     (void)n;
     face *f = face_of(self);
     long long root = whole(a[1]);
-    fast_call c = {.value = a[0], .out = a[2], .result = {.kind = BROADCAST, .root = (int)root}};
     if (root < 0 || root >= f->ranks) {
         PyErr_Clear(); /* the general path raises the error */
         return none();
     }
+    fast_call c = call_of(f, BROADCAST, NULL, a[0], a[2]);
+    c.key.root = (int)root;
+    c.is_receiver = root != f->rank;
     if (!prepare(f, &c))
         return none();
     c.call.kind = NC_ALL_GATHER, c.call.dtype = NC_U8;
-    return run(f, &c, root == f->rank ? (size_t)c.view.len : 0, 0);
+    return run(f, &c);
 }
 
 /* all_to_all(value, out or None), with equally many rows for each rank */
@@ -346,11 +487,12 @@ static PyObject *all_to_all(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
-    fast_call c = {.value = a[0], .out = a[1], .result = {.kind = NC_ALL_TO_ALL}};
-    if (!prepare(f, &c) || c.view.len == 0 || c.result.axes == 0 || c.result.shape[0] % f->ranks)
+    fast_call c = call_of(f, NC_ALL_TO_ALL, NULL, a[0], a[1]);
+    if (!prepare(f, &c) || !has_rows(f) || bytes_of(&c.memory) == 0 || f->shapes[1] % f->ranks)
         return none();
+    c.at = -1;
     c.call.dtype = NC_U8, c.call.flags = NC_EQUAL;
-    return run(f, &c, (size_t)c.view.len, -1);
+    return run(f, &c);
 }
 
 /* open_fast_calls(array type, numpy.empty, Pool.take, resume, list of operations, list of their codes)
@@ -379,8 +521,7 @@ static PyObject *open_fast_calls(PyObject *self, PyObject *const *a, ssize_t n)
 
 PyMethodDef fast_functions[] = {
     {"open_fast_calls", open_fast_calls, METH_FASTCALL, NULL},
-    {"cache", signature_cache, METH_FASTCALL, NULL},
-    {"lost", lost, METH_FASTCALL, NULL},
+    {"cache", cache, METH_FASTCALL, NULL},
     {"flight", flight_keep, METH_FASTCALL, NULL},
     {"all_reduce", all_reduce, METH_FASTCALL, NULL},
     {"reduce_scatter", reduce_scatter, METH_FASTCALL, NULL},
@@ -394,15 +535,13 @@ void fast_close(face *f)
 {
     PyObject *objects[4] = {f->array_type, f->empty, f->take, f->resume};
     for (int i = 0; i < 4; i++)
-        if (objects[i] != NULL)
-            Py_DecRef(objects[i]);
+        Py_DecRef(objects[i]);
     for (int i = 0; i < f->op_count; i++)
         Py_DecRef(f->op[i]);
-    for (int i = 0; i < 5 && f->flight.memory != NULL; i++)
+    for (int i = 0; i < FLIGHT_OBJECTS; i++)
         Py_DecRef(f->flight.kept[i]);
     for (int i = 0; i < SIGNATURES; i++) {
-        if (f->known[i].text != NULL)
-            Py_DecRef(f->known[i].text);
+        Py_DecRef(f->known[i].text);
         free(f->known[i].shapes);
     }
 }

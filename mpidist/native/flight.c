@@ -1,10 +1,10 @@
 /* The flight record of the fast path, with the entries of mpidist/collectives/observe/record.py. */
 
 #define _GNU_SOURCE
-#include "fast_path.h"
+#include "core.h"
+#include "python.h"
 
 #include <string.h>
-#include <time.h>
 
 enum { ENTRIES = 1000, NOTE = 40, NAME = 80, TEXT = 280, LINE = 100 };
 enum { RUNNING, DONE };
@@ -16,13 +16,6 @@ typedef struct {
     uint16_t track;
     char name[NAME], text[TEXT], line[LINE];
 } entry;
-
-static int64_t clock_now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000000000LL + t.tv_nsec;
-}
 
 static entry *entry_of(const face *f, int64_t serial)
 {
@@ -45,7 +38,7 @@ int64_t flight_begin(face *f, const signature *k, PyObject *line)
     int64_t serial = ++*f->flight.serial;
     f->flight.last[0]++, f->flight.last[1] = serial;
     entry *e = entry_of(f, serial);
-    *e = (entry){.serial = serial, .number = f->flight.last[0], .begin = clock_now(), .state = RUNNING};
+    *e = (entry){.serial = serial, .number = f->flight.last[0], .begin = now(), .state = RUNNING};
     copy(e->name, NAME, PyBytes_AsString(f->flight.name), (size_t)PyBytes_Size(f->flight.name));
     copy(e->text, TEXT, PyBytes_AsString(text), (size_t)PyBytes_Size(text));
     copy(e->line, LINE, site + cut, (size_t)length - cut);
@@ -57,7 +50,7 @@ void flight_finish(const face *f, int64_t serial)
 {
     entry *e = entry_of(f, serial);
     if (e->serial == serial) /* not overwritten by other threads since */
-        e->end = clock_now(), e->state = DONE;
+        e->end = now(), e->state = DONE;
 }
 
 /* flight(ring, serial number of its newest entry, number and serial number of the communicator's last collective, name
@@ -72,7 +65,7 @@ PyObject *flight_keep(PyObject *self, PyObject *const *a, ssize_t n)
             return NULL;
     if (f->flight.memory != NULL || views[0].len != (ssize_t)(ENTRIES * sizeof(entry)))
         return PyErr_Format(PyExc_ValueError, "flight is called once, with %zu bytes", ENTRIES * sizeof(entry));
-    for (int i = 0; i < 5; i++)
+    for (int i = 0; i < FLIGHT_OBJECTS; i++)
         Py_IncRef(f->flight.kept[i] = a[i]);
     f->flight.memory = views[0].buf, f->flight.serial = views[1].buf, f->flight.last = views[2].buf;
     f->flight.name = a[3], f->flight.line = a[4];

@@ -1,4 +1,5 @@
-/* Kernels and their table for the instruction set NC_TARGET. kernels.c includes this file once per set. */
+/* Kernels and their table for the instruction set NC_TARGET. kernels.c includes this file once per set. The macros below
+   are the same each time, so that C allows to define them again. */
 
 #define BINARY(name, T, expression)                                                     \
     NC_TARGET static void NC_NAME(name)(char *d, const char *x, const char *y, size_t n) \
@@ -18,9 +19,6 @@
     BINARY(prod_##S, T, (T)(U)((W)(U)a * (W)(U)b))            \
     BINARY(min_##S, T, a < b ? a : b)                         \
     BINARY(max_##S, T, a > b ? a : b)                         \
-    BINARY(land_##S, T, (T)(a != 0 && b != 0))                \
-    BINARY(lor_##S, T, (T)(a != 0 || b != 0))                 \
-    BINARY(lxor_##S, T, (T)((a != 0) != (b != 0)))            \
     BINARY(band_##S, T, (T)(a & b))                           \
     BINARY(bor_##S, T, (T)(a | b))                            \
     BINARY(bxor_##S, T, (T)(a ^ b))
@@ -31,9 +29,6 @@
     BINARY(prod_##S, T, a * b)                                 \
     BINARY(min_##S, T, (a < b || a != a) ? a : b)              \
     BINARY(max_##S, T, (a > b || a != a) ? a : b)              \
-    BINARY(land_##S, T, (T)(a != 0 && b != 0))                 \
-    BINARY(lor_##S, T, (T)(a != 0 || b != 0))                  \
-    BINARY(lxor_##S, T, (T)((a != 0) != (b != 0)))             \
     NC_TARGET static void NC_NAME(divide_##S)(char *d, size_t n, double divisor) \
     {                                                          \
         T *out = (T *)d, by = (T)divisor;                      \
@@ -146,8 +141,7 @@ NC_TARGET static void NC_NAME(round_f16)(char *d, const float *s, size_t n)
     }
 }
 
-#define OF_REAL(S) NC_NAME(sum_##S), NC_NAME(prod_##S), NC_NAME(min_##S), NC_NAME(max_##S), NC_NAME(land_##S), \
-    NC_NAME(lor_##S), NC_NAME(lxor_##S)
+#define OF_REAL(S) NC_NAME(sum_##S), NC_NAME(prod_##S), NC_NAME(min_##S), NC_NAME(max_##S)
 #define OF_WHOLE(S) {OF_REAL(S), NC_NAME(band_##S), NC_NAME(bor_##S), NC_NAME(bxor_##S)}
 
 static const nc_table NC_NAME(table) = {
@@ -158,8 +152,8 @@ static const nc_table NC_NAME(table) = {
         [NC_C64] = {NC_NAME(sum_c64), NC_NAME(prod_c64)}, [NC_C128] = {NC_NAME(sum_c128), NC_NAME(prod_c128)},
         [NC_CLONG] = {NC_NAME(sum_clong), NC_NAME(prod_clong)},
         /* bool is 0 or 1, so min is "and", and max is "or". */
-        [NC_BOOL] = {NULL, NULL, NC_NAME(min_u8), NC_NAME(max_u8), NC_NAME(land_u8), NC_NAME(lor_u8),
-                     NC_NAME(lxor_u8), NC_NAME(band_u8), NC_NAME(bor_u8), NC_NAME(bxor_u8)},
+        [NC_BOOL] = {NULL, NULL, NC_NAME(min_u8), NC_NAME(max_u8), NC_NAME(band_u8), NC_NAME(bor_u8),
+                     NC_NAME(bxor_u8)},
     },
     .divide = {
         [NC_F32] = NC_NAME(divide_f32), [NC_F64] = NC_NAME(divide_f64), [NC_LONG] = NC_NAME(divide_flong),
@@ -168,10 +162,3 @@ static const nc_table NC_NAME(table) = {
     .widen = {[NC_F16] = NC_NAME(widen_f16), [NC_BF16] = NC_NAME(widen_bf16)},
     .round = {[NC_F16] = NC_NAME(round_f16), [NC_BF16] = NC_NAME(round_bf16)},
 };
-
-#undef BINARY
-#undef WHOLE
-#undef FLOATING
-#undef COMPLEX
-#undef OF_REAL
-#undef OF_WHOLE

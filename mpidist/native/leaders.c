@@ -72,7 +72,6 @@ int nc_lead(nc *c, const nc_mpi *mpi, const int32_t *ranks, int nodes, int me, i
 }
 
 void nc_halve_from(nc *c, size_t bytes) { c->leader->halved_from = bytes; }
-int nc_mpi_error(const nc *c) { return c->leader->error; }
 
 void leader_close(leader *l)
 {
@@ -226,8 +225,10 @@ nc_state leader_go_on(nc *c, int *refused)
     while (l->step <= last_step(l)) {
         if (!l->is_posted)
             post(c, l);
-        if (!all_done(l))
+        if (!all_done(l)) {
+            c->error = l->error;
             return l->error ? NC_MPI : NC_NOT_YET;
+        }
         apply_received(c, l);
         l->step++;
         l->is_posted = 0;

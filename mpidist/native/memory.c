@@ -110,32 +110,19 @@ int nc_overlap(const nc_range *inputs, int n, nc_range *outs, int m)
     return 0;
 }
 
-int core_transfer(int pid, struct iovec *here, struct iovec *there, int n, int writes)
+static int transfer(int pid, char *here, char *there, size_t bytes, int writes)
 {
-    while (n) {
-        ssize_t done = writes ? process_vm_writev(pid, here, (unsigned long)n, there, (unsigned long)n, 0)
-                              : process_vm_readv(pid, here, (unsigned long)n, there, (unsigned long)n, 0);
+    while (bytes) { /* the kernel may copy fewer bytes than requested */
+        struct iovec from = {here, bytes}, to = {there, bytes};
+        ssize_t done = writes ? process_vm_writev(pid, &from, 1, &to, 1, 0) : process_vm_readv(pid, &from, 1, &to, 1, 0);
         if (done <= 0) {
             errno = done < 0 ? errno : EFAULT;
             return -1;
         }
-        size_t left = (size_t)done; /* the kernel may copy fewer bytes than requested */
-        for (; n && left >= here->iov_len; here++, there++, n--)
-            left -= here->iov_len;
-        if (left) {
-            here->iov_base = (char *)here->iov_base + left, here->iov_len -= left;
-            there->iov_base = (char *)there->iov_base + left, there->iov_len -= left;
-        }
+        here += done, there += done, bytes -= (size_t)done;
     }
     return 0;
 }
 
-int nc_read(int pid, void *to, const void *from, size_t bytes)
-{
-    return core_transfer(pid, &(struct iovec){to, bytes}, &(struct iovec){(void *)(intptr_t)from, bytes}, 1, 0);
-}
-
-int nc_write(int pid, void *to, const void *from, size_t bytes)
-{
-    return core_transfer(pid, &(struct iovec){(void *)(intptr_t)from, bytes}, &(struct iovec){to, bytes}, 1, 1);
-}
+int nc_read(int pid, void *to, const void *from, size_t bytes) { return transfer(pid, to, (char *)(intptr_t)from, bytes, 0); }
+int nc_write(int pid, void *to, const void *from, size_t bytes) { return transfer(pid, (char *)(intptr_t)from, to, bytes, 1); }

@@ -23,7 +23,7 @@ typedef enum {
     NC_C64, NC_C128, NC_CLONG, NC_BOOL, NC_DTYPES
 } nc_dtype;
 
-typedef enum { NC_SUM, NC_PROD, NC_MIN, NC_MAX, NC_LAND, NC_LOR, NC_LXOR, NC_BAND, NC_BOR, NC_BXOR, NC_OPS } nc_op;
+typedef enum { NC_SUM, NC_PROD, NC_MIN, NC_MAX, NC_BAND, NC_BOR, NC_BXOR, NC_OPS } nc_op;
 
 /* ALL_GATHER concatenates the contributions of all ranks, of any lengths. In a broadcast only the root contributes.
    ALL_TO_ALL concatenates the parts that each rank sends to this one, of any lengths. In a scatter only the root sends,
@@ -38,8 +38,8 @@ typedef enum {
     NC_SLICE,    /* a slice of this rank is ready for other nodes: nc_get_slice, later nc_crossed */
     NC_CHUNK,    /* NC_WATCH: a step of a chunk is complete: nc_get_event */
     NC_MISMATCH, /* another rank passed another id. The call has ended without moving data. */
-    NC_MPI,      /* an MPI function failed: nc_mpi_error. The core has failed. */
-    NC_LOST      /* The memory of a rank is inaccessible, or the call is too large. errno is the reason. The core has
+    NC_MPI,      /* an MPI function failed: nc_error is its error code. The core has failed. */
+    NC_LOST      /* The memory of a rank is inaccessible, or the call is too large. nc_error is the errno. The core has
                     failed. All ranks get this state if the call is too large: slots have no room for an element of
                     each stripe and replica (ENOBUFS), or there are more than NC_INPUTS replicas on the node or more
                     than NC_MOST_OVER_NODES bytes over nodes (E2BIG) */
@@ -145,7 +145,7 @@ enum { NC_MOST_OVER_NODES = 64 << 10 };
    the communicator. `me`: number of this node. `tag`: used by no other messages. Return 0, or -1 without memory. */
 NC_EXPORT int nc_lead(nc *core, const nc_mpi *mpi, const int32_t *ranks, int nodes, int me, int tag);
 NC_EXPORT void nc_halve_from(nc *core, size_t bytes); /* use recursive halving from this size on, equal on all */
-NC_EXPORT int nc_mpi_error(const nc *core);             /* the error code of the MPI function, after NC_MPI */
+NC_EXPORT int nc_error(const nc *core);       /* after NC_MPI or NC_LOST */
 int nc_is_on_wire(const nc *core);            /* whether there are other nodes */
 
 /* Limit the time until this process ends. Print a warning after warn_seconds, and an error before exiting after
@@ -210,8 +210,8 @@ nc_state nc_step(nc *core, int64_t nanoseconds);
    that were passed to nc_begin must not change, because other ranks may already write to them. */
 void nc_targets(nc *core, char *const *outs, char *shared);
 
-void nc_get_slice(const nc *core, nc_slice *slice);
-void nc_crossed(nc *core, size_t chunk); /* other nodes have reduced the slice, in the order of chunks */
+NC_EXPORT void nc_get_slice(const nc *core, nc_slice *slice);
+NC_EXPORT void nc_crossed(nc *core, size_t chunk); /* other nodes have reduced the slice, in the order of chunks */
 NC_EXPORT void nc_get_event(const nc *core, nc_event *event);
 
 /* The header words that this rank publishes with the next handshake, and those published with the last one. */

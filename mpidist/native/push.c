@@ -14,21 +14,26 @@
 #include <errno.h>
 #include <sched.h>
 #include <string.h>
+#include <sys/uio.h>
 
 /* MOST_READ: inputs of other ranks, so that a block of each has at least 4 KiB of the scratch memory. */
-enum { COMBINED_AT_ONCE = 32 << 10, MOST_SEGMENTS = 64, MOST_READ = SCRATCH_BYTES / 4096 };
+enum { COMBINED_AT_ONCE = 32 << 10, MOST_READ = SCRATCH_BYTES / 4096 };
 /* Cores that share a cache answer within 35 to 50 ns, others within 150 to 230 ns. The limit ends a ping when the peer
    is descheduled. */
 enum { FAR_NANOSECONDS = 100, BATCHES = 2, PING_LIMIT_NANOSECONDS = 200000, CALLS_BETWEEN_PINGS = 32 };
+enum { ROUNDS_PER_BATCH = 10, POLLS_BETWEEN_CLOCK_READS = 64 };
+/* Each private array costs system calls, so it must have this fraction of the bytes from which a call is pushed. */
+enum { LEAST_FRACTION = 8 };
+/* The word between the locations of inputs and results has these flags. */
+enum { IS_FAR = 1, IS_MAPPED = 2 };
 /* ABANDONED is 0, LEFT_EARLY, or FAILED + errno. Every rank fails with that errno. */
 enum { LEFT_EARLY = 1, FAILED = 2 };
 
-/* The part of a block that lies in one array of the call. A stripe is pushed block by block. */
+/* A part of one array. A stripe is pushed block by block. */
 typedef struct {
     int array;
-    size_t offset, bytes; /* in this array */
-    char *sum;            /* location of the combined elements in this process */
-} segment;
+    size_t offset, bytes;
+} block;
 
 static void set(nc *c, int which, uint64_t value)
 {
@@ -40,6 +45,57 @@ static uint64_t get(const nc *c, int rank, int which)
     return atomic_load_explicit(&c->rows[rank].counters[which].value, memory_order_seq_cst);
 }
 
+static int64_t push_flags(const nc *c, int rank) { return nc_told(c, rank)[c->call.pieces * replicas_of(c, rank)]; }
+
+/* Latency --------------------------------------------------------------------------------------------------------- */
+
+/* Two ranks increment their counters in turn, each after reading the other's. A hypervisor may move ranks between cores
+   that share a cache and others while a program runs, and only a measurement detects it. The fastest of several batches
+   counts, because an interrupt slows one of them. */
+int64_t nc_ping(nc *c, int other, int batches, int64_t limit)
+{
+    uint64_t rounds = (uint64_t)batches * ROUNDS_PER_BATCH + 1, before = c->pings;
+    int64_t start = 0, fastest = INT64_MAX, deadline = now() + limit;
+    c->pings += rounds;
+    if (other < 0 || other >= c->ranks)
+        return 0;
+    for (uint64_t i = 1; i <= rounds; i++) {
+        uint64_t turn = before + i;
+        if (c->rank < other)
+            count(c, PINGED, turn);
+        for (int polls = 1; counted(c, other, PINGED) < turn; polls++)
+            if (polls % POLLS_BETWEEN_CLOCK_READS == 0 && now() > deadline) {
+                count(c, PINGED, before + rounds); /* so that the other rank does not wait for this one */
+                return 0;
+            }
+        if (i < rounds && counted(c, other, PINGED) > turn)
+            return 0; /* the other rank timed out */
+        if (c->rank > other)
+            count(c, PINGED, turn);
+        if (i % ROUNDS_PER_BATCH == 1) { /* the first time, both ranks have only just arrived */
+            int64_t end = now();
+            if (i > 1 && end - start < fastest)
+                fastest = end - start;
+            start = end;
+        }
+    }
+    return fastest / (2 * ROUNDS_PER_BATCH);
+}
+
+void core_update_latency(nc *c)
+{
+    c->any_far = 0;
+    for (int r = 0; r < c->ranks; r++)
+        c->any_far = c->any_far || push_flags(c, r) & IS_FAR;
+    if (c->push_candidates++ % CALLS_BETWEEN_PINGS != 0)
+        return;
+    /* Pairs (0, 1), (2, 3) and so on, then (1, 2), (3, 4) and so on. nc_ping returns 0 for a missing rank. */
+    int64_t first = nc_ping(c, c->rank ^ 1, BATCHES, PING_LIMIT_NANOSECONDS);
+    int64_t second = nc_ping(c, ((c->rank + 1) ^ 1) - 1, BATCHES, PING_LIMIT_NANOSECONDS);
+    if (first || second)
+        c->latency = first > second ? first : second;
+}
+
 /* Publishing ------------------------------------------------------------------------------------------------------ */
 
 void nc_allow_push(nc *c, int may_write, const nc_push_sizes *from)
@@ -47,8 +103,6 @@ void nc_allow_push(nc *c, int may_write, const nc_push_sizes *from)
     c->may_write = may_write;
     c->push_from = *from;
 }
-
-static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
 int core_is_push_candidate(const nc *c)
 {
@@ -62,8 +116,9 @@ int core_is_push_candidate(const nc *c)
    of a call. Writes store the same bytes back. */
 static int can_access(const nc *c, int count, int are_results)
 {
-    char ends[2 * MOST_SEGMENTS];
-    struct iovec remote[2 * MOST_SEGMENTS];
+    enum { PROBES = 128 };
+    char ends[PROBES];
+    struct iovec remote[PROBES];
     for (int i = 0, n = 0; i < count; i++) {
         size_t bytes = c->piece[are_results ? i : i / c->call.replicas].count * c->itemsize;
         char *at = are_results ? c->piece[i].out : (char *)(intptr_t)c->in[i];
@@ -71,7 +126,7 @@ static int can_access(const nc *c, int count, int are_results)
             ends[n] = *at, ends[n + 1] = at[bytes - 1];
             remote[n++] = (struct iovec){at, 1}, remote[n++] = (struct iovec){at + bytes - 1, 1};
         }
-        if (n && (n == 2 * MOST_SEGMENTS || i + 1 == count)) {
+        if (n && (n == PROBES || i + 1 == count)) {
             struct iovec here = {ends, (size_t)n};
             ssize_t done = are_results ? process_vm_writev(c->pids[c->rank], &here, 1, remote, (unsigned long)n, 0)
                                        : process_vm_readv(c->pids[c->rank], &here, 1, remote, (unsigned long)n, 0);
@@ -86,7 +141,6 @@ static int can_access(const nc *c, int count, int are_results)
 int core_publish_push(nc *c, int64_t *words, int inputs_are_mapped)
 {
     int mapped = inputs_are_mapped;
-    words[0] = c->latency > FAR_NANOSECONDS;
     for (int i = 0; i < c->call.pieces; i++) {
         words[1 + i] = core_place_of(c, c->piece[i].out, c->piece[i].count * c->itemsize);
         if (words[1 + i] == PRIVATE) {
@@ -94,25 +148,14 @@ int core_publish_push(nc *c, int64_t *words, int inputs_are_mapped)
             mapped = 0;
         }
     }
-    if (c->bytes < (mapped ? c->push_from.mapped : c->any_far ? c->push_from.far : c->push_from.near))
+    words[0] = (c->latency > FAR_NANOSECONDS ? IS_FAR : 0) | (mapped ? IS_MAPPED : 0);
+    size_t from = mapped ? c->push_from.mapped : c->any_far ? c->push_from.far : c->push_from.near;
+    if (c->bytes < from)
         return PUSH_CANDIDATE;
-    if (!mapped && !(c->may_write && can_access(c, c->inputs, 0) && can_access(c, c->call.pieces, 1)))
+    if (!mapped && (c->bytes / (size_t)c->call.pieces < from / LEAST_FRACTION || !c->may_write ||
+                    !can_access(c, c->inputs, 0) || !can_access(c, c->call.pieces, 1)))
         return PUSH_CANDIDATE;
     return PUSH_CANDIDATE | PUSH_READY;
-}
-
-void core_update_latency(nc *c)
-{
-    c->any_far = 0;
-    for (int r = 0; r < c->ranks; r++)
-        c->any_far = c->any_far || nc_told(c, r)[c->call.pieces * replicas_of(c, r)];
-    if (c->push_candidates++ % CALLS_BETWEEN_PINGS != 0)
-        return;
-    /* Pairs (0, 1), (2, 3) and so on, then (1, 2), (3, 4) and so on. nc_ping returns 0 for a missing rank. */
-    int64_t first = nc_ping(c, c->rank ^ 1, BATCHES, PING_LIMIT_NANOSECONDS);
-    int64_t second = nc_ping(c, ((c->rank + 1) ^ 1) - 1, BATCHES, PING_LIMIT_NANOSECONDS);
-    if (first || second)
-        c->latency = first > second ? first : second;
 }
 
 /* The location of an input or a result that a rank has published. */
@@ -126,104 +169,50 @@ static int64_t location_of_result(const nc *c, int rank, int array)
     return nc_told(c, rank)[c->call.pieces * replicas_of(c, rank) + 1 + array];
 }
 
-static int all_are_mapped(const nc *c)
-{
-    for (int r = 0; r < c->ranks; r++)
-        for (int i = 0; i < c->call.pieces; i++) {
-            if (location_of_result(c, r, i) > MAPPED)
-                return 0;
-            for (int q = 0; q < replicas_of(c, r); q++)
-                if (location_of_input(c, r, i, q) > MAPPED)
-                    return 0;
-        }
-    return 1;
-}
+/* Blocks ---------------------------------------------------------------------------------------------------------- */
+
+static nc_state push_block(nc *c);
 
 int core_start_push(nc *c, int replicas_of_all)
 {
     if (replicas_of_all > MOST_READ)
         return 0;
-    size_t bytes = all_are_mapped(c) ? COMBINED_AT_ONCE : SCRATCH_BYTES / (size_t)(replicas_of_all - c->call.replicas);
+    int mapped = 1;
+    for (int r = 0; r < c->ranks; r++)
+        mapped = mapped && push_flags(c, r) & IS_MAPPED;
+    size_t bytes = mapped ? COMBINED_AT_ONCE : SCRATCH_BYTES / (size_t)(replicas_of_all - c->call.replicas);
     size_t unit = c->call.unit ? c->call.unit : 1, elements = bytes / c->itemsize;
     c->slice = elements > unit ? elements - elements % unit : elements;
     c->next_element = c->border[c->rank];
     c->blocks_pushed = 0;
-    c->phase = PUSHING;
+    c->next = push_block;
     return 1;
 }
 
-/* Blocks ---------------------------------------------------------------------------------------------------------- */
-
-/* Split the next block into segments, one per array. Return their number. `end`: the element after the block. */
-static int cut(const nc *c, segment *segments, size_t *end)
+/* Collect this rank's inputs of a block in rank order, and read the private ones of other ranks into scratch memory.
+   Return their number, or -1 with errno. */
+static int collect(nc *c, const block *b)
 {
-    size_t e = c->next_element, stop = c->border[c->rank + 1];
-    int n = 0;
-    stop = stop - e < c->slice ? stop : e + c->slice;
-    for (int i = core_piece_with(c, e); e < stop && n < MOST_SEGMENTS; i++) {
-        size_t m = smaller(c->first[i + 1], stop) - e;
-        if (m)
-            segments[n++] = (segment){i, (e - c->first[i]) * c->itemsize, m * c->itemsize, NULL};
-        e += m;
-    }
-    *end = e;
-    return n;
-}
-
-/* Scratch memory of an input. Inputs of other ranks are numbered in rank order. */
-static char *scratch_of(const nc *c, int number) { return c->scratch + (size_t)number * c->slice * c->itemsize; }
-
-/* Read the private inputs of a rank into scratch memory. */
-static int read_inputs(nc *c, int rank, int number, const segment *segments, int n)
-{
-    for (int q = 0; q < replicas_of(c, rank); q++, number++) {
-        struct iovec here[MOST_SEGMENTS], there[MOST_SEGMENTS];
-        char *to = scratch_of(c, number);
-        int m = 0;
-        for (int i = 0; i < n; to += segments[i++].bytes) {
-            int64_t location = location_of_input(c, rank, segments[i].array, q);
-            if (location <= MAPPED)
-                continue;
-            here[m] = (struct iovec){to, segments[i].bytes};
-            there[m++] = (struct iovec){(char *)(intptr_t)location + segments[i].offset, segments[i].bytes};
-        }
-        if (m && core_transfer(c->pids[rank], here, there, m, 0) < 0)
-            return -1;
-    }
-    return 0;
-}
-
-static int read_all(nc *c, const segment *segments, int n)
-{
-    int first[NC_MOST_PUSHING], number = 0;
-    for (int r = 0; r < c->ranks; r++) {
-        first[r] = number;
-        number += r == c->rank ? 0 : replicas_of(c, r);
-    }
-    for (int i = 1; i < c->ranks; i++) { /* not all ranks read the memory of rank 0 first */
-        int r = (c->rank + i) % c->ranks;
-        if (read_inputs(c, r, first[r], segments, n) < 0)
-            return -1;
-    }
-    return 0;
-}
-
-/* Collect the inputs of a segment in rank order. Return their number. `at`: bytes of the block before the segment. */
-static int collect(nc *c, const segment *s, size_t at)
-{
-    int inputs = 0, number = 0;
+    int first[NC_MOST_PUSHING + 1] = {0};
     for (int r = 0; r < c->ranks; r++)
-        for (int q = 0; q < replicas_of(c, r); q++) {
+        first[r + 1] = first[r] + replicas_of(c, r);
+    for (int i = 0; i < c->ranks; i++) { /* from this rank on, so that not all ranks read the memory of rank 0 first */
+        int r = (c->rank + i) % c->ranks, skipped = r > c->rank ? c->call.replicas : 0;
+        for (int number = first[r]; number < first[r + 1]; number++) {
+            int64_t location = location_of_input(c, r, b->array, number - first[r]);
+            char *scratch = c->scratch + (size_t)(number - skipped) * c->slice * c->itemsize;
             if (r == c->rank) {
-                c->combined[inputs++] = c->in[s->array * c->call.replicas + q] + s->offset;
-                continue;
+                c->combined[number] = c->in[b->array * c->call.replicas + number - first[r]] + b->offset;
+            } else if (location <= MAPPED) {
+                c->combined[number] = address_at(c, r, location) + b->offset;
+            } else {
+                if (nc_read(c->pids[r], scratch, (const char *)(intptr_t)location + b->offset, b->bytes) < 0)
+                    return -1;
+                c->combined[number] = scratch;
             }
-            int64_t location = location_of_input(c, r, s->array, q);
-            c->combined[inputs++] =
-                location <= MAPPED ? address_at(c, r, location) + s->offset : scratch_of(c, number) + at;
-            number++;
         }
-    return inputs;
+    }
+    return first[c->ranks];
 }
 
 /* Whether a rank's result of an array is one of its inputs. */
@@ -235,56 +224,45 @@ static int is_in_place(const nc *c, int rank, int array)
     return 0;
 }
 
-/* Combine a segment into the result of this rank, COMBINED_AT_ONCE bytes at a time, so that copies read from the cache.
-   Large results bypass the cache, except in place, because the lines are cached already. */
-static void combine(nc *c, segment *s, size_t at)
+/* Combine a block into the result of this rank, COMBINED_AT_ONCE bytes at a time, so that copies read from the cache.
+   Large results bypass the cache, except in place, because the lines are cached already. Return the address of the
+   combined elements. */
+static char *combine(nc *c, const block *b, int inputs)
 {
-    int inputs = collect(c, s, at), streamed = streams(c) && !is_in_place(c, c->rank, s->array);
-    char *to = c->piece[s->array].out + s->offset;
-    s->sum = streamed ? scratch_of(c, 0) + at : to; /* may overwrite the first input, which nc_combine allows */
-    for (size_t done = 0; done < s->bytes; done += COMBINED_AT_ONCE) {
-        size_t bytes = smaller(s->bytes - done, COMBINED_AT_ONCE);
-        nc_combine(s->sum + done, c->combined, inputs, bytes / c->itemsize, c->call.dtype, c->call.op,
-                   c->call.divisor);
+    int streamed = streams(c) && !is_in_place(c, c->rank, b->array);
+    char *to = c->piece[b->array].out + b->offset;
+    char *sum = streamed ? c->scratch : to; /* may overwrite the first input, which nc_combine allows */
+    for (size_t done = 0; done < b->bytes; done += COMBINED_AT_ONCE) {
+        size_t bytes = smaller(b->bytes - done, COMBINED_AT_ONCE);
+        nc_combine(sum + done, c->combined, inputs, bytes / c->itemsize, c->call.dtype, c->call.op, c->call.divisor);
         if (streamed)
-            core_copy(to + done, s->sum + done, bytes, 1);
+            core_copy(to + done, sum + done, bytes, 1);
         for (int i = 0; i < inputs; i++)
             c->combined[i] += bytes;
     }
+    return sum;
 }
 
-/* Write a block into the results of a rank. Return 0 or an errno. ECANCELED means that the rank has left the call.
+/* Write a block into the result of a rank. Return 0 or an errno. ECANCELED means that the rank has left the call.
    WRITING is set, so a rank that leaves after the check waits for this write. */
-static int write_results(nc *c, int rank, const segment *segments, int n)
+static int write_result(nc *c, int rank, const block *b, const char *sum)
 {
-    struct iovec here[MOST_SEGMENTS], there[MOST_SEGMENTS];
-    int m = 0;
-    for (int i = 0; i < n; i++) {
-        int64_t location = location_of_result(c, rank, segments[i].array);
-        if (location <= MAPPED)
-            continue;
-        here[m] = (struct iovec){segments[i].sum, segments[i].bytes};
-        there[m++] = (struct iovec){(char *)(intptr_t)location + segments[i].offset, segments[i].bytes};
-    }
+    int64_t location = location_of_result(c, rank, b->array);
     if (get(c, rank, ABANDONED))
         return ECANCELED;
-    if (m && core_transfer(c->pids[rank], here, there, m, 1) < 0)
-        return errno;
-    for (int i = 0; i < n; i++) {
-        int64_t location = location_of_result(c, rank, segments[i].array);
-        if (location <= MAPPED)
-            core_copy((char *)(intptr_t)address_at(c, rank, location) + segments[i].offset, segments[i].sum,
-                      segments[i].bytes, streams(c) && !is_in_place(c, rank, segments[i].array));
-    }
+    if (location > MAPPED)
+        return nc_write(c->pids[rank], (char *)(intptr_t)location + b->offset, sum, b->bytes) < 0 ? errno : 0;
+    core_copy((char *)(intptr_t)address_at(c, rank, location) + b->offset, sum, b->bytes,
+              streams(c) && !is_in_place(c, rank, b->array));
     return 0;
 }
 
-static int write_all(nc *c, const segment *segments, int n)
+static int write_all(nc *c, const block *b, const char *sum)
 {
     int error = 0;
     set(c, WRITING, 1);
     for (int i = 1; i < c->ranks && !error; i++)
-        error = write_results(c, (c->rank + i) % c->ranks, segments, n);
+        error = write_result(c, (c->rank + i) % c->ranks, b, sum);
     set(c, WRITING, 0);
     return error;
 }
@@ -293,9 +271,7 @@ static int write_all(nc *c, const segment *segments, int n)
 static nc_state fail(nc *c, int error)
 {
     set(c, ABANDONED, FAILED + (uint64_t)error);
-    c->phase = IDLE;
-    errno = error;
-    return NC_LOST;
+    return core_fail(c, error);
 }
 
 /* Return NC_NOT_YET, or fail with the error of a failed rank. */
@@ -318,43 +294,41 @@ static nc_state stop(nc *c, int error)
         has_left = has_left || get(c, r, ABANDONED) != 0;
     if (!has_left)
         return fail(c, error);
-    c->phase = CANCELED;
+    c->next = check_peers;
     return check_peers(c);
 }
 
-nc_state core_push(nc *c)
+static nc_state end_push(nc *c)
 {
-    segment segments[MOST_SEGMENTS];
-    size_t end, at = 0;
-    if (c->next_element == c->border[c->rank + 1]) {
+    return reached(c, LEFT, c->exits, c->ranks) ? core_end(c, NC_DONE) : check_peers(c);
+}
+
+static nc_state push_block(nc *c)
+{
+    size_t element = c->next_element, end = c->border[c->rank + 1];
+    if (element == end) {
         count(c, LEFT, ++c->exits);
-        c->phase = PUSHED;
+        c->next = end_push;
         return NC_MOVED;
     }
     if (get(c, c->rank, ABANDONED)) /* this rank has left, and its inputs may have changed */
         return stop(c, ECANCELED);
     int64_t since = c->call.flags & NC_WATCH ? now() : 0;
-    int n = cut(c, segments, &end);
-    if (read_all(c, segments, n) < 0)
+    size_t elements;
+    int array = piece_with(c, element, end, &elements);
+    elements = smaller(elements, c->slice);
+    block b = {array, (element - c->first[array]) * c->itemsize, elements * c->itemsize};
+    int inputs = collect(c, &b);
+    if (inputs < 0)
         return stop(c, errno);
-    for (int i = 0; i < n; at += segments[i++].bytes)
-        combine(c, &segments[i], at);
-    int error = write_all(c, segments, n);
+    int error = write_all(c, &b, combine(c, &b, inputs));
     if (error)
         return stop(c, error);
-    c->next_element = end;
+    c->next_element += elements;
     if (!(c->call.flags & NC_WATCH))
         return NC_MOVED;
     c->event = (nc_event){1, c->blocks_pushed++, now() - since};
     return NC_CHUNK;
-}
-
-nc_state core_end_push(nc *c)
-{
-    if (c->phase == CANCELED || !reached(c, LEFT, c->exits, c->ranks))
-        return check_peers(c);
-    c->phase = IDLE;
-    return NC_DONE;
 }
 
 /* Leaving early ---------------------------------------------------------------------------------------------------- */

@@ -100,12 +100,11 @@ static PyObject *begin(PyObject *self, PyObject *const *a, ssize_t n)
     /* Calls over nodes publish all inputs inline before results are written, so overlaps are harmless. */
     if (call.kind == NC_ALL_REDUCE && a[11] != NONE && !(call.flags & NC_OVER_NODES) && results_overlap(f, &call))
         return PyLong_FromLongLong(-1);
-    if (call.kind == NC_ALL_TO_ALL ? read_parts(f, a[12]) < 0 : a[12] != NONE && read_parts(f, a[12]) < 0)
+    if (a[12] != NONE && read_parts(f, a[12]) < 0)
         return NULL;
     call.parts = a[12] == NONE ? NULL : f->parts;
     void *thread = PyEval_SaveThread();
     nc_state state = nc_begin(f->core, &call, nanoseconds);
-    f->lost = errno;
     PyEval_RestoreThread(thread);
     return PyLong_FromLongLong(state);
 }
@@ -122,7 +121,7 @@ static PyObject *step(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     int64_t nanoseconds = whole(a[0]);
-    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(resume(face_of(self), NC_NOT_YET, nanoseconds));
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(resume(face_of(self), nanoseconds));
 }
 
 /* targets(outs or None, address of a shared result or 0) */
@@ -136,48 +135,27 @@ static PyObject *targets(PyObject *self, PyObject *const *a, ssize_t n)
     return PyErr_Occurred() ? NULL : none();
 }
 
-static PyObject *slice(PyObject *self, PyObject *const *a, ssize_t n)
+static PyObject *numbers_of_ranks(PyObject *self, int are_notes)
 {
-    (void)a, (void)n;
-    nc_slice s;
-    nc_get_slice(face_of(self)->core, &s);
-    PyObject *tuple = PyTuple_New(4);
-    size_t values[4] = {s.chunk, s.start, s.count, s.lane};
-    for (int i = 0; i < 4 && tuple != NULL; i++)
-        PyTuple_SetItem(tuple, i, PyLong_FromLongLong((long long)values[i]));
-    return tuple;
-}
-
-static PyObject *crossed(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    (void)n;
-    long long chunk = whole(a[0]);
-    if (PyErr_Occurred())
-        return NULL;
-    nc_crossed(face_of(self)->core, (size_t)chunk);
-    return none();
+    face *f = face_of(self);
+    PyObject *all = PyList_New(f->ranks);
+    for (int r = 0; r < f->ranks && all != NULL; r++)
+        PyList_SetItem(all, r, PyLong_FromLongLong(are_notes ? nc_note(f->core, r) : (int64_t)nc_length(f->core, r)));
+    return all;
 }
 
 /* notes() -> the note of each rank */
 static PyObject *notes(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)a, (void)n;
-    face *f = face_of(self);
-    PyObject *all = PyList_New(f->ranks);
-    for (int r = 0; r < f->ranks && all != NULL; r++)
-        PyList_SetItem(all, r, PyLong_FromLongLong(nc_note(f->core, r)));
-    return all;
+    return numbers_of_ranks(self, 1);
 }
 
 /* lengths() -> the bytes that each rank sends to this one */
 static PyObject *lengths(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)a, (void)n;
-    face *f = face_of(self);
-    PyObject *all = PyList_New(f->ranks);
-    for (int r = 0; r < f->ranks && all != NULL; r++)
-        PyList_SetItem(all, r, PyLong_FromLongLong((long long)nc_length(f->core, r)));
-    return all;
+    return numbers_of_ranks(self, 0);
 }
 
 static PyMethodDef of_core[] = {
@@ -185,8 +163,6 @@ static PyMethodDef of_core[] = {
     {"meet", meet, METH_FASTCALL, NULL},
     {"step", step, METH_FASTCALL, NULL},
     {"targets", targets, METH_FASTCALL, NULL},
-    {"slice", slice, METH_FASTCALL, NULL},
-    {"crossed", crossed, METH_FASTCALL, NULL},
     {"notes", notes, METH_FASTCALL, NULL},
     {"lengths", lengths, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
@@ -202,11 +178,11 @@ static void close_face(PyObject *capsule)
     free(f);
 }
 
+/* Add a value to a dict, and release it. Return 0, or -1 with an error. */
 static int add(PyObject *dict, const char *name, PyObject *value)
 {
-    int failed = value == NULL || PyDict_SetItemString(dict, name, value) < 0;
-    if (value != NULL)
-        Py_DecRef(value);
+    int failed = dict == NULL || value == NULL || PyDict_SetItemString(dict, name, value) < 0;
+    Py_DecRef(value);
     return failed ? -1 : 0;
 }
 
@@ -233,12 +209,7 @@ static PyObject *open_core(PyObject *self, PyObject *const *a, ssize_t n)
     face *f = calloc(1, sizeof *f);
     nc *core = nc_open((void *)(intptr_t)whole(a[0]), rank, ranks, (int)whole(a[3]), reads ? pids : NULL,
                        (int)whole(a[5]), (int)whole(a[6]));
-    PyObject *capsule = NULL, *dict = NULL;
-    if (f != NULL && core != NULL) {
-        f->core = core, f->rank = rank, f->ranks = ranks;
-        f->cells[DISABLED] = 0;
-        capsule = PyCapsule_New(f, CAPSULE, close_face);
-    }
+    PyObject *capsule = f != NULL && core != NULL ? PyCapsule_New(f, CAPSULE, close_face) : NULL;
     if (capsule == NULL) {
         free(f);
         nc_close(core);
@@ -246,70 +217,21 @@ static PyObject *open_core(PyObject *self, PyObject *const *a, ssize_t n)
                                 : PyErr_Format(PyExc_MemoryError,
                                                "out of memory for the core of a node. Start fewer processes per node");
     }
-    dict = PyDict_New();
-    PyObject *cells = PyMemoryView_FromMemory((char *)f->cells, sizeof f->cells, BUF_WRITE);
-    int failed = dict == NULL || add_functions(dict, of_core, capsule) < 0 ||
-                 add_functions(dict, fast_functions, capsule) < 0 || add(dict, "cells", cells) < 0 ||
-                 add(dict, "address", PyLong_FromLongLong((intptr_t)core)) < 0;
-    if (failed || PyErr_Occurred()) {
-        if (dict != NULL)
-            Py_DecRef(dict);
+    f->core = core, f->rank = rank, f->ranks = ranks;
+    PyObject *dict = PyDict_New(), *cells = PyMemoryView_FromMemory((char *)f->cells, sizeof f->cells, BUF_WRITE);
+    if (add(dict, "cells", cells) < 0 || add(dict, "address", PyLong_FromLongLong((intptr_t)core)) < 0 ||
+        add_functions(dict, of_core, capsule) < 0 || add_functions(dict, fast_functions, capsule) < 0) {
+        Py_DecRef(dict);
         dict = NULL;
     }
     Py_DecRef(capsule); /* the functions keep it */
     return dict;
 }
 
-/* Return the memory from the first to the last element of an array with a buffer, in any layout. */
-static int range_of(PyObject *array, nc_range *range)
-{
-    Py_buffer view;
-    if (memory_of(array, STRIDED, &view) < 0) {
-        PyErr_Clear();
-        return -1;
-    }
-    const char *begin = view.buf, *end = begin + (view.len ? view.itemsize : 0);
-    for (int i = 0; i < view.ndim && view.len; i++) {
-        ssize_t reach = (view.shape[i] - 1) * view.strides[i];
-        if (reach < 0)
-            begin += reach;
-        else
-            end += reach;
-    }
-    *range = (nc_range){begin, end, -1};
-    return 0;
-}
-
-/* overlap(arrays, other arrays) -> 1 if an array of the first list may share memory with one of the second, else 0 */
-static PyObject *overlap(PyObject *self, PyObject *const *a, ssize_t count)
-{
-    (void)self, (void)count;
-    enum { MOST = 256 };
-    nc_range inputs[MOST], outs[MOST];
-    ssize_t n = PyList_Size(a[0]), m = PyList_Size(a[1]);
-    if (n < 0 || m < 0)
-        return NULL;
-    int unknown = n > MOST || m > MOST;
-    for (ssize_t i = 0; i < n && !unknown; i++)
-        unknown = range_of(PyList_GetItem(a[0], i), &inputs[i]) < 0;
-    for (ssize_t i = 0; i < m && !unknown; i++) {
-        unknown = range_of(PyList_GetItem(a[1], i), &outs[i]) < 0;
-        outs[i].piece = 0;
-    }
-    return PyLong_FromLongLong(unknown || nc_overlap(inputs, (int)n, outs, (int)m));
-}
-
 EXPORT const char *nc_build(void) { return NC_BUILD; }
 
-EXPORT PyObject *nc_functions(void)
+EXPORT PyObject *nc_opener(void)
 {
-    static PyMethodDef functions[] = {
-        {"open", open_core, METH_FASTCALL, NULL},
-        {"overlap", overlap, METH_FASTCALL, NULL},
-        {NULL, NULL, 0, NULL},
-    };
-    PyObject *dict = PyDict_New();
-    if (dict == NULL || add_functions(dict, functions, NULL) < 0)
-        return NULL;
-    return dict;
+    static PyMethodDef open = {"open", open_core, METH_FASTCALL, NULL};
+    return PyCFunction_NewEx(&open, NULL, NULL);
 }

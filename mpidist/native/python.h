@@ -10,7 +10,6 @@
 
 #include "mpidist.h"
 
-#include <errno.h>
 #include <sys/types.h>
 
 typedef struct PyObject PyObject;
@@ -30,9 +29,9 @@ typedef struct {
     int flags;
     const char *doc;
 } PyMethodDef;
-enum { METH_FASTCALL = 0x80, WRITABLE = 1, FORMAT = 4, C_CONTIGUOUS = 0x38, STRIDED = 0x18, BUF_WRITE = 0x200 };
+enum { METH_FASTCALL = 0x80, WRITABLE = 1, FORMAT = 4, C_CONTIGUOUS = 0x38, BUF_WRITE = 0x200 };
 
-extern PyObject *PyExc_ValueError, *PyExc_OSError, *PyExc_MemoryError, _Py_NoneStruct, PyList_Type, PyTuple_Type;
+extern PyObject *PyExc_ValueError, *PyExc_MemoryError, _Py_NoneStruct, PyList_Type, PyTuple_Type;
 PyObject *PyCFunction_NewEx(PyMethodDef *, PyObject *, PyObject *);
 PyObject *PyCapsule_New(void *, const char *, void (*)(PyObject *));
 void *PyCapsule_GetPointer(PyObject *, const char *);
@@ -62,12 +61,11 @@ PyObject *PyObject_Type(PyObject *);
 PyObject *PyObject_VectorcallDict(PyObject *, PyObject *const *, size_t, PyObject *); /* exported by 3.10, too */
 int PyObject_GetBuffer(PyObject *, Py_buffer *, int);
 void PyBuffer_Release(Py_buffer *);
-void Py_IncRef(PyObject *);
+void Py_IncRef(PyObject *); /* this one and the next accept NULL */
 void Py_DecRef(PyObject *);
 PyObject *PyErr_Occurred(void);
 void PyErr_Clear(void);
 PyObject *PyErr_Format(PyObject *, const char *, ...);
-PyObject *PyErr_SetFromErrno(PyObject *);
 unsigned long PyThread_get_thread_ident(void);
 void *PyEval_SaveThread(void);
 void PyEval_RestoreThread(void *);
@@ -79,13 +77,14 @@ void PyEval_RestoreThread(void *);
 enum { DISABLED, CALLS, LAST, THREAD, BYTES, CELLS };
 /* IN_CALL: the thread in THREAD is in a fast-path call. HANDED_OVER: Python must resume a call. */
 enum { IN_CALL = 1, HANDED_OVER = 4 };
-enum { SIGNATURES = 2048, AXES = 8, OPS = 32, WORDS = 4096 };
+/* WORDS: numbers of axes and sizes of the arrays of a call, at most. */
+enum { SIGNATURES = 2048, OPS = 32, WORDS = 4096, FLIGHT_OBJECTS = 5 };
 /* Nanoseconds that a call polls before it releases the GIL, because releasing it costs latency. */
 enum { KEEPS_LOCK = 30000 };
 
 typedef struct {
-    int is_known, number, kind, op, dtype, axes, root, words;
-    ssize_t shape[AXES], *shapes; /* of an array, or axes and sizes of each array of a list */
+    int number, kind, op, dtype, root, words;
+    ssize_t *shapes; /* for each array the number of axes, and the sizes. NULL in an empty entry of the cache */
     double divisor;
     uint64_t id;
     PyObject *text; /* bytes, for the flight record */
@@ -97,15 +96,15 @@ typedef struct {
     int64_t *serial;       /* serial number of the newest entry of this process */
     int64_t *last;         /* number and serial number of the last collective of this communicator */
     PyObject *name, *line; /* bytes, and a function that returns the line of the program */
-    PyObject *kept[5];     /* owners of all these pointers */
+    PyObject *kept[FLIGHT_OBJECTS]; /* owners of all these pointers */
 } flight;
 
 typedef struct {
     nc *core;
-    int rank, ranks, op_count, lost; /* errno after the last step, for NC_LOST */
+    int rank, ranks, op_count;
     int64_t cells[CELLS];
     PyObject *array_type, *empty, *take, *resume; /* numpy.ndarray and three functions */
-    ssize_t shapes[WORDS];                       /* of the list read last */
+    ssize_t shapes[WORDS], shapes_of_out[WORDS]; /* of the value and `out` read last */
     PyObject *op[OPS];
     int op_code[OPS];
     signature known[SIGNATURES];
@@ -120,11 +119,10 @@ static inline face *face_of(PyObject *self) { return PyCapsule_GetPointer(self, 
 static inline PyObject *none(void) { Py_IncRef(NONE); return NONE; }
 static inline long long whole(PyObject *number) { return PyLong_AsLongLong(number); }
 
-static inline nc_state resume(face *f, nc_state state, int64_t nanoseconds)
+static inline nc_state resume(face *f, int64_t nanoseconds)
 {
     void *thread = PyEval_SaveThread();
-    state = nc_step(f->core, nanoseconds);
-    f->lost = errno;
+    nc_state state = nc_step(f->core, nanoseconds);
     PyEval_RestoreThread(thread);
     return state;
 }
@@ -137,10 +135,14 @@ static inline int memory_of(PyObject *array, int flags, Py_buffer *view)
     return 0;
 }
 
-/* The functions of the fast path. */
+/* fast_path.c: its functions, and a function that releases their references. */
 extern PyMethodDef fast_functions[];
-
-/* Release the references of the fast path. */
 void fast_close(face *f);
+
+/* flight.c */
+/* Record the start of a call. Releases `line`, the line of the program. Return the serial number of the entry. */
+int64_t flight_begin(face *f, const signature *k, PyObject *line);
+void flight_finish(const face *f, int64_t serial);
+PyObject *flight_keep(PyObject *self, PyObject *const *a, ssize_t n);
 
 #endif

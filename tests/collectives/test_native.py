@@ -34,23 +34,22 @@ def library() -> Path:
     return path
 
 
-def test_the_functions_are_builtin_ones(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_opens_cores_by_a_builtin_function(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MPIDIST_NATIVE", raising=False)
-    functions = native.functions()
-    assert functions is not None
+    opener = native.opener()
+    assert type(opener) is type(len)
     assert native.why_not() is None
-    assert {type(function) for function in functions.values()} == {type(len)}
-    assert native.functions() is functions
+    assert native.opener() is opener
 
 
 def test_the_setting_does_without(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDIST_NATIVE", "0")
-    assert native.functions() is None
+    assert native.opener() is None
     assert native.why_not() == "MPIDIST_NATIVE=0"
 
 
 def test_where_it_was_not_built(folder: Path) -> None:
-    assert native.functions() is None
+    assert native.opener() is None
     reason = native.why_not()
     assert reason is not None
     assert reason.startswith(f"{folder / LIBRARY} is missing (docs/install.md; ")
@@ -58,7 +57,7 @@ def test_where_it_was_not_built(folder: Path) -> None:
 
 def test_what_cannot_be_loaded(folder: Path) -> None:
     (folder / LIBRARY).write_text("of another machine")
-    assert native.functions() is None
+    assert native.opener() is None
     reason = native.why_not()
     assert reason is not None
     assert reason.startswith("it cannot be loaded: ")
@@ -67,14 +66,14 @@ def test_what_cannot_be_loaded(folder: Path) -> None:
 
 def test_a_library_of_the_sources_beside_it(folder: Path, library: Path) -> None:
     shutil.copy(library, folder)
-    assert native.functions() is not None
+    assert native.opener() is not None
 
 
 def test_a_library_of_other_sources_is_an_error(folder: Path, library: Path) -> None:
     shutil.copy(library, folder)
     header = folder / "mpidist.h"
     header.write_text(header.read_text() + "/* changed */\n")
-    for ask in (native.functions, native.why_not, native.functions):
+    for ask in (native.opener, native.why_not, native.opener):
         with pytest.raises(RuntimeError, match=r"was built from other sources .* Build it again: .*build_library\.py"):
             ask()
 

@@ -16,7 +16,7 @@ PROGRAMS = Path(__file__).with_name("programs")
 NATIVE = PROGRAMS.parents[2] / "mpidist" / "native"
 FLAGS = ("-std=c11", "-g", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", f"-I{NATIVE}", "-pthread")
 # What a program consists of beside its own file and the reference.
-_CORE = tuple(NATIVE / f"{name}.c" for name in ("core", "chunks", "push", "ping", "leaders", "memory", "kernels"))
+_CORE = tuple(NATIVE / f"{name}.c" for name in ("core", "chunks", "push", "leaders", "memory", "kernels"))
 _SOURCES = {
     "check_kernels": (),  # includes the kernels
     "check_threads": (PROGRAMS / "plans.c", PROGRAMS / "worlds.c", *_CORE),

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.one_rank, pytest.mark.jobs, pytest.mark.long, pytest.m
 _WHENCE = """
 import re, mpidist
 from mpidist.collectives.node import native
-assert native.functions(), native.why_not()
+assert native.opener(), native.why_not()
 (library,) = set(re.findall(r"/\\S*libmpidist.so.*", open("/proc/self/maps").read()))
 print(mpidist.__version__, mpidist.__file__, library, sep="\\n")
 """

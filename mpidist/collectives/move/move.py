@@ -294,7 +294,7 @@ class HostMovement:
 
 
 def _gather(array: Array, core: Core, identity: int) -> None:
-    core.gather(identity, as_bytes(array), len(array))
+    core.move(identity, as_bytes(array), None, len(array))
 
 
 def _begins(array: Array, out: Array, offset: int = 0) -> bool:
@@ -308,7 +308,7 @@ def _is_part(array: Array, out: Array, channel: Channel) -> bool:
 
 
 def _deal(sent: Array, parts: list[int], note: int, core: Core, identity: int) -> None:
-    core.deal(identity, sent, parts, note)
+    core.move(identity, sent, parts, note)
 
 
 def _begun(core: Core, array: Array | None) -> Steps[None]:

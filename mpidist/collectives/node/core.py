@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Sequence
+from ctypes import byref
 from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -17,9 +19,10 @@ from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.mpi.waiting import Steps, looks_before_yield, pause
 from mpidist.collectives.node.native import (
     ChunkEvent,
-    Functions,
     MpiFunctions,
+    Opener,
     PushSizes,
+    Slice,
     SlotSizes,
     address_of,
     library,
@@ -37,7 +40,7 @@ _ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _ALL_TO_ALL = 1, 2, 3, 4
 _KINDS = {"all_reduce": _ALL_REDUCE, "reduce_scatter": _REDUCE_SCATTER, "all_gather": _ALL_GATHER}
 _KINDS |= {"all_to_all": _ALL_TO_ALL, "broadcast": 16}
 _OPS = {ReduceOp.SUM: 0, ReduceOp.MEAN: 0, ReduceOp.PROD: 1, ReduceOp.MIN: 2, ReduceOp.MAX: 3}
-_OPS |= {ReduceOp.BAND: 7, ReduceOp.BOR: 8, ReduceOp.BXOR: 9}
+_OPS |= {ReduceOp.BAND: 4, ReduceOp.BOR: 5, ReduceOp.BXOR: 6}
 # Added to the code of an operation on the fast path, because means and sums share a kernel.
 _IS_MEAN = 16
 _BYTE, _BFLOAT16 = 4, 9
@@ -57,7 +60,7 @@ _EVENTS = ("fill chunk", "reduce chunk", "copy chunk")
 _BEGIN_NANOSECONDS, _POLL_NANOSECONDS = 50_000, 200_000
 # After this number of failed polls, C code polls once per call, and Python backs off.
 _LONG_POLLS = 20
-_ALIGNMENT, _PAGE = 64, 4096
+_ALIGNMENT = 64
 # Batches of a ping (25 us between cores without a shared cache), and its timeout.
 _PING_BATCHES, _PING_SECONDS = 6, 0.01
 # Timeout for a running write of another rank, which copies at most 256 KiB.
@@ -98,30 +101,6 @@ Resume = Callable[[int, int, Array, Array, Array | None], Array]
 """Finishes a fast-path call: signature, state, input, array for the result, ``out`` or None."""
 
 
-class Sizes(NamedTuple):
-    """Sizes of a rank's slots, in bytes, and the number of lanes."""
-
-    small: int  # each of two slots for data published inline
-    chunk: int  # each of two slots for the inputs of other ranks' slices
-    piece: int  # longest reduced slice
-    lanes: int  # reduced slices in flight
-    usual: int  # default size of a slice
-
-    @property
-    def nbytes(self) -> int:
-        """Size of a segment: all slots, and a page for their offset."""
-        return _PAGE + 2 * self.small + 2 * self.chunk + self.lanes * self.piece
-
-
-class Slice(NamedTuple):
-    """A reduced slice of this rank that must be sent to the other nodes."""
-
-    chunk: int
-    start: int  # first element
-    length: int
-    lane: int  # byte offset in this rank's slots
-
-
 class Core:
     """The core of one node.
 
@@ -131,7 +110,7 @@ class Core:
 
     def __init__(
         self,
-        functions: Functions,
+        opener: Opener,
         comm: MPI.Intracomm,
         memory: Array,
         pids: list[int] | None,
@@ -141,12 +120,15 @@ class Core:
         self._comm = comm
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._memory = memory
-        self._calls: dict[str, Any] = functions["open"](
-            address_of(self._memory), self.rank, self.size, looks_before_yield(), pids, int(not is_alone), rails
+        self._calls = opener(
+            address_of(memory), self.rank, self.size, looks_before_yield(), pids, int(not is_alone), rails
         )
         self._library, self._address = library(), cast(int, self._calls["address"])
         self._begin: Callable[..., int] = self._calls["begin"]
         self._step: Callable[[int], int] = self._calls["step"]
+        # Bytes that each rank sends to this one, and the note of each rank, when all have arrived.
+        self.lengths: Callable[[], list[int]] = self._calls["lengths"]
+        self.notes: Callable[[], list[int]] = self._calls["notes"]
         self.state = DONE
         self._over_nodes = 0 if is_alone else _OVER_NODES
         self.cells = self._calls["cells"].cast("q")
@@ -159,7 +141,7 @@ class Core:
         handles = [ctypes.c_ssize_t(handle).value for handle in (comm.handle, mpi.BYTE.handle)]
         functions = MpiFunctions(*mpi_functions(), *handles, mpi._sizeof(comm))
         ranks = (ctypes.c_int32 * len(leaders))(*leaders)
-        if self._library.nc_lead(self._address, ctypes.byref(functions), ranks, len(leaders), node, LEADERS) < 0:
+        if self._library.nc_lead(self._address, byref(functions), ranks, len(leaders), node, LEADERS) < 0:
             raise MemoryError("out of memory for the messages of a node leader. Start fewer processes per node")
 
     def halve_from(self, nbytes: int) -> None:
@@ -174,10 +156,9 @@ class Core:
 
     def _set(self, state: int) -> None:
         self.state = state
-        if state == _MPI:
-            raise import_mpi().Exception(self._library.nc_mpi_error(self._address))
-        if state == LOST:
-            self._calls["lost"]()
+        if state in (_MPI, LOST):
+            code = self._library.nc_error(self._address)
+            raise import_mpi().Exception(code) if state == _MPI else OSError(code, os.strerror(code))
 
     def resume(self, state: int) -> None:
         """Resume a fast-path call in ``state``. Raises OSError or MPI.Exception if the call has failed."""
@@ -212,7 +193,7 @@ class Core:
 
         Each rank then sees all earlier writes of the others.
         """
-        self.state = self._calls["meet"](0, 0)
+        self._set(self._calls["meet"](0, 0))
         yield from self.go_on()
 
     def publish(self, words: Sequence[int]) -> None:
@@ -243,7 +224,7 @@ class Core:
         ``may_write``: all ranks of the node may write into each other's private memory. The other arguments are
         thresholds in bytes: for cores that share a cache, for other cores, and for arrays in memory that all ranks map.
         """
-        self._library.nc_allow_push(self._address, may_write, ctypes.byref(PushSizes(near, far, mapped)))
+        self._library.nc_allow_push(self._address, may_write, byref(PushSizes(near, far, mapped)))
 
     def abandon(self, seconds: float) -> list[int]:
         """Stop writes into this rank's results after a failed call.
@@ -273,23 +254,13 @@ class Core:
         is_watched: bool = False,
         over_nodes: bool = False,
     ) -> None:
-        """Start an all-reduce of contiguous arrays.
+        """Start an all-reduce of the contiguous arrays of each replica, at most ``MOST_INPUTS``.
 
-        The state becomes OVERLAP, without starting the call, if results would overwrite inputs too early.
-
-        Args:
-            identity: Id of the call. Equal on all ranks.
-            op: Operation.
-            dtype: Dtype of the arrays.
-            inputs: Arrays of each replica, at most ``MOST_INPUTS``. Combined in the order of ranks and replicas.
-            outs: Arrays for the result. None if the result may be shared (see ``targets``).
-            divisor: Divisor of the result.
-            per_slice: Elements of a slice. 0: chosen by the core.
-            held: Mask of the shared results that this rank still uses.
-            is_wanted: Whether this rank needs the result.
-            is_watched: Return with MET after the handshake, and with CHUNK after each step of a chunk.
-            over_nodes: Include all nodes, with at most ``SMALL_BETWEEN_NODES``. Otherwise the state becomes SLICE
-                when a slice must be sent to other nodes.
+        The state becomes OVERLAP, without starting the call, if results would overwrite inputs too early. ``outs`` is
+        None if the result may be shared, see ``targets``. ``held``: mask of the shared results that this rank still
+        uses. ``is_watched``: return with MET after the handshake, and with CHUNK after each step of a chunk.
+        ``over_nodes``: include all nodes, with at most ``SMALL_BETWEEN_NODES``. Otherwise the state becomes SLICE when
+        a slice must be sent to other nodes.
         """
         flags = _SHARE * (outs is None) | _UNWANTED * (not is_wanted)
         flags |= (_STOP | _WATCH) * is_watched | _OVER_NODES * over_nodes
@@ -312,31 +283,15 @@ class Core:
             [_lending(out)], borders, _BEGIN_NANOSECONDS,
         ))  # fmt: skip
 
-    def gather(self, identity: int, sent: Array, note: int) -> None:
-        """Start to gather bytes. The state becomes MET when ``notes`` are known."""
-        self._move(identity, _ALL_GATHER, sent, None, note)
-
-    def deal(self, identity: int, sent: Array, borders: list[int], note: int) -> None:
-        """Start to send each rank the bytes between two borders.
+    def move(self, identity: int, sent: Array, borders: list[int] | None, note: int) -> None:
+        """Start to gather bytes, or to send each rank the bytes between two borders.
 
         The state becomes MET when ``lengths`` and ``notes`` are known.
         """
-        self._move(identity, _ALL_TO_ALL, sent, borders, note)
-
-    def _move(self, identity: int, kind: int, sent: Array, borders: list[int] | None, note: int) -> None:
+        kind = _ALL_GATHER if borders is None else _ALL_TO_ALL
         self._set(self._begin(
             identity, kind, 0, _BYTE, 0, _STOP, 1, 1, 0, note, [sent], None, borders, _BEGIN_NANOSECONDS
         ))  # fmt: skip
-
-    def lengths(self) -> list[int]:
-        """Return the number of bytes that each rank sends to this one."""
-        lengths: list[int] = self._calls["lengths"]()
-        return lengths
-
-    def notes(self) -> list[int]:
-        """Return the note of each rank."""
-        notes: list[int] = self._calls["notes"]()
-        return notes
 
     def shares(self) -> bool:
         """Return whether all ranks accept a shared result."""
@@ -349,16 +304,18 @@ class Core:
 
     def slice(self) -> Slice:
         """Return the slice to send to the other nodes."""
-        return Slice(*self._calls["slice"]())
+        found = Slice()
+        self._library.nc_get_slice(self._address, byref(found))
+        return found
 
     def crossed(self, chunk: int) -> None:
         """Report, in the order of chunks, that a slice has arrived from other nodes."""
-        self._calls["crossed"](chunk)
+        self._library.nc_crossed(self._address, chunk)
 
     def event(self) -> tuple[str, int, int]:
         """Return name, number of the chunk, and nanoseconds of the watched step."""
         event = ChunkEvent()
-        self._library.nc_get_event(self._address, ctypes.byref(event))
+        self._library.nc_get_event(self._address, byref(event))
         return _EVENTS[event.what], event.chunk, event.nanoseconds
 
     # The fast path ----------------------------------------------------------------------------------------------
@@ -400,27 +357,24 @@ class Core:
 
     # Memory -----------------------------------------------------------------------------------------------------
 
-    def use_slots(self, segments: list[Array], sizes: Sizes) -> None:
+    def use_slots(self, segments: list[Array], sizes: SlotSizes) -> None:
         """Use these segments, one per rank, as slots."""
-        slots, bases = SlotSizes(*sizes), [address_of(segment) for segment in segments]
-        needed = self._library.nc_segment_bytes(ctypes.byref(slots))
-        assert needed == sizes.nbytes, f"slots of {sizes.nbytes} bytes, but the core needs {needed}"
-        self._library.nc_room(self._address, _pointers(bases), ctypes.byref(slots))
+        self._library.nc_room(self._address, _pointers(segments), byref(sizes))
 
     def add_segments(self, segments: list[Array]) -> None:
         """Read arrays in these segments in place. Pass one segment per rank, or one for all."""
-        bases = [address_of(segments[rank % len(segments)]) for rank in range(self.size)]
-        self._library.nc_segment(self._address, _pointers(bases), segments[0].size)
+        of_ranks = [segments[rank % len(segments)] for rank in range(self.size)]
+        self._library.nc_segment(self._address, _pointers(of_ranks), segments[0].size)
 
     def close(self) -> None:
         """Unmap the control memory. No call may follow."""
         # ``_step`` keeps the core, which owns the memory of the cells.
-        self._calls, self._address = {"step": self._step}, 0
+        self._calls, self._address = {}, 0
         self._memory = self._memory[:0].copy()
 
 
-def _pointers(addresses: list[int]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(addresses))(*addresses)
+def _pointers(arrays: list[Array]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(arrays))(*map(address_of, arrays))
 
 
 def _lending(array: Array) -> Array:

@@ -134,13 +134,12 @@ def is_held(holder: Sequence[object], index: int) -> bool:
 class _Shelf:
     """Blocks of one size."""
 
-    __slots__ = ("_highest", "_requests", "blocks", "last_request")
-
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self._size = size
         self.blocks: list[Array] = []
         self.last_request = 0
-        self._requests = 0
-        self._highest = 0
+        # Requests and the highest index of a used block since idle blocks were dropped.
+        self._requests = self._highest = 0
 
     def free_block(self) -> int | None:
         """Return the index of the first free block, or None."""
@@ -149,6 +148,14 @@ class _Shelf:
             if not is_held(blocks, i):
                 return i
         return None
+
+    def add_block(self) -> int:
+        """Add a block, and return its index."""
+        block = np.empty(self._size, np.uint8)
+        # Touch each page here. Otherwise a peer's first write would allocate it on the peer's NUMA node.
+        block[::_PAGE] = 0
+        self.blocks.append(block)
+        return len(self.blocks) - 1
 
     def note(self, index: int) -> None:
         """Count a request served by block ``index``. Drop idle blocks now and then."""
@@ -183,24 +190,16 @@ class Pool:
         size = -(-nbytes // step) * step
         shelf = self._shelves.get(size)
         if shelf is None:
-            shelf = self._shelves[size] = _Shelf()
+            shelf = self._shelves[size] = _Shelf(size)
         shelf.last_request = self._requests
         index = shelf.free_block()
         if index is None:
-            self._drop_idle()
-            index = len(shelf.blocks)
-            block = np.empty(size, np.uint8)
-            # Touch each page here. Otherwise a peer's first write would allocate it on the peer's NUMA node.
-            block[::_PAGE] = 0
-            shelf.blocks.append(block)
+            oldest = self._requests - _IDLE_REQUESTS
+            self._shelves = {size: each for size, each in self._shelves.items() if each.last_request > oldest}
+            index = shelf.add_block()
         array: Array = np.ndarray(shape, dtype, shelf.blocks[index])
         shelf.note(index)
         return array
-
-    def _drop_idle(self) -> None:
-        for size, shelf in list(self._shelves.items()):
-            if shelf.last_request <= self._requests - _IDLE_REQUESTS:
-                del self._shelves[size]
 
 
 # Shared segments ----------------------------------------------------------------------------------------------------
@@ -256,22 +255,16 @@ class SharedMemory:
             return None
         return [whole[rank * stride : rank * stride + nbytes] for rank in range(self._size)]
 
-    def common(self, nbytes: int) -> Steps[Array | None]:
+    def common(self, nbytes: int, *, in_place: bool) -> Steps[Array | None]:
         """Return one new segment for all ranks, or None on all ranks without room (collective).
 
-        Each rank reserves the pages of its own slice, so that they are local to the rank that reduces the slice.
+        ``in_place``: the core reads arrays in it in place, so it stays mapped until the core is closed.
         """
-        whole = yield from self.unlisted(nbytes)
-        if whole is not None and self._core is not None:
+        # Each rank reserves the pages of its own slice, so that they are local to the rank that reduces the slice.
+        whole = yield from self._make(nbytes, *slices(nbytes, self._size)[self._rank])
+        if whole is not None and in_place and self._core is not None:
             self._core.add_segments([whole])
         return whole
-
-    def unlisted(self, nbytes: int) -> Steps[Array | None]:
-        """Return a segment like ``common`` that is unmapped with its last array (collective).
-
-        The core copies arrays in it, and does not read them in place.
-        """
-        return (yield from self._make(nbytes, *slices(nbytes, self._size)[self._rank]))
 
     def close(self) -> None:
         """Drop the segments. Each stays mapped until the last array in it is dropped."""
@@ -325,7 +318,7 @@ class SharedResults:
         """Add a slot. Return False on all ranks without room (collective)."""
         if len(self._slots) == MAX_SLOTS:
             return False
-        made = yield from self._shared.common(nbytes)
+        made = yield from self._shared.common(nbytes, in_place=True)
         if made is not None:
             # Through a memoryview, because views of the slot must refer to the slot itself, see is_held.
             self._slots.append(np.frombuffer(made.data, np.uint8))
@@ -367,9 +360,8 @@ def _name(pid: int, number: int) -> str:
 @contextmanager
 def _temporary_file(nbytes: int) -> Iterator[int]:
     """Create a file for the duration of the block. Yield its number, or 0 without room or for 0 bytes."""
-    room = free_bytes()
     number, descriptor = 0, -1
-    if nbytes and (room is None or nbytes + _RESERVE_BYTES <= room):
+    if nbytes and nbytes <= room_for_segments():
         number, descriptor = _create(nbytes)
     try:
         yield number
@@ -444,16 +436,15 @@ def _mapped(name: str, nbytes: int, start: int, stop: int) -> Array | None:
         return None
 
 
-def room_for_segments() -> int | None:
-    """Return the bytes available for segments, or None if unknown."""
-    room = free_bytes()
-    return None if room is None else max(0, room - _RESERVE_BYTES)
+def room_for_segments() -> int:
+    """Return the bytes available for segments."""
+    return max(0, free_bytes() - _RESERVE_BYTES)
 
 
-def free_bytes() -> int | None:
-    """Return the free bytes of /dev/shm, or None if unknown."""
+def free_bytes() -> int:
+    """Return the free bytes of /dev/shm. They count as unlimited if they are unknown."""
     try:
         info = os.statvfs(_DIRECTORY)
     except OSError:
-        return None
+        return sys.maxsize
     return info.f_bavail * info.f_frsize

@@ -10,11 +10,10 @@ import os
 import shlex
 import sys
 import weakref
-from collections.abc import Callable, Mapping
-from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_size_t, c_ssize_t, c_void_p
-from dataclasses import dataclass
+from collections.abc import Callable
+from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_ssize_t, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,8 +25,8 @@ from mpidist.topology import import_mpi
 # Called by node leaders, see mpidist/native/leaders.c.
 _LEADER_FUNCTIONS = ("MPI_Isend", "MPI_Irecv", "MPI_Test")
 _LONGEST_SECONDS = 2**31 - 1
-Functions = Mapping[str, Callable[..., Any]]
-"""Functions that every collective calls. They are Python builtins, because ctypes calls cost more."""
+Opener = Callable[..., dict[str, Any]]
+"""Opens a core. Returns its functions, which are Python builtins, because ctypes calls cost more."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = c_void_p
@@ -43,7 +42,7 @@ class PushSizes(Structure):
 
 
 class SlotSizes(Structure):
-    """nc_sizes of mpidist.h."""
+    """nc_sizes of mpidist.h: sizes of a rank's slots in bytes, and the number of lanes."""
 
     _fields_ = (
         ("small", c_size_t),
@@ -52,6 +51,18 @@ class SlotSizes(Structure):
         ("lanes", c_int),
         ("usual", c_size_t),
     )
+
+    @property
+    def nbytes(self) -> int:
+        """Size of a segment with all slots."""
+        nbytes: int = library().nc_segment_bytes(byref(self))
+        return nbytes
+
+
+class Slice(Structure):
+    """nc_slice of mpidist.h: a reduced slice of this rank that must be sent to the other nodes."""
+
+    _fields_ = (("chunk", c_size_t), ("start", c_size_t), ("length", c_size_t), ("lane", c_size_t))
 
 
 class ChunkEvent(Structure):
@@ -78,11 +89,13 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "nc_abandon": (None, c_void_p, c_int64, c_char_p),
     "nc_allow_push": (None, c_void_p, c_int, POINTER(PushSizes)),
     "nc_control_bytes": (c_size_t, c_int),
+    "nc_crossed": (None, c_void_p, c_size_t),
     "nc_get_event": (None, c_void_p, POINTER(ChunkEvent)),
+    "nc_get_slice": (None, c_void_p, POINTER(Slice)),
     "nc_halve_from": (None, c_void_p, c_size_t),
     "nc_lead": (c_int, c_void_p, POINTER(MpiFunctions), POINTER(c_int32), c_int, c_int, c_int),
     "nc_limit_finalize": (c_int, c_int, c_char_p, c_int, c_char_p),
-    "nc_mpi_error": (c_int, c_void_p),
+    "nc_error": (c_int, c_void_p),
     "nc_ping": (c_int64, c_void_p, c_int, c_int, c_int64),
     "nc_read": (c_int, c_int, c_void_p, c_void_p, c_size_t),
     "nc_room": (None, c_void_p, POINTER(c_void_p), POINTER(SlotSizes)),
@@ -95,18 +108,17 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Core:
-    """Functions of the library, or the reason why it is missing."""
+class _Core(NamedTuple):
+    """The library, or the reason why it is missing."""
 
-    functions: Functions | None = None
+    opener: Opener | None = None
     library: ctypes.CDLL | None = None
     why_not: str | None = None
 
 
-def functions() -> Functions | None:
-    """Return the C functions by name, or None. The first call loads the library."""
-    return _core().functions
+def opener() -> Opener | None:
+    """Return the function that opens a core, or None. The first call loads the library."""
+    return _core().opener
 
 
 def why_not() -> str | None:
@@ -121,21 +133,15 @@ def library() -> ctypes.CDLL:
     return found
 
 
-def read_number(pid: int, address: int) -> int:
-    """Read an 8-byte integer of another process. Raises OSError if it is not accessible."""
+def read_number(pid: int, address: int) -> int | None:
+    """Return an 8-byte integer of another process, or None if it is not accessible."""
     number = c_int64()
-    _check(library().nc_read(pid, ctypes.byref(number), address, 8))
-    return number.value
+    return number.value if library().nc_read(pid, byref(number), address, 8) == 0 else None
 
 
-def write_number(pid: int, address: int, number: int) -> None:
-    """Write an 8-byte integer of another process. Raises OSError if it is not accessible."""
-    _check(library().nc_write(pid, address, ctypes.byref(c_int64(number)), 8))
-
-
-def _check(status: int) -> None:
-    if status < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+def write_number(pid: int, address: int, number: int) -> bool:
+    """Write an 8-byte integer of another process. Return whether it is accessible."""
+    return bool(library().nc_write(pid, address, byref(c_int64(number)), 8) == 0)
 
 
 def address_of(array: Array) -> int:
@@ -177,7 +183,7 @@ def mpi_functions() -> list[int]:
 
 def limit_finalize(rank: int, size: int) -> None:
     """Limit the time of MPI_Finalize by a C thread, if the native core is loaded."""
-    if functions() is None:
+    if opener() is None:
         return
     warn, limit = (min(math.ceil(each.read()), _LONGEST_SECONDS) for each in (WARN_AFTER, TIMEOUT))
     text = (
@@ -214,7 +220,7 @@ def _load(folder: Path) -> _Core:
     except OSError as error:
         return _Core(why_not=f"it cannot be loaded: {error}")
     builtin.nc_build.restype = ctypes.c_char_p
-    builtin.nc_functions.restype = ctypes.py_object
+    builtin.nc_opener.restype = ctypes.py_object
     built, expected = builtin.nc_build().decode(), source_id(folder)
     if built != expected:
         raise RuntimeError(
@@ -225,4 +231,4 @@ def _load(folder: Path) -> _Core:
     for name, (result, *arguments) in _PROTOTYPES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    return _Core(functions=builtin.nc_functions(), library=library)
+    return _Core(builtin.nc_opener(), library)

@@ -12,7 +12,7 @@ from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.exchange import agreed_minimum
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node import native
-from mpidist.collectives.node.core import SMALL_BETWEEN_NODES, WRITE_SECONDS, Core, Sizes
+from mpidist.collectives.node.core import SMALL_BETWEEN_NODES, WRITE_SECONDS, Core
 from mpidist.collectives.node.memory import (
     NO_ROOM,
     NOT_SHARED,
@@ -22,7 +22,7 @@ from mpidist.collectives.node.memory import (
     control_memory,
     room_for_segments,
 )
-from mpidist.collectives.node.native import address_of
+from mpidist.collectives.node.native import SlotSizes, address_of
 from mpidist.core import settings
 from mpidist.topology import Topology, allowed_cores, cores_are_short, import_mpi
 from mpidist.topology.exit import can_go_on, revoking
@@ -56,56 +56,51 @@ _log = logging.getLogger("mpidist")
 
 
 class Node:
-    """The node of this rank (collective over the communicator).
+    """The ranks of this rank's node (collective over the communicator).
 
     Every rank is a node of its own if any rank lacks the native core, if any node lacks shared memory for it, or if the
     core of a job with several nodes cannot call MPI.
-
-    Attributes:
-        comm: Ranks of the node.
-        is_alone: Whether the node has all ranks of the communicator.
-        ranks: Ranks of every node in the communicator.
-        rails: Ranks of a node that reduce slices for other nodes, equal on all nodes.
-        core: Native core. None if unavailable or closed.
-        has_neighbours: Whether data move inside the node. False without a native core, or for one rank of many nodes.
-        results: Results that the ranks of the node share.
-        slice_bytes: Bytes of a reduced slice between nodes, 0 before ``make_room``.
-        slots: Slots of this rank. None before ``make_room``.
-        reads_neighbours: Whether every rank may read the memory of the other ranks of its node.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self.topology, functions, memory, is_oversubscribed = _agreed_topology(comm)
+        self.topology, opener, memory, is_oversubscribed = _agreed_topology(comm)
         self._usual_slice_bytes = _OVERSUBSCRIBED_SLICE_BYTES if is_oversubscribed else _USUAL_SLICE_BYTES
         self.comm = self.topology.node
         self.rank, self.size = self.topology.local_rank, self.topology.local_size
         self.is_alone: bool = self.topology.num_nodes == 1
+        # Ranks of every node in ``comm``.
         self.ranks = self.topology.ranks_of_node
+        # Number of ranks of a node that reduce slices for other nodes. Equal on all nodes.
         self.rails = min(len(ranks) for ranks in self.ranks)
+        may_read = may_write = False
         with revoking(self.comm):
             processes: list[tuple[int, list[int]]] = self.comm.allgather((os.getpid(), sorted(allowed_cores())))
             pids = [pid for pid, _ in processes]
-            may_read = functions is not None and _can_read(self.comm, pids)
-            may_write = functions is not None and _can_be_written(self.comm, pids, may_read)
+            if opener is not None:
+                may_read, may_write = _memory_access(self.comm, pids)
         # Elastic jobs must be able to kill a stopped writer.
         self._processes = _handles(pids) if can_go_on() and self.size <= _MOST_PUSHING else []
         can_end_writers = bool(self._processes) or not can_go_on()
         rights = np.array([may_read, may_write, can_end_writers])
         comm.Allreduce(import_mpi().IN_PLACE, rights, import_mpi().LAND)
+        # Whether every rank may read the memory of the other ranks of its node.
         self.reads_neighbours, may_write, can_end_writers = map(bool, rights)
+        # None without a native core, and after ``close``.
         self.core: Core | None = None
-        if functions is not None and memory is not None:
+        if opener is not None and memory is not None:
             read = pids if self.reads_neighbours else None
-            self.core = Core(functions, self.comm, memory, read, self.is_alone, self.rails)
+            self.core = Core(opener, self.comm, memory, read, self.is_alone, self.rails)
             if self.rank == 0 and not self.is_alone:
                 self.core.lead(comm, [ranks[0] for ranks in self.ranks])
             if self.is_alone and self.size <= _MOST_PUSHING and can_end_writers:
                 # Unlike cores_are_short(), this counts ranks that are bound to one core each as having a core.
                 has_core_each = len(set().union(*[cores for _, cores in processes])) >= self.size
                 _allow_push(self.core, may_write, has_core_each)
-        self.has_neighbours = functions is not None and (self.size > 1 or self.is_alone)
+        # Whether data move inside the node. False for one rank of many nodes.
+        self.has_neighbours = self.core is not None and (self.size > 1 or self.is_alone)
         self.shared = SharedMemory(self.core if self.has_neighbours else None)
         self.results = SharedResults(self.shared)
+        # Bytes of a reduced slice, and the slots of this rank, after ``make_room``.
         self.slice_bytes = 0
         self.slots: Array | None = None
         self._has_room: bool | None = None
@@ -136,34 +131,30 @@ class Node:
         return self._has_room
 
     def _made_room(self, comm: MPI.Intracomm) -> Steps[bool]:
-        room, sizes = room_for_segments(), self._sizes(1)
-        least, shrink = self._sizes(1 << 30).nbytes, 1
-        while room is not None and sizes.nbytes * self.size > room and sizes.nbytes > least:
-            shrink *= 2
-            sizes = self._sizes(shrink)
-        fits = room is None or sizes.nbytes * self.size <= room
-        piece = yield from agreed_minimum(comm, sizes.piece if fits or not self.has_neighbours else 0)
-        if not piece:
+        core = self.core if self.has_neighbours else None
+        piece = _SLICE_BYTES if self.is_alone else SLICE_BYTES_BETWEEN_NODES
+        if core is not None:
+            room = room_for_segments() // self.size
+            while piece > _SMALLEST_SLICE_BYTES and self._sizes(piece).nbytes > room:
+                piece //= 2
+            piece = piece if self._sizes(piece).nbytes <= room else 0
+        self.slice_bytes = yield from agreed_minimum(comm, piece)
+        if not self.slice_bytes:
             return False
-        self.slice_bytes = piece
-        segments: list[Array] | None = None
-        if self.core is not None and self.has_neighbours:
-            sizes = self._sizes(-(-self._sizes(1).piece // piece))
+        if core is not None:
+            sizes = self._sizes(self.slice_bytes)
             segments = yield from self.shared.segments(sizes.nbytes)
             if segments is not None:
-                self.core.use_slots(segments, sizes)
+                core.use_slots(segments, sizes)
                 self.slots = segments[self.rank]
-        made = yield from agreed_minimum(comm, int(segments is not None or not self.has_neighbours))
-        return bool(made)
+        return bool((yield from agreed_minimum(comm, int(core is None or self.slots is not None))))
 
-    def _sizes(self, shrink: int) -> Sizes:
-        """Return the sizes of a rank's slots, with slices divided by ``shrink``."""
-        usual = _SLICE_BYTES if self.is_alone else SLICE_BYTES_BETWEEN_NODES
-        piece = max(usual // shrink, _SMALLEST_SLICE_BYTES)
+    def _sizes(self, piece: int) -> SlotSizes:
+        """Return the sizes of a rank's slots for slices of ``piece`` bytes."""
         chunk = piece * self.rails if not self.is_alone else min(piece * self.size, _MOST_CHUNK_BYTES)
         lanes = _LANES if self.is_alone else LANES_BETWEEN_NODES
         small = _SMALL_BYTES if self.is_alone else SMALL_BETWEEN_NODES
-        return Sizes(small, chunk, piece, lanes, self._usual_slice_bytes)
+        return SlotSizes(small, chunk, piece, lanes, self._usual_slice_bytes)
 
     def close(self) -> None:
         """Release shared memory and free the communicator of the node (collective)."""
@@ -177,38 +168,25 @@ class Node:
         self.topology.close()
 
 
-def _can_read(comm: MPI.Intracomm, pids: list[int]) -> bool:
-    """Return whether this rank can read the memory of each neighbour (process_vm_readv)."""
-    rank = comm.Get_rank()
-    mine = np.array([_MAGIC + rank], np.int64)
-    works = settings.READ_NEIGHBOURS.read()
-    for neighbour, address in enumerate(comm.allgather(address_of(mine))):
-        if works and neighbour != rank:
-            try:
-                works = native.read_number(pids[neighbour], address) == _MAGIC + neighbour
-            except OSError:
-                works = False
-    # ``mine`` must stay allocated until every rank has read it.
+def _memory_access(comm: MPI.Intracomm, pids: list[int]) -> tuple[bool, bool]:
+    """Return whether this rank can read its neighbours' memory, and whether they all can write into its memory."""
+    rank, may_read = comm.Get_rank(), bool(settings.READ_NEIGHBOURS.read())
+    may_write = may_read
+    # Each rank has its number in its own place. Its neighbours read that one, and write theirs beside it.
+    numbers = np.zeros(len(pids), np.int64)
+    numbers[rank] = _MAGIC + rank
+    for neighbour, address in enumerate(comm.allgather(address_of(numbers))):
+        if neighbour != rank and may_read:
+            found = native.read_number(pids[neighbour], address + neighbour * numbers.itemsize)
+            may_read = found == _MAGIC + neighbour
+            # Only after the read, which verifies the pid.
+            may_write = may_write and may_read
+            if may_write:
+                place = address + rank * numbers.itemsize
+                may_write = native.write_number(pids[neighbour], place, _MAGIC + rank)
+    # ``numbers`` must stay allocated until every rank has read it.
     comm.Barrier()
-    return works and bool(mine[0] == _MAGIC + rank)
-
-
-def _can_be_written(comm: MPI.Intracomm, pids: list[int], may_read: bool) -> bool:
-    """Return whether every neighbour can write into this rank's memory (process_vm_writev).
-
-    Only ranks with ``may_read`` write, because they have verified the pids.
-    """
-    rank = comm.Get_rank()
-    written = np.zeros(len(pids), np.int64)
-    written[rank] = _MAGIC + rank
-    for neighbour, address in enumerate(comm.allgather(address_of(written))):
-        if may_read and neighbour != rank:
-            try:
-                native.write_number(pids[neighbour], address + rank * written.itemsize, _MAGIC + rank)
-            except OSError:
-                break
-    comm.Barrier()
-    return bool((written == _MAGIC + np.arange(len(pids))).all())
+    return may_read, bool((numbers == _MAGIC + np.arange(len(pids))).all())
 
 
 def _handles(pids: list[int]) -> list[Process]:
@@ -233,19 +211,19 @@ def _allow_push(core: Core, may_write: bool, has_core_each: bool) -> None:
         core.allow_push(may_write, near=_NEVER, far=_PUSH_FROM_BYTES, mapped=_PUSH_FROM_BYTES)
 
 
-def _agreed_functions(comm: MPI.Intracomm) -> native.Functions | None:
-    """Return the functions of the native core, or None if any rank has no core.
+def _agreed_opener(comm: MPI.Intracomm) -> native.Opener | None:
+    """Return the function that opens a native core, or None if any rank has no core.
 
     If a rank cannot use its library, every rank raises RuntimeError.
     """
-    functions, error, reason = None, "", ""
+    opener, error, reason = None, "", ""
     try:
-        functions = native.functions()
+        opener = native.opener()
         reason = native.why_not() or ""
     except (RuntimeError, ValueError) as problem:
         error = str(problem)
-    if not comm.allreduce(int(functions is None), op=import_mpi().MAX):
-        return functions
+    if not comm.allreduce(int(opener is None), op=import_mpi().MAX):
+        return opener
     found: list[tuple[str, str]] = comm.allgather((error, reason))
     for rank, (failed, _) in enumerate(found):
         if failed:
@@ -254,14 +232,14 @@ def _agreed_functions(comm: MPI.Intracomm) -> native.Functions | None:
     return None
 
 
-def _agreed_topology(comm: MPI.Intracomm) -> tuple[Topology, native.Functions | None, Array | None, bool]:
+def _agreed_topology(comm: MPI.Intracomm) -> tuple[Topology, native.Opener | None, Array | None, bool]:
     """Return topology, native core, its control memory, and whether cores are oversubscribed.
 
     The values agree on all ranks.
     """
     check_same_everywhere(comm)
-    functions = _agreed_functions(comm)
-    if functions is None:
+    opener = _agreed_opener(comm)
+    if opener is None:
         return Topology(comm, ranks_per_node=1), None, None, False
     topology = Topology(comm)
     nbytes = native.library().nc_control_bytes(topology.local_size)
@@ -275,14 +253,14 @@ def _agreed_topology(comm: MPI.Intracomm) -> tuple[Topology, native.Functions | 
     reason, lacks_leader, is_oversubscribed = int(found[0]), bool(found[1]), bool(found[2])
     has_nodes = topology.num_nodes > 1 or reason != 0
     if not reason and not (lacks_leader and has_nodes):
-        return topology, functions, memory, is_oversubscribed
+        return topology, opener, memory, is_oversubscribed
     topology.close()
     topology = Topology(comm, ranks_per_node=1)
     if lacks_leader and has_nodes:
         _say_once(comm, next(reason for reason in comm.allgather(cannot_lead) if reason))
         return topology, None, None, is_oversubscribed
     _say_once(comm, _REASONS[reason].format(nbytes))
-    return topology, functions, aligned_zeros(native.library().nc_control_bytes(1)), is_oversubscribed
+    return topology, opener, aligned_zeros(native.library().nc_control_bytes(1)), is_oversubscribed
 
 
 _said: set[str] = set()

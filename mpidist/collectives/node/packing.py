@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import numpy as np
 
 from mpidist.arrays.device_ops import ops_of
 from mpidist.arrays.dtypes import Array, DType, is_half
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
-from mpidist.collectives.node import native
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.native import address_of
 from mpidist.core.options import CommunicationOptions, ReduceOp
@@ -20,6 +18,7 @@ from mpidist.core.options import CommunicationOptions, ReduceOp
 _SMALL_RESULT_BYTES = 4 << 10
 # Copying a smaller array costs less than one more piece, or less than zero-copy access saves.
 SMALL_ARRAY_BYTES = 32 << 10
+_FEW_PAIRS = 16
 # Pieces of a pack, at most (NC_PIECES).
 MOST_PIECES = 1024
 
@@ -61,8 +60,9 @@ def copies_of_overlapping(arrays: Sequence[Array], out: Sequence[Array], pool: P
     >>> first is start, second is end
     (True, False)
     """
-    overlap = _overlap()
-    if overlap is not None and not overlap(list(arrays), list(out)):
+    # Comparing few pairs costs less than sorting bounds.
+    is_small = len(arrays) * len(out) <= _FEW_PAIRS and all(isinstance(array, np.ndarray) for array in (*arrays, *out))
+    if is_small and not any(np.may_share_memory(array, target) for array in arrays for target in out):
         return list(arrays)
     return [_copied(array, pool) if does else array for array, does in zip(arrays, overlaps(arrays, out), strict=True)]
 
@@ -78,13 +78,6 @@ def are_in_place(arrays: Sequence[Array], out: Sequence[Array]) -> bool:
         if array is not target and (address_of(array), array.strides) != (address_of(target), target.strides):
             return False
     return max(overlaps(arrays, out), default=0) <= 1
-
-
-@cache
-def _overlap() -> Callable[[list[Array], list[Array]], int] | None:
-    """Return the C function that finds overlapping arrays, or None without the library."""
-    functions = native.functions()
-    return None if functions is None else functions["overlap"]
 
 
 def in_order(array: Array) -> Array:

@@ -102,11 +102,11 @@ static void finish(const job *j, nc *core, int rank, const nc_call *call, dice *
         double took = seconds() - begin;
         if (took > LATE_SECONDS)
             fail("rank %d: a step of a millisecond took %.1f s", rank, took);
-        int is_gone = errno == ESRCH || errno == EFAULT || errno == EPERM;
+        int error = nc_error(core), is_gone = error == ESRCH || error == EFAULT || error == EPERM;
         if (state == NC_LOST && j->reads_memory && j->victim >= 0 && is_gone)
             end(j);
         if (state != NC_NOT_YET && state != NC_MOVED)
-            fail("rank %d: state %d, errno %d", rank, (int)state, errno);
+            fail("rank %d: state %d, errno %d", rank, (int)state, error);
         in_vain = state == NC_NOT_YET && atomic_load(&j->board->is_dead) ? in_vain + 1 : 0;
         if (in_vain == WAITS_IN_VAIN)
             end(j);

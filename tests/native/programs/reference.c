@@ -12,7 +12,7 @@
 const char *const dtype_names[NC_DTYPES] = {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
                                             "float16", "bfloat16", "float32", "float64", "longdouble", "complex64",
                                             "complex128", "clongdouble", "bool"};
-const char *const op_names[NC_OPS] = {"SUM", "PROD", "MIN", "MAX", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR"};
+const char *const op_names[NC_OPS] = {"SUM", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR"};
 
 /* Random numbers: splitmix64. */
 dice dice_of(uint64_t seed, uint64_t stream)
@@ -81,9 +81,6 @@ static void combine_whole(char *d, const char *x, const char *y, size_t size, in
     case NC_PROD: r = (__int128)((unsigned __int128)a * (unsigned __int128)b); break;
     case NC_MIN: r = a < b ? a : b; break;
     case NC_MAX: r = a < b ? b : a; break;
-    case NC_LAND: r = a && b; break;
-    case NC_LOR: r = a || b; break;
-    case NC_LXOR: r = !a != !b; break;
     case NC_BAND: r = a & b; break;
     case NC_BOR: r = a | b; break;
     default: r = a ^ b; break;
@@ -100,10 +97,7 @@ static void combine_whole(char *d, const char *x, const char *y, size_t size, in
         case NC_SUM: return a + b;                                                     \
         case NC_PROD: return a * b;                                                    \
         case NC_MIN: return isnan(a) ? a : isnan(b) ? b : a < b ? a : b;               \
-        case NC_MAX: return isnan(a) ? a : isnan(b) ? b : a > b ? a : b;               \
-        case NC_LAND: return a != 0 && b != 0;                                         \
-        case NC_LOR: return a != 0 || b != 0;                                          \
-        default: return (a != 0) != (b != 0);                                          \
+        default: return isnan(a) ? a : isnan(b) ? b : a > b ? a : b;                   \
         }                                                                              \
     }                                                                                  \
     static void combine_##T(char *d, const char *x, const char *y, nc_op op)           \

@@ -33,14 +33,14 @@ def _memory(nbytes: int) -> np.ndarray:
 @contextmanager
 def cores(ranks: int) -> Iterator[list[Calls]]:
     """Provide the calls of the core of each rank of a node, all of them in this thread."""
-    functions = native.functions()
-    assert functions is not None
+    opener = native.opener()
+    assert opener is not None
     control = _memory(native.library().nc_control_bytes(ranks))
     segments = [_memory(1 << 17) for _ in range(ranks)]
     bases = (c_void_p * ranks)(*map(address_of, segments))
     sizes = native.SlotSizes(_SMALL, _CHUNK, _SLICE, _LANES, _SLICE)
-    assert native.library().nc_segment_bytes(byref(sizes)) <= segments[0].size
-    calls = [functions["open"](address_of(control), rank, ranks, 0, None, 0, ranks) for rank in range(ranks)]
+    assert sizes.nbytes <= segments[0].size
+    calls = [opener(address_of(control), rank, ranks, 0, None, 0, ranks) for rank in range(ranks)]
     for each in calls:
         native.library().nc_room(each["address"], bases, byref(sizes))
     yield calls
