@@ -260,7 +260,7 @@ def test_without_room_a_16_bit_wire_is_an_error_on_all_ranks(
         pytest.skip("there is one node, so nothing crosses a wire")
     if not comm._channel.node.has_neighbours:
         pytest.skip("a rank that is alone on its node needs no room")
-    monkeypatch.setattr(node_module, "_SMALLEST_SLICE_BYTES", 1 << 60)
+    monkeypatch.setattr(node_module, "room_for_segments", lambda: 0)
     with pytest.raises(AlgorithmError, match="no room in /dev/shm"):
         comm.all_reduce("SUM", np.ones(1000, "f4"), options=CommunicationOptions(wire_dtype="float16"))
     np.testing.assert_array_equal(comm.all_reduce("SUM", np.ones(10_000)), comm.size)

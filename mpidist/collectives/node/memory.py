@@ -83,25 +83,21 @@ def borders(count: int, ranks: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def pieces(counts: tuple[int, ...], start: int, stop: int, limit: int) -> tuple[Piece, ...]:
+def pieces(counts: tuple[int, ...], start: int, stop: int) -> tuple[Piece, ...]:
     """Cut elements ``start`` to ``stop`` of concatenated parts into pieces of one part each.
 
-    A piece has at most ``limit`` elements. It is a tuple of part, first element in the part, length, and offset.
+    A piece is a tuple of part, first element in the part, length, and offset.
 
-    >>> pieces((3, 4), 1, 6, 2)
-    ((0, 1, 2, 1), (1, 0, 2, 3), (1, 2, 1, 5))
+    >>> pieces((3, 4), 1, 6)
+    ((0, 1, 2, 1), (1, 0, 3, 3))
     """
     found = []
     first = 0
     for part, count in enumerate(counts):
-        position, end = max(start, first), min(stop, first + count)
-        while position < end:
-            length = min(limit, end - position)
-            found.append((part, position - first, length, position))
-            position += length
+        begin, end = max(start, first), min(stop, first + count)
+        if begin < end:
+            found.append((part, begin - first, end - begin, begin))
         first += count
-        if first >= stop:
-            break
     return tuple(found)
 
 

@@ -223,7 +223,7 @@ class TwoLevel(Algorithm):
     def _crossing_alone(
         self, job: PackedReduction, in_flight: _InFlight, chunk: int, start: int, stop: int, are_apart: bool
     ) -> Steps[None]:
-        parts = pieces(job.counts, start, stop, stop - start)
+        parts = pieces(job.counts, start, stop)
         inputs = [job.pieces[piece][begin : begin + count] for piece, begin, count, _ in parts]
         targets = [job.targets()[piece][begin : begin + count] for piece, begin, count, _ in parts]
         if len(parts) == 1 and are_apart:
