@@ -211,19 +211,15 @@ static nc_state watched(nc *c, int what, uint64_t chunk, int64_t since, nc_state
     return NC_CHUNK;
 }
 
-/* Finish a call in chunks. Peers may still read this rank's slots and lanes, which the next call does not reuse before.
-   They no longer read its inputs in place, because all chunks are reduced. */
-static nc_state end_chunks(nc *c)
-{
-    c->chunks = c->end;
-    return core_end(c, NC_DONE);
-}
-
 static nc_state move_chunks(nc *c)
 {
     int64_t since = c->call.flags & NC_WATCH ? now() : 0;
-    if (c->taken == c->end)
-        return end_chunks(c);
+    if (c->taken == c->end) {
+        /* Peers may still read this rank's slots and lanes, which the next call does not reuse before. They no longer
+           read its inputs in place, because all chunks are reduced. */
+        c->chunks = c->end;
+        return core_end(c, NC_DONE);
+    }
     if (try_fill(c))
         return watched(c, 0, c->filled - 1, since, NC_MOVED);
     nc_state state = try_reduce(c);
@@ -244,9 +240,8 @@ int core_start_chunks(nc *c)
     if (c->slice == 0)
         return 0;
     /* Slices in a slot are adjacent. Keep each aligned to a cache line. */
-    size_t aligned = 64 / c->itemsize ? 64 / c->itemsize : 1;
-    if (c->slice > aligned)
-        c->slice -= c->slice % aligned;
+    if (c->slice > in_cache_line(c))
+        c->slice -= c->slice % in_cache_line(c);
     c->begin = c->filled = c->reduced = c->crossed = c->taken = c->chunks;
     c->end = c->begin + (longest_stripe(c) + c->slice - 1) / c->slice;
     c->next = move_chunks;

@@ -86,7 +86,7 @@ static int publish_inline(nc *c, page *p)
         size_t most = c->call.kind == NC_ALL_REDUCE && !c->on_wire ? inline_limit(c) : c->sizes.small;
         if (moves(c) && c->pids != NULL && most > SMALLEST_READ)
             most = SMALLEST_READ;
-        if (!c->has_room || all > most)
+        if (all > most)
             return 0;
         to = c->slots[c->rank] + ((c->meeting + 1) & 1) * c->sizes.small;
     }
@@ -153,7 +153,7 @@ static char *inline_data(const nc *c, int rank)
 
 static void cut_stripes(nc *c)
 {
-    size_t ranks = (size_t)c->rails, unit = c->call.unit ? c->call.unit : 1;
+    size_t ranks = (size_t)c->rails, unit = unit_of(c);
     if (moves(c)) {
         for (int r = 0; r < c->ranks; r++)
             c->border[r + 1] = c->border[r] + nc_length(c, r);

@@ -78,8 +78,7 @@ struct nc {
     int32_t pid[NC_MOST_RANKS];
     uint64_t meeting, exits, pings;
     char *slots[NC_MOST_RANKS];
-    nc_sizes sizes;
-    int has_room;
+    nc_sizes sizes; /* 0 before nc_room */
     leader *leader; /* on the first rank, if there are other nodes */
     int segments;
     size_t segment_bytes[NC_SEGMENTS];
@@ -97,8 +96,8 @@ struct nc {
     uint64_t chunks;                   /* chunks of all earlier calls */
     int reader;                        /* DIRECT: the rank to read from next, and the offset */
     size_t reader_at;
-    int may_write;                     /* push: all ranks may write into each other's memory */
-    nc_push_sizes push_from;
+    int may_write, pushes_always;      /* push: see nc_allow_push */
+    size_t push_from;                  /* 0 if it is not allowed */
     int64_t latency;                   /* in nanoseconds, to the more distant of two neighbours, or 0 if unknown */
     int any_far;                       /* a rank published a high latency in the last call with PUSH_CANDIDATE */
     uint64_t push_candidates;          /* calls in which all ranks published PUSH_CANDIDATE */
@@ -137,6 +136,14 @@ static inline uint64_t info_of(const nc *c, int rank) { return page_of(c, rank)-
 static inline int flags_of(const nc *c, int rank) { return (int)(info_of(c, rank) & 0xff); }
 static inline int call_kind_of(const nc *c, int rank) { return flags_of(c, rank) >> KIND_SHIFT & 7; }
 static inline int replicas_of(const nc *c, int rank) { return (int)(info_of(c, rank) >> 8 & 0xffff); }
+
+static inline size_t in_cache_line(const nc *c) { return 64 / c->itemsize; }
+
+/* Stripes are multiples of this number of elements. */
+static inline size_t unit_of(const nc *c)
+{
+    return c->call.unit ? c->call.unit : c->call.kind == NC_ALL_REDUCE ? in_cache_line(c) : 1;
+}
 
 /* Whether the call moves bytes without reducing them. */
 static inline int moves(const nc *c) { return c->call.kind >= NC_ALL_GATHER; }

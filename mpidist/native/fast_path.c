@@ -395,11 +395,7 @@ static int may_be_shared(face *f, const fast_call *c)
 
 static PyObject *reduce(face *f, fast_call *c)
 {
-    if (!prepare(f, c) || may_be_shared(f, c))
-        return none();
-    size_t itemsize = nc_itemsize(c->call.dtype);
-    c->call.unit = 64 / itemsize ? 64 / itemsize : 1;
-    return run(f, c);
+    return !prepare(f, c) || may_be_shared(f, c) ? none() : run(f, c);
 }
 
 /* Run an all-reduce of a list or tuple. The call copies them to tuples, because the program may change its lists. */

@@ -24,7 +24,6 @@ void nc_room(nc *c, char *const *segments, const nc_sizes *sizes)
         c->slots[r] = segments[r] + SKEW;
     c->sizes = (nc_sizes){rounded(sizes->small), rounded(sizes->chunk), rounded(sizes->slice), sizes->lanes,
                           sizes->usual};
-    c->has_room = 1;
 }
 
 int nc_segment(nc *c, char *const *bases, size_t bytes)

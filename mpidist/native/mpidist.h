@@ -71,7 +71,8 @@ typedef struct {
     int flags;
     int pieces, replicas;
     double divisor;   /* divides every element of the result, 0 for none */
-    size_t unit;      /* stripes of the ranks are multiples of this number of elements */
+    size_t unit;      /* stripes of the ranks are multiples of this number of elements. 0: of a cache line in an
+                         ALL_REDUCE, else of an element */
     size_t slice;     /* elements of a slice, at most. With 0 the core chooses, differently on nodes with different
                          numbers of replicas. */
     int64_t note;     /* a number published with the header */
@@ -152,17 +153,12 @@ int nc_is_on_wire(const nc *core);            /* whether there are other nodes *
    limit_seconds. Return 0, or an error number. */
 NC_EXPORT int nc_limit_finalize(int warn_seconds, const char *warning, int limit_seconds, const char *error);
 
-/* Sizes in bytes from which a rank agrees to push. Push is used if all ranks agree. `near` applies if all neighbours
-   share a cache, `far` if some do not, and `mapped` if all arrays are in memory that all ranks map. */
-typedef struct {
-    size_t near, far, mapped;
-} nc_push_sizes;
-
 enum { NC_MOST_PUSHING = 8 };
 
-/* Allow to write results directly into the results of other ranks. `may_write`: whether all ranks may write into each
-   other's private memory. */
-NC_EXPORT void nc_allow_push(nc *core, int may_write, const nc_push_sizes *from);
+/* Agree to write results of `from` bytes and more directly into the results of other ranks. All ranks must agree.
+   `may_write`: whether all ranks may write into each other's private memory. `always`: also private memory of ranks
+   that share a cache. */
+NC_EXPORT void nc_allow_push(nc *core, size_t from, int may_write, int always);
 
 /* Stop other ranks from writing into the results of this rank after a failed call. No call may follow. Waits up to
    `nanoseconds` for running writes. Sets is_writing[rank] to 1 if the rank is still inside a write, and to 0 otherwise.

@@ -98,18 +98,16 @@ void core_update_latency(nc *c)
 
 /* Publishing ------------------------------------------------------------------------------------------------------ */
 
-void nc_allow_push(nc *c, int may_write, const nc_push_sizes *from)
+void nc_allow_push(nc *c, size_t from, int may_write, int always)
 {
-    c->may_write = may_write;
-    c->push_from = *from;
+    c->push_from = from, c->may_write = may_write, c->pushes_always = always;
 }
 
 int core_is_push_candidate(const nc *c)
 {
-    size_t least = smaller(smaller(c->push_from.near, c->push_from.far), c->push_from.mapped);
-    return c->call.kind == NC_ALL_REDUCE && !c->on_wire && c->ranks > 1 && c->ranks <= NC_MOST_PUSHING && least > 0 &&
-           c->bytes >= least && !(c->call.flags & (NC_UNWANTED | NC_SHARE)) && c->piece[0].out != NULL &&
-           c->inputs + 1 + c->call.pieces <= NC_WORDS;
+    return c->call.kind == NC_ALL_REDUCE && !c->on_wire && c->ranks > 1 && c->ranks <= NC_MOST_PUSHING &&
+           c->push_from > 0 && c->bytes >= c->push_from && !(c->call.flags & (NC_UNWANTED | NC_SHARE)) &&
+           c->piece[0].out != NULL && c->inputs + 1 + c->call.pieces <= NC_WORDS;
 }
 
 /* Probe both ends of each input or result, because the kernel rejects some mappings and peers would fail in the middle
@@ -149,11 +147,10 @@ int core_publish_push(nc *c, int64_t *words, int inputs_are_mapped)
         }
     }
     words[0] = (c->latency > FAR_NANOSECONDS ? IS_FAR : 0) | (mapped ? IS_MAPPED : 0);
-    size_t from = mapped ? c->push_from.mapped : c->any_far ? c->push_from.far : c->push_from.near;
-    if (c->bytes < from)
-        return PUSH_CANDIDATE;
-    if (!mapped && (c->bytes / (size_t)c->call.pieces < from / LEAST_FRACTION || !c->may_write ||
-                    !can_access(c, c->inputs, 0) || !can_access(c, c->call.pieces, 1)))
+    /* Between cores that share a cache, slots are faster at every size. */
+    int suits = c->may_write && (c->any_far || c->pushes_always) &&
+                c->bytes / (size_t)c->call.pieces >= c->push_from / LEAST_FRACTION;
+    if (!mapped && !(suits && can_access(c, c->inputs, 0) && can_access(c, c->call.pieces, 1)))
         return PUSH_CANDIDATE;
     return PUSH_CANDIDATE | PUSH_READY;
 }
@@ -181,7 +178,7 @@ int core_start_push(nc *c, int replicas_of_all)
     for (int r = 0; r < c->ranks; r++)
         mapped = mapped && push_flags(c, r) & IS_MAPPED;
     size_t bytes = mapped ? COMBINED_AT_ONCE : SCRATCH_BYTES / (size_t)(replicas_of_all - c->call.replicas);
-    size_t unit = c->call.unit ? c->call.unit : 1, elements = bytes / c->itemsize;
+    size_t unit = unit_of(c), elements = bytes / c->itemsize;
     c->slice = elements > unit ? elements - elements % unit : elements;
     c->next_element = c->border[c->rank];
     c->blocks_pushed = 0;

@@ -6,7 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define EXPORT __attribute__((visibility("default")))
+/* Nanoseconds that a call polls at first. Long enough for ranks that arrive almost together. */
+enum { BEGINS = 50000 };
 
 /* Memory of arrays ------------------------------------------------------------------------------------------------ */
 
@@ -76,35 +77,32 @@ static int results_overlap(face *f, const nc_call *call)
 
 /* Calls on the general path --------------------------------------------------------------------------------------- */
 
-/* begin(id, kind, op, dtype, divisor, flags, replicas, unit, slice, note, inputs, outs or None, parts or None,
-   nanoseconds) -> state, or -1 if nothing was started because results overlap inputs */
+/* begin(id, kind, op, dtype, divisor, flags, replicas, slice, note, inputs, outs or None, parts or None) -> state, or -1
+   if nothing was started because results overlap inputs */
 static PyObject *begin(PyObject *self, PyObject *const *a, ssize_t n)
 {
     face *f = face_of(self);
-    if (n != 14)
-        return PyErr_Format(PyExc_ValueError, "begin takes 14 arguments, not %zd", n);
+    if (n != 12)
+        return PyErr_Format(PyExc_ValueError, "begin takes 12 arguments, not %zd", n);
     nc_call call = {.id = (uint64_t)whole(a[0]), .kind = (nc_kind)whole(a[1]), .op = (nc_op)whole(a[2]),
                     .dtype = (nc_dtype)whole(a[3]), .divisor = PyFloat_AsDouble(a[4]), .flags = (int)whole(a[5]),
-                    .replicas = (int)whole(a[6]), .unit = (size_t)whole(a[7]), .slice = (size_t)whole(a[8]),
-                    .note = whole(a[9])};
-    int64_t nanoseconds = whole(a[13]);
+                    .replicas = (int)whole(a[6]), .slice = (size_t)whole(a[7]), .note = whole(a[8])};
     if (PyErr_Occurred())
         return NULL;
     int reduces = call.kind == NC_ALL_REDUCE || call.kind == NC_REDUCE_SCATTER;
     int unknown = (unsigned)call.dtype >= NC_DTYPES || (unsigned)call.op >= NC_OPS;
     if (unknown || (reduces && !nc_combines(call.dtype, call.op)))
         return PyErr_Format(PyExc_ValueError, "no operation %d of dtype %d", (int)call.op, (int)call.dtype);
-    call.pieces = read_inputs(f, a[10], call.replicas, nc_itemsize(call.dtype));
-    if (call.pieces < 0 || (a[11] != NONE && read_outs(f, a[11]) < 0))
+    PyObject *outs = a[10], *parts = a[11];
+    call.pieces = read_inputs(f, a[9], call.replicas, nc_itemsize(call.dtype));
+    if (call.pieces < 0 || (outs != NONE && read_outs(f, outs) < 0) || (parts != NONE && read_parts(f, parts) < 0))
         return NULL;
+    call.parts = parts == NONE ? NULL : f->parts;
     /* Calls over nodes publish all inputs inline before results are written, so overlaps are harmless. */
-    if (call.kind == NC_ALL_REDUCE && a[11] != NONE && !(call.flags & NC_OVER_NODES) && results_overlap(f, &call))
+    if (call.kind == NC_ALL_REDUCE && outs != NONE && !(call.flags & NC_OVER_NODES) && results_overlap(f, &call))
         return PyLong_FromLongLong(-1);
-    if (a[12] != NONE && read_parts(f, a[12]) < 0)
-        return NULL;
-    call.parts = a[12] == NONE ? NULL : f->parts;
     void *thread = PyEval_SaveThread();
-    nc_state state = nc_begin(f->core, &call, nanoseconds);
+    nc_state state = nc_begin(f->core, &call, BEGINS);
     PyEval_RestoreThread(thread);
     return PyLong_FromLongLong(state);
 }
@@ -228,9 +226,9 @@ static PyObject *open_core(PyObject *self, PyObject *const *a, ssize_t n)
     return dict;
 }
 
-EXPORT const char *nc_build(void) { return NC_BUILD; }
+NC_EXPORT const char *nc_build(void) { return NC_BUILD; }
 
-EXPORT PyObject *nc_opener(void)
+NC_EXPORT PyObject *nc_opener(void)
 {
     static PyMethodDef open = {"open", open_core, METH_FASTCALL, NULL};
     return PyCFunction_NewEx(&open, NULL, NULL);

@@ -21,7 +21,6 @@ from mpidist.collectives.node.native import (
     ChunkEvent,
     MpiFunctions,
     Opener,
-    PushSizes,
     Slice,
     SlotSizes,
     address_of,
@@ -55,12 +54,10 @@ OVERLAP = -1
 WAITING = (NOT_YET, MOVED)
 _EVENTS = ("fill chunk", "reduce chunk", "copy chunk")
 
-# Nanoseconds that C code polls before it returns to Python. The first poll is long enough for ranks that arrive almost
-# together.
-_BEGIN_NANOSECONDS, _POLL_NANOSECONDS = 50_000, 200_000
+# Nanoseconds that C code polls before it returns to Python.
+_POLL_NANOSECONDS = 200_000
 # After this number of failed polls, C code polls once per call, and Python backs off.
 _LONG_POLLS = 20
-_ALIGNMENT = 64
 # Batches of a ping (25 us between cores without a shared cache), and its timeout.
 _PING_BATCHES, _PING_SECONDS = 6, 0.01
 # Timeout for a running write of another rank, which copies at most 256 KiB.
@@ -218,13 +215,13 @@ class Core:
         nanoseconds: int = self._library.nc_ping(self._address, other, _PING_BATCHES, limit)
         return nanoseconds
 
-    def allow_push(self, may_write: bool, near: int, far: int, mapped: int) -> None:
-        """Allow all-reduces to write directly into the results of other ranks.
+    def allow_push(self, nbytes: int, *, may_write: bool, always: bool) -> None:
+        """Allow all-reduces from ``nbytes`` on to write directly into the results of other ranks.
 
-        ``may_write``: all ranks of the node may write into each other's private memory. The other arguments are
-        thresholds in bytes: for cores that share a cache, for other cores, and for arrays in memory that all ranks map.
+        ``may_write``: all ranks of the node may write into each other's private memory. They do so only between cores
+        that share no cache, or ``always``.
         """
-        self._library.nc_allow_push(self._address, may_write, byref(PushSizes(near, far, mapped)))
+        self._library.nc_allow_push(self._address, nbytes, may_write, always)
 
     def abandon(self, seconds: float) -> list[int]:
         """Stop writes into this rank's results after a failed call.
@@ -264,14 +261,12 @@ class Core:
         """
         flags = _SHARE * (outs is None) | _UNWANTED * (not is_wanted)
         flags |= (_STOP | _WATCH) * is_watched | _OVER_NODES * over_nodes
-        unit = _ALIGNMENT // dtype.itemsize or 1
         if _code_of(dtype) == _BFLOAT16:
             inputs = [[_lending(array) for array in arrays] for arrays in inputs]
             outs = outs and [_lending(array) for array in outs]
         self._set(self._begin(
-            identity, _ALL_REDUCE, _OPS[op], _code_of(dtype), divisor or 0, flags, len(inputs), unit, per_slice, held,
-            inputs[0] if len(inputs) == 1 else list(chain.from_iterable(zip(*inputs, strict=True))),
-            outs, None, _BEGIN_NANOSECONDS,
+            identity, _ALL_REDUCE, _OPS[op], _code_of(dtype), divisor or 0, flags, len(inputs), per_slice, held,
+            inputs[0] if len(inputs) == 1 else list(chain.from_iterable(zip(*inputs, strict=True))), outs, None,
         ))  # fmt: skip
 
     def reduce_scatter(
@@ -279,8 +274,8 @@ class Core:
     ) -> None:
         """Start a reduction. Each rank keeps the elements between two borders."""
         self._set(self._begin(
-            identity, _REDUCE_SCATTER, _OPS[op], _code_of(array.dtype), divisor or 0, 0, 1, 1, 0, 0, [_lending(array)],
-            [_lending(out)], borders, _BEGIN_NANOSECONDS,
+            identity, _REDUCE_SCATTER, _OPS[op], _code_of(array.dtype), divisor or 0, 0, 1, 0, 0,
+            [_lending(array)], [_lending(out)], borders,
         ))  # fmt: skip
 
     def move(self, identity: int, sent: Array, borders: list[int] | None, note: int) -> None:
@@ -289,9 +284,7 @@ class Core:
         The state becomes MET when ``lengths`` and ``notes`` are known.
         """
         kind = _ALL_GATHER if borders is None else _ALL_TO_ALL
-        self._set(self._begin(
-            identity, kind, 0, _BYTE, 0, _STOP, 1, 1, 0, note, [sent], None, borders, _BEGIN_NANOSECONDS
-        ))  # fmt: skip
+        self._set(self._begin(identity, kind, 0, _BYTE, 0, _STOP, 1, 0, note, [sent], None, borders))
 
     def shares(self) -> bool:
         """Return whether all ranks accept a shared result."""

@@ -35,12 +35,6 @@ _libc.munmap.argtypes = [c_void_p, c_size_t]
 _MAP_FAILED = c_void_p(-1).value
 
 
-class PushSizes(Structure):
-    """nc_push_sizes of mpidist.h."""
-
-    _fields_ = (("near", c_size_t), ("far", c_size_t), ("mapped", c_size_t))
-
-
 class SlotSizes(Structure):
     """nc_sizes of mpidist.h: sizes of a rank's slots in bytes, and the number of lanes."""
 
@@ -87,7 +81,7 @@ class MpiFunctions(Structure):
 # Result and arguments of the functions called through ctypes.
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "nc_abandon": (None, c_void_p, c_int64, c_char_p),
-    "nc_allow_push": (None, c_void_p, c_int, POINTER(PushSizes)),
+    "nc_allow_push": (None, c_void_p, c_size_t, c_int, c_int),
     "nc_control_bytes": (c_size_t, c_int),
     "nc_crossed": (None, c_void_p, c_size_t),
     "nc_get_event": (None, c_void_p, POINTER(ChunkEvent)),

@@ -44,8 +44,8 @@ _LANES, LANES_BETWEEN_NODES = 2, 16
 # Bytes that a rank publishes inline, and bytes of a slot for larger data.
 _SMALL_BYTES, _MOST_CHUNK_BYTES = 128 << 10, 2 << 20
 # From this size on, all-reduces write directly into the results of other ranks: private arrays between cores without
-# a common cache, and arrays in mapped memory. Between cores that share a cache, slots are faster at every size.
-_PUSH_FROM_BYTES, _NEVER = 256 << 10, 1 << 62
+# a common cache, and arrays in mapped memory.
+_PUSH_FROM_BYTES = 256 << 10
 # NC_MOST_PUSHING of mpidist.h.
 _MOST_PUSHING = 8
 _REASONS = {
@@ -95,7 +95,9 @@ class Node:
             if self.is_alone and self.size <= _MOST_PUSHING and can_end_writers:
                 # Unlike cores_are_short(), this counts ranks that are bound to one core each as having a core.
                 has_core_each = len(set().union(*[cores for _, cores in processes])) >= self.size
-                _allow_push(self.core, may_write, has_core_each)
+                size = settings.PUSH_FROM.read()
+                if size is not None or has_core_each:
+                    self.core.allow_push(size or _PUSH_FROM_BYTES, may_write=may_write, always=size is not None)
         # Whether data move inside the node. False for one rank of many nodes.
         self.has_neighbours = self.core is not None and (self.size > 1 or self.is_alone)
         self.shared = SharedMemory(self.core if self.has_neighbours else None)
@@ -201,14 +203,6 @@ def _handles(pids: list[int]) -> list[Process]:
             handle.close()
         return []
     return handles
-
-
-def _allow_push(core: Core, may_write: bool, has_core_each: bool) -> None:
-    size = settings.PUSH_FROM.read()
-    if size is not None:
-        core.allow_push(may_write, near=size, far=size, mapped=size)
-    elif has_core_each:
-        core.allow_push(may_write, near=_NEVER, far=_PUSH_FROM_BYTES, mapped=_PUSH_FROM_BYTES)
 
 
 def _agreed_opener(comm: MPI.Intracomm) -> native.Opener | None:

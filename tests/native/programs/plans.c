@@ -29,9 +29,10 @@ world_plan plan_world(uint64_t seed, size_t most_bytes, int reads_memory)
     if (is_large(&w))
         w.sizes = (nc_sizes){256 << 10, 1 << 20, 128 << 10, 4, 128 << 10};
     int pushes = chance(&d, 70), differ = chance(&d, 30); /* ranks may want to push from other sizes */
-    for (int r = 0; r < MOST_RANKS && pushes; r++)
-        for (size_t *from = &w.push_from[r].near; from <= &w.push_from[r].mapped; from++)
-            *from = r && !differ ? w.push_from[0].near : ONE_OF(&d, 1, 1, 200, 20000);
+    for (int r = 0; r < MOST_RANKS && pushes; r++) {
+        w.push_from[r] = r && !differ ? w.push_from[0] : ONE_OF(&d, 1, 1, 200, 20000);
+        w.pushes_always[r] = r && !differ ? w.pushes_always[0] : chance(&d, 80);
+    }
     return w;
 }
 

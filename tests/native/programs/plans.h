@@ -14,7 +14,8 @@ typedef struct {
     uint64_t seed;
     int nodes, ranks[NODES], rails, spins, reads_memory, calls;
     size_t most_bytes;            /* of a rank's arrays in one call */
-    nc_push_sizes push_from[MOST_RANKS];
+    size_t push_from[MOST_RANKS];
+    int pushes_always[MOST_RANKS];
     nc_sizes sizes;
 } world_plan;
 

@@ -51,7 +51,7 @@ def sums(inputs: list[np.ndarray]) -> list[np.ndarray]:
     outs = [np.empty_like(array) for array in inputs]
     with cores(len(inputs)) as calls:
         states = [
-            each["begin"](7, _KIND, _SUM, _FLOAT32, 0.0, 0, 1, 16, 0, 0, [given], [out], None, 0)
+            each["begin"](7, _KIND, _SUM, _FLOAT32, 0.0, 0, 1, 0, 0, [given], [out], None)
             for each, given, out in zip(calls, inputs, outs, strict=True)
         ]
         while any(state != DONE for state in states):
