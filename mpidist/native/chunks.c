@@ -58,7 +58,7 @@ static const char *input_at(const nc *c, int r, int q, int piece, size_t element
     if (r == c->rank)
         return own_input_at(c, q, piece, element);
     if (flags_of(c, r) & TOLD_PLACES) {
-        int64_t location = nc_told(c, r)[piece * replicas_of(c, r) + q];
+        int64_t location = words_of(c, r)[piece * replicas_of(c, r) + q];
         if (location <= MAPPED)
             return address_at(c, r, location) + (element - c->first[piece]) * c->itemsize;
     }
@@ -111,7 +111,7 @@ static void reduce_slice(nc *c, uint64_t chunk)
 static void fill_slot(nc *c, uint64_t chunk)
 {
     char *slot = c->slots[c->rank] + chunk_at(c, chunk);
-    const int64_t *locations = flags_of(c, c->rank) & TOLD_PLACES ? nc_told(c, c->rank) : NULL;
+    const int64_t *locations = flags_of(c, c->rank) & TOLD_PLACES ? words_of(c, c->rank) : NULL;
     for (int stripe = 0; stripe < c->rails; stripe++) {
         size_t start, n = slice_of(c, stripe, chunk, &start);
         if (stripe == c->rank || n == 0)

@@ -31,7 +31,7 @@ enum { SPINS_OVER_NODES = 20 };
 static page *next_page(nc *c) { return &c->rows[c->rank].pages[(c->meeting + 1) & 1]; }
 size_t nc_length(const nc *c, int rank) { return part_from(c, rank, &(size_t){0}); }
 int64_t *nc_tell(nc *c) { return next_page(c)->words; }
-const int64_t *nc_told(const nc *c, int rank) { return page_of(c, rank)->words; }
+const int64_t *nc_told(const nc *c, int rank) { return words_of(c, rank); }
 int64_t nc_note(const nc *c, int rank) { return page_of(c, rank)->note; }
 int nc_shares(const nc *c) { return c->shares; }
 int nc_is_on_wire(const nc *c) { return c->on_wire; }
@@ -219,7 +219,7 @@ static int copy_from(nc *c, int rank, size_t at, size_t n)
     part_from(c, rank, &begin);
     begin += at;
     char *to = c->piece[0].out + c->border[rank] + at;
-    int64_t location = nc_told(c, rank)[0];
+    int64_t location = words_of(c, rank)[0];
     if (rank == c->rank) {
         if (to != c->in[0] + begin)
             core_copy(to, c->in[0] + begin, n, streams(c));
@@ -305,7 +305,7 @@ static nc_state choose_algorithm(nc *c)
     } else if (!(all_flags & PUSH_READY && core_start_push(c, replicas_of_all))) {
         for (int r = 0; r < c->ranks && !moves(c); r++)
             for (int i = 0; i < c->call.pieces * replicas_of(c, r) && !c->any_private; i++)
-                c->any_private = !(flags_of(c, r) & TOLD_PLACES) || nc_told(c, r)[i] > MAPPED;
+                c->any_private = !(flags_of(c, r) & TOLD_PLACES) || words_of(c, r)[i] > MAPPED;
         if (!core_start_chunks(c))
             return core_fail(c, ENOBUFS);
     }

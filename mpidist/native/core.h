@@ -5,6 +5,9 @@
    again before the handshake after the next. A rank that has arrived at the next handshake has finished reading, so the
    page is free then.
 
+   A file calls only files before it in this order: kernels.c, memory.c, leaders.c, push.c and chunks.c, core.c, the
+   Python interface.
+
    Assumptions: 8-byte counters are lock-free, all ranks run the same build, one thread at a time calls into a core. */
 
 #ifndef MPIDIST_CORE_H
@@ -132,6 +135,7 @@ static inline nc_state core_fail(nc *c, int error)
 static inline size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
 static inline page *page_of(const nc *c, int rank) { return &c->rows[rank].pages[c->meeting & 1]; }
+static inline const int64_t *words_of(const nc *c, int rank) { return page_of(c, rank)->words; }
 static inline uint64_t info_of(const nc *c, int rank) { return page_of(c, rank)->info; }
 static inline int flags_of(const nc *c, int rank) { return (int)(info_of(c, rank) & 0xff); }
 static inline int call_kind_of(const nc *c, int rank) { return flags_of(c, rank) >> KIND_SHIFT & 7; }
@@ -158,7 +162,7 @@ static inline size_t part_from(const nc *c, int rank, size_t *begin)
         *begin = 0;
         return bytes_of(c, rank);
     }
-    const int64_t *part = page_of(c, rank)->words + 1 + c->rank;
+    const int64_t *part = words_of(c, rank) + 1 + c->rank;
     *begin = (size_t)part[0];
     return (size_t)(part[1] - part[0]);
 }

@@ -45,7 +45,7 @@ static uint64_t get(const nc *c, int rank, int which)
     return atomic_load_explicit(&c->rows[rank].counters[which].value, memory_order_seq_cst);
 }
 
-static int64_t push_flags(const nc *c, int rank) { return nc_told(c, rank)[c->call.pieces * replicas_of(c, rank)]; }
+static int64_t push_flags(const nc *c, int rank) { return words_of(c, rank)[c->call.pieces * replicas_of(c, rank)]; }
 
 /* Latency --------------------------------------------------------------------------------------------------------- */
 
@@ -158,12 +158,12 @@ int core_publish_push(nc *c, int64_t *words, int inputs_are_mapped)
 /* The location of an input or a result that a rank has published. */
 static int64_t location_of_input(const nc *c, int rank, int array, int replica)
 {
-    return nc_told(c, rank)[array * replicas_of(c, rank) + replica];
+    return words_of(c, rank)[array * replicas_of(c, rank) + replica];
 }
 
 static int64_t location_of_result(const nc *c, int rank, int array)
 {
-    return nc_told(c, rank)[c->call.pieces * replicas_of(c, rank) + 1 + array];
+    return words_of(c, rank)[c->call.pieces * replicas_of(c, rank) + 1 + array];
 }
 
 /* Blocks ---------------------------------------------------------------------------------------------------------- */
