@@ -1,8 +1,8 @@
 """Compile the native core: the hooks that pip calls (PEP 517, 660), and ``python mpidist/native/build_library.py``.
 
-The hooks are those of setuptools, and bring the library where it belongs: into a wheel, whose tag then names the
-platform, or beside the sources. Examples go into wheels, too. pip runs this file before mpidist and its requirements
-are there: it imports the standard library alone, and setuptools in the hooks.
+The hooks call those of setuptools, and add the library to the wheel or put it beside the sources. They also add the
+examples to wheels. pip runs this file before mpidist and its requirements are installed. So it imports only the
+standard library, and setuptools in the hooks.
 """
 
 from __future__ import annotations
@@ -35,31 +35,30 @@ SOURCES = Path(__file__).resolve().parent
 PACKAGE = SOURCES.parent
 LIBRARY = "libmpidist.so"
 EXAMPLES = SOURCES.parents[1] / "examples"
-# In a wheel, where the sources need not be read again on every rank.
+# Recorded in a wheel, so that ranks need not read the sources again.
 BUILD_ID = "build_id.txt"
 
 _VARIABLE = "MPIDIST_BUILD_NATIVE"
-# Sums are the same whatever compiles them: no multiply-add in place of two operations. And no -march: the library
-# serves every CPU of its kind.
+# -ffp-contract=off: results must not depend on the compiler. No -march: the library supports every CPU of its kind.
 _FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra")
 _LIBRARIES = ("-lm", "-pthread")
-# By machine; without a target zig compiles for the CPU that it runs on.
+# Without a target, zig compiles for the CPU that it runs on.
 _ZIG_TARGETS = {"x86_64": "x86_64-linux", "aarch64": "aarch64-linux"}
 _ZIG_GLIBC = "gnu.2.17"
-# Needs what the sources need: the headers of C11, those of the C library, and a linker.
+# Needs the same as the sources: the headers of C11 and of the C library, and a linker.
 _PROBE = "#include <stdatomic.h>\n#include <string.h>\nint probe(_Atomic int *p) { return atomic_load(p); }\n"
-# Neither examples nor the hidden files of editors.
+# Excludes examples and hidden files of editors.
 _IS_SOURCE = re.compile(r"(?!examples/)(.*/)?[^./][^/]*\.(py|c|h)").fullmatch
 _SHOWN_LINES = 15
 _SECONDS = 600.0
 
 
 class _CompilerError(Exception):
-    """A compiler is missing or failed. The text says how."""
+    """A compiler is missing or failed."""
 
 
 def source_id(folder: Path) -> str:
-    """Return the id of a folder's C sources, which a library built from them has."""
+    """Return the id of a folder's C sources, which is compiled into the library."""
     digest = hashlib.blake2b(digest_size=8)
     for path in _c_files(folder):
         for part in (path.name.encode(), path.read_bytes()):
@@ -90,10 +89,9 @@ def _package_id(sources: Mapping[str, bytes]) -> str:
 
 
 def is_wanted() -> bool:
-    """Return whether there is to be a library: on 64-bit Linux, unless MPIDIST_BUILD_NATIVE is 0.
+    """Return whether to build the library: on 64-bit Linux, unless MPIDIST_BUILD_NATIVE is 0.
 
-    Raises:
-        SystemExit: MPIDIST_BUILD_NATIVE is neither 0 nor 1. It ends a hook, of which pip then shows the text alone.
+    Raises SystemExit, of which pip shows only the text, if MPIDIST_BUILD_NATIVE is neither 0 nor 1.
     """
     value = os.environ.get(_VARIABLE) or "1"
     if value not in ("0", "1"):
@@ -107,13 +105,9 @@ def has_platform() -> bool:
 
 
 def compile_library(target: Path) -> None:
-    """Compile the sources into a shared library, by the first compiler that can.
+    """Compile the sources into a shared library, with the first compiler that works.
 
-    Args:
-        target: The file to make. An older one is replaced as a whole, since programs may have it loaded.
-
-    Raises:
-        SystemExit: No compiler can; the text says what was tried, and what to type.
+    Replaces an older file as a whole, because programs may have loaded it. Raises SystemExit if no compiler works.
     """
     sources = [str(path) for path in _c_files(SOURCES) if path.suffix == ".c"]
     define = f'-DNC_BUILD="{source_id(SOURCES)}"'
@@ -135,14 +129,14 @@ def compile_library(target: Path) -> None:
 
 
 def _compilers_of_the_system() -> list[Compiler]:
-    """Return the compilers to try first, each a name and how a command begins."""
+    """Return names and commands of the compilers to try first."""
     named = os.environ.get("CC")
     # The cc of an HPE Cray may compile for the CPU of other nodes.
     return [*([("$CC", shlex.split(named))] if named else []), *((name, [name]) for name in ("gcc", "clang", "cc"))]
 
 
 def _zig() -> list[Compiler]:
-    """Return the compiler of PyPI, where it has a wheel for this machine."""
+    """Return the compiler of PyPI, if it has a wheel for this machine."""
     target = _ZIG_TARGETS.get(platform.machine())
     if target is None:
         return []
@@ -158,11 +152,11 @@ def _machine_of(file: Path) -> tuple[bytes, bytes]:
 
 
 def _run(command: list[str], scratch: Path) -> None:
-    """Run a compiler, and show what it says: it may have warnings."""
+    """Run a compiler, and print its warnings."""
     try:
         done = subprocess.run(
             command,
-            # The home folder, where zig has its cache by default, may be full or not be there.
+            # The home folder, where zig keeps its cache by default, may be full or missing.
             env={"ZIG_GLOBAL_CACHE_DIR": str(scratch / "zig"), **os.environ},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -196,7 +190,7 @@ def _advice(failures: list[str]) -> str:
 
 
 def build_in_place() -> None:
-    """Build the library beside its sources, or remove it where none is wanted."""
+    """Build the library beside its sources, or remove it if it is not wanted."""
     if is_wanted():
         compile_library(SOURCES / LIBRARY)
     else:
@@ -204,7 +198,7 @@ def build_in_place() -> None:
 
 
 def requirements() -> list[str]:
-    """Return what the build needs from PyPI: ziglang where no other compiler works."""
+    """Return what the build needs from PyPI: ziglang if no other compiler works."""
     if not is_wanted() or not _zig():
         return []
     with tempfile.TemporaryDirectory(prefix="mpidist-") as folder:
@@ -219,50 +213,33 @@ def requirements() -> list[str]:
     return ["ziglang"]
 
 
-def add_library(wheel: Path, library: bytes) -> Path:
-    """Put the library into a wheel of setuptools and the platform into its tag.
+def finish_wheel(wheel: Path, library: bytes | None) -> Path:
+    """Add the examples, the build id and, unless it is None, the library to a wheel. Return its new path.
 
-    Its C sources become those that were compiled: setuptools also takes what an earlier build left in ``build/``.
-
-    Returns:
-        The wheel's new path.
+    The tag of a wheel with the library names the platform. Its C sources are those that were compiled, because
+    setuptools also packs files that an earlier build left in ``build/``.
     """
-    *first, python, abi, system = wheel.stem.split("-")
-    # --plat-name, for a library that $CC compiles for another machine, has already taken the place of "any".
-    system = re.sub(r"[-.]", "_", sysconfig.get_platform()) if system == "any" else system
-    tag = f"{python}-{abi}-{system}"
-    contents = _contents_of(wheel)
-    contents = {name: data for name, data in contents.items() if not re.fullmatch(r"mpidist/native/.*\.[ch]", name)}
-    contents |= {f"mpidist/native/{path.name}": path.read_bytes() for path in _c_files(SOURCES)}
-    contents[f"mpidist/native/{LIBRARY}"] = library
-    (about,) = (name for name in contents if name.endswith(".dist-info/WHEEL"))
-    text = re.sub(r"^Tag: .*$", f"Tag: {tag}", contents[about].decode(), flags=re.MULTILINE)
-    contents[about] = text.replace("Root-Is-Purelib: true", "Root-Is-Purelib: false").encode()
+    with zipfile.ZipFile(wheel) as archive:
+        contents = {info.filename: archive.read(info) for info in archive.infolist()}
     wheel.unlink()
-    tagged = wheel.with_name("-".join([*first, tag]) + ".whl")
-    _write_wheel(tagged, contents)
-    return tagged
-
-
-def add_examples(wheel: Path) -> None:
-    """Add the examples of a checkout to a wheel, for ``python -m mpidist example``."""
-    contents = _contents_of(wheel)
-    found = [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.npz")]
-    contents |= {f"mpidist/examples/{path.name}": path.read_bytes() for path in sorted(found)}
-    _write_wheel(wheel, contents)
-
-
-def add_build_id(wheel: Path) -> None:
-    """Record the id of a wheel's sources in it."""
-    contents = _contents_of(wheel)
+    examples = sorted([*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.npz")])
+    contents |= {f"mpidist/examples/{path.name}": path.read_bytes() for path in examples}
+    if library is not None:
+        *first, python, abi, system = wheel.stem.split("-")
+        # --plat-name, for a library that $CC compiles for another machine, has already replaced "any".
+        system = re.sub(r"[-.]", "_", sysconfig.get_platform()) if system == "any" else system
+        tag = f"{python}-{abi}-{system}"
+        wheel = wheel.with_name("-".join([*first, tag]) + ".whl")
+        contents = {name: data for name, data in contents.items() if not re.fullmatch(r"mpidist/native/.*\.[ch]", name)}
+        contents |= {f"mpidist/native/{path.name}": path.read_bytes() for path in _c_files(SOURCES)}
+        contents[f"mpidist/native/{LIBRARY}"] = library
+        (about,) = (name for name in contents if name.endswith(".dist-info/WHEEL"))
+        text = re.sub(r"^Tag: .*$", f"Tag: {tag}", contents[about].decode(), flags=re.MULTILINE)
+        contents[about] = text.replace("Root-Is-Purelib: true", "Root-Is-Purelib: false").encode()
     inside = {name.removeprefix("mpidist/"): data for name, data in contents.items() if name.startswith("mpidist/")}
     sources = {name: data for name, data in inside.items() if _IS_SOURCE(name)}
     _write_wheel(wheel, {**contents, f"mpidist/{BUILD_ID}": _package_id(sources).encode()})
-
-
-def _contents_of(wheel: Path) -> dict[str, bytes]:
-    with zipfile.ZipFile(wheel) as archive:
-        return {info.filename: archive.read(info) for info in archive.infolist()}
+    return wheel
 
 
 def _write_wheel(path: Path, contents: dict[str, bytes]) -> None:
@@ -276,18 +253,18 @@ def _write_wheel(path: Path, contents: dict[str, bytes]) -> None:
     writer.writerow([record, "", ""])
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in [*contents.items(), (record, rows.getvalue().encode())]:
-            # Of one time, so that the same files make the same wheel.
+            # A fixed time, so that equal files make equal wheels.
             entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
             entry.compress_type = zipfile.ZIP_DEFLATED
             entry.external_attr = (0o100755 if name.endswith(".so") else 0o100644) << 16
             archive.writestr(entry, data)
 
 
-# The hooks, with the names and arguments that PEP 517 and 660 give them.
+# The hooks, with the names and arguments of PEP 517 and 660.
 
 
 def _setuptools() -> ModuleType:
-    # Here, since programs import this file for source_id, and many have no setuptools.
+    # Imported late, because programs import this file for source_id, and many have no setuptools.
     return importlib.import_module("setuptools.build_meta")
 
 
@@ -302,13 +279,13 @@ def get_requires_for_build_editable(config_settings: ConfigSettings = None) -> l
 
 
 def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: ConfigSettings = None) -> str:
-    """Write the metadata of the wheel, and return the name of their folder."""
+    """Write the metadata of the wheel. Return the name of the folder."""
     folder: str = _setuptools().prepare_metadata_for_build_wheel(metadata_directory, config_settings)
     return folder
 
 
 def prepare_metadata_for_build_editable(metadata_directory: str, config_settings: ConfigSettings = None) -> str:
-    """Write the metadata of an editable installation, and return the name of their folder."""
+    """Write the metadata of an editable installation. Return the name of the folder."""
     folder: str = _setuptools().prepare_metadata_for_build_editable(metadata_directory, config_settings)
     return folder
 
@@ -318,17 +295,15 @@ def build_wheel(
 ) -> str:
     """Build a wheel, with the library if it is wanted, and return its name."""
     name: str = _setuptools().build_wheel(wheel_directory, config_settings, metadata_directory)
-    wheel = Path(wheel_directory) / name
-    add_examples(wheel)
+    library = None
     if is_wanted():
         with tempfile.TemporaryDirectory(prefix="mpidist-") as folder:
-            # Also beside the sources: a program that starts in the checkout imports the checkout. Unless --plat-name
-            # names another machine.
-            library = (SOURCES if name.endswith("-any.whl") else Path(folder)) / LIBRARY
-            compile_library(library)
-            wheel = add_library(wheel, library.read_bytes())
-    add_build_id(wheel)
-    return wheel.name
+            # Build it beside the sources, too, because a program that starts in the checkout imports the checkout. Not
+            # if --plat-name names another machine.
+            target = (SOURCES if name.endswith("-any.whl") else Path(folder)) / LIBRARY
+            compile_library(target)
+            library = target.read_bytes()
+    return finish_wheel(Path(wheel_directory) / name, library).name
 
 
 def build_editable(
@@ -347,7 +322,7 @@ def build_sdist(sdist_directory: str, config_settings: ConfigSettings = None) ->
 
 
 if __name__ == "__main__":
-    # make asks for the requirements first, installs them, and builds.
+    # The Makefile installs the requirements first.
     if sys.argv[1:] == ["requirements"]:
         print(*requirements())
     else:

@@ -187,13 +187,15 @@ def test_a_wheel_holds_the_library_and_its_sources(sources: Path, tmp_path: Path
         archive.writestr("mpidist/native/left_over.c", "")
         archive.writestr(WHEEL, f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-{system}\n")
         archive.writestr(RECORD, "mpidist/native/left_over.c,,\n")
-    tagged = build_library.add_library(wheel, b"the library")
+    tagged = build_library.finish_wheel(wheel, b"the library")
     own = sysconfig.get_platform().replace("-", "_").replace(".", "_") if system == "any" else system
     assert tagged.name == f"mpidist-1.0-py3-none-{own}.whl"
     with zipfile.ZipFile(tagged) as archive:
         contents = {name: archive.read(name) for name in archive.namelist()}
     in_native = {f"mpidist/native/{name}" for name in ("libmpidist.so", "one.c", "x.h")}
-    assert set(contents) == {"mpidist/__init__.py", WHEEL, RECORD} | in_native
+    examples = {f"mpidist/examples/{path.name}" for path in build_library.EXAMPLES.glob("*") if path.suffix != ".md"}
+    whole = {"mpidist/__init__.py", f"mpidist/{build_library.BUILD_ID}", WHEEL, RECORD}
+    assert set(contents) - examples == whole | in_native
     assert contents[WHEEL].decode() == f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: py3-none-{own}\n"
     *rows, last = csv.reader(contents[RECORD].decode().splitlines())
     assert last == [RECORD, "", ""]
