@@ -123,14 +123,14 @@ static int read_arrays(face *f, PyObject *value, int flags, nc_range *memory, ss
     return (int)n;
 }
 
-/* cache(kind, op, array or list of arrays, root, divisor, id, text) -> number of the signature, or None if such calls
+/* cache(kind, op, array or list of arrays, root, divisor, id) -> number of the signature, or None if such calls
    cannot take the fast path */
 static PyObject *cache(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
     signature s = {.kind = (int)whole(a[0]), .op = (int)whole(a[1]), .root = (int)whole(a[3]),
-                   .divisor = PyFloat_AsDouble(a[4]), .id = (uint64_t)whole(a[5]), .text = a[6]};
+                   .divisor = PyFloat_AsDouble(a[4]), .id = (uint64_t)whole(a[5])};
     if (PyErr_Occurred())
         return NULL;
     PyObject *value = a[2];
@@ -154,8 +154,6 @@ static PyObject *cache(PyObject *self, PyObject *const *a, ssize_t n)
         return none();
     memcpy(s.shapes, f->shapes, words);
     s.number = (int)(k - f->known);
-    Py_IncRef(s.text);
-    Py_DecRef(k->text);
     free(k->shapes);
     *k = s;
     return PyLong_FromLongLong(s.number);
@@ -304,15 +302,15 @@ static int is_apart(face *f, const fast_call *c)
     return 1;
 }
 
-/* Lay out the arrays of a call. Return 0 if they do not fit. Read them again if Python code may have replaced what the
-   face knows about them, because another thread may have used it. */
+/* Lay out the arrays of a call. Return 0 if they do not fit. Allocating results may run Python code. So another thread
+   may have used the face, and the arrays of a list are read again. */
 static int lay_out(face *f, const fast_call *c, PyObject *result)
 {
     int is_list = c->known.kind == LIST;
     size_t itemsize = nc_itemsize(c->call.dtype);
     if (!is_list)
         f->given[0] = c->memory;
-    if ((is_list || f->flight.memory != NULL) && !is_unchanged(f, c))
+    if (is_list && !is_unchanged(f, c))
         return 0;
     if (!(c->out == NONE ? read_new_arrays(f, c, result) : read_out(f, c)))
         return 0;
@@ -329,6 +327,8 @@ static int lay_out(face *f, const fast_call *c, PyObject *result)
 static PyObject *hand_over(face *f, const fast_call *c, nc_state state, PyObject *result)
 {
     f->cells[DISABLED] = (f->cells[DISABLED] & ~(int64_t)IN_CALL) | HANDED_OVER;
+    if (PyErr_Occurred())
+        return NULL;
     PyObject *number = PyLong_FromLongLong(c->known.number), *code = PyLong_FromLongLong(state), *final = NULL;
     if (number != NULL && code != NULL) {
         PyObject *arguments[5] = {number, code, c->value, result, c->out};
@@ -339,27 +339,34 @@ static PyObject *hand_over(face *f, const fast_call *c, nc_state state, PyObject
     return final;
 }
 
+/* Call a function that records calls. Releases the argument. */
+static PyObject *record(PyObject *function, PyObject *argument)
+{
+    PyObject *found = argument == NULL ? NULL : PyObject_VectorcallDict(function, &argument, 1, NULL);
+    Py_DecRef(argument);
+    return found;
+}
+
 /* Run a prepared call. */
 static PyObject *run(face *f, const fast_call *c)
 {
-    PyObject *result = result_for(f, c), *line = NULL;
+    PyObject *result = result_for(f, c), *entry = NULL;
     if (result == NULL)
         return NULL;
-    if (f->flight.memory != NULL)
-        line = PyObject_VectorcallDict(f->flight.line, NULL, 0, NULL);
     /* Python code ran since the flag was checked, so another thread may have started a call. */
-    if (PyErr_Occurred() || f->cells[DISABLED] || !lay_out(f, c, result)) {
+    if (f->cells[DISABLED] || !lay_out(f, c, result)) {
         Py_DecRef(result);
-        Py_DecRef(line);
         return PyErr_Occurred() ? NULL : none();
     }
-    int64_t entry = line == NULL ? 0 : flight_begin(f, &c->known, line);
     f->cells[DISABLED] |= IN_CALL;
     f->cells[THREAD] = (int64_t)PyThread_get_thread_ident();
     nc_state state = nc_begin(f->core, &c->call, KEEPS_LOCK);
-    if (state == NC_NOT_YET || state == NC_MOVED)
+    if (f->began != NULL)
+        entry = record(f->began, PyLong_FromLongLong(c->known.number));
+    if ((state == NC_NOT_YET || state == NC_MOVED) && !PyErr_Occurred())
         state = resume(f, WAITS);
     if (state != NC_DONE) {
+        Py_DecRef(entry); /* the call that resumes this one finishes the entry */
         PyObject *final = hand_over(f, c, state, result);
         if (final == NULL && f->cells[DISABLED] & HANDED_OVER) {
             /* A signal handler raised an error first, so nothing finishes the call. Leak the result: a stopped rank may
@@ -371,13 +378,17 @@ static PyObject *run(face *f, const fast_call *c)
         Py_DecRef(result);
         return final;
     }
-    if (entry)
-        flight_finish(f, entry);
+    if (entry != NULL)
+        Py_DecRef(record(f->ended, entry));
     f->cells[CALLS]++;
     f->cells[LAST] = c->known.number;
     for (int i = 0; i < c->call.pieces; i++)
         f->cells[BYTES] += (int64_t)bytes_of(&f->given[i]);
     f->cells[DISABLED] &= ~(int64_t)IN_CALL;
+    if (PyErr_Occurred()) { /* a signal handler raised an error while the call was recorded */
+        Py_DecRef(result);
+        return NULL;
+    }
     return result;
 }
 
@@ -515,10 +526,21 @@ static PyObject *open_fast_calls(PyObject *self, PyObject *const *a, ssize_t n)
     return PyErr_Occurred() ? NULL : none();
 }
 
+/* record(began, ended): call began(number of the signature) after the start of each call, and pass its result to `ended`
+   after the end, unless Python resumes the call. */
+static PyObject *record_calls(PyObject *self, PyObject *const *a, ssize_t n)
+{
+    (void)n;
+    face *f = face_of(self);
+    Py_IncRef(f->began = a[0]);
+    Py_IncRef(f->ended = a[1]);
+    return none();
+}
+
 PyMethodDef fast_functions[] = {
     {"open_fast_calls", open_fast_calls, METH_FASTCALL, NULL},
     {"cache", cache, METH_FASTCALL, NULL},
-    {"flight", flight_keep, METH_FASTCALL, NULL},
+    {"record", record_calls, METH_FASTCALL, NULL},
     {"all_reduce", all_reduce, METH_FASTCALL, NULL},
     {"reduce_scatter", reduce_scatter, METH_FASTCALL, NULL},
     {"all_gather", all_gather, METH_FASTCALL, NULL},
@@ -529,15 +551,11 @@ PyMethodDef fast_functions[] = {
 
 void fast_close(face *f)
 {
-    PyObject *objects[4] = {f->array_type, f->empty, f->take, f->resume};
-    for (int i = 0; i < 4; i++)
+    PyObject *objects[6] = {f->array_type, f->empty, f->take, f->resume, f->began, f->ended};
+    for (int i = 0; i < 6; i++)
         Py_DecRef(objects[i]);
     for (int i = 0; i < f->op_count; i++)
         Py_DecRef(f->op[i]);
-    for (int i = 0; i < FLIGHT_OBJECTS; i++)
-        Py_DecRef(f->flight.kept[i]);
-    for (int i = 0; i < SIGNATURES; i++) {
-        Py_DecRef(f->known[i].text);
+    for (int i = 0; i < SIGNATURES; i++)
         free(f->known[i].shapes);
-    }
 }

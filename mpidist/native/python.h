@@ -53,9 +53,6 @@ long long PyLong_AsLongLong(PyObject *);
 double PyFloat_AsDouble(PyObject *);
 PyObject *PyMemoryView_FromMemory(char *, ssize_t, int);
 PyObject *PyUnicode_InternFromString(const char *);
-const char *PyUnicode_AsUTF8AndSize(PyObject *, ssize_t *);
-char *PyBytes_AsString(PyObject *);
-ssize_t PyBytes_Size(PyObject *);
 PyObject *PyObject_GetAttr(PyObject *, PyObject *);
 PyObject *PyObject_Type(PyObject *);
 PyObject *PyObject_VectorcallDict(PyObject *, PyObject *const *, size_t, PyObject *); /* exported by 3.10, too */
@@ -78,7 +75,7 @@ enum { DISABLED, CALLS, LAST, THREAD, BYTES, CELLS };
 /* IN_CALL: the thread in THREAD is in a fast-path call. HANDED_OVER: Python must resume a call. */
 enum { IN_CALL = 1, HANDED_OVER = 4 };
 /* WORDS: numbers of axes and sizes of the arrays of a call, at most. */
-enum { SIGNATURES = 2048, OPS = 32, WORDS = 4096, FLIGHT_OBJECTS = 5 };
+enum { SIGNATURES = 2048, OPS = 32, WORDS = 4096 };
 /* Nanoseconds that a call polls before it releases the GIL, because releasing it costs latency. */
 enum { KEEPS_LOCK = 30000 };
 
@@ -87,28 +84,18 @@ typedef struct {
     ssize_t *shapes; /* for each array the number of axes, and the sizes. NULL in an empty entry of the cache */
     double divisor;
     uint64_t id;
-    PyObject *text; /* bytes, for the flight record */
 } signature;
-
-/* The flight record of the fast path (flight.c). */
-typedef struct {
-    char *memory;          /* ring of entries, or NULL without a record */
-    int64_t *serial;       /* serial number of the newest entry of this process */
-    int64_t *last;         /* number and serial number of the last collective of this communicator */
-    PyObject *name, *line; /* bytes, and a function that returns the line of the program */
-    PyObject *kept[FLIGHT_OBJECTS]; /* owners of all these pointers */
-} flight;
 
 typedef struct {
     nc *core;
     int rank, ranks, op_count;
     int64_t cells[CELLS];
     PyObject *array_type, *empty, *take, *resume; /* numpy.ndarray and three functions */
+    PyObject *began, *ended;                     /* functions that record calls, or NULL */
     ssize_t shapes[WORDS], shapes_of_out[WORDS]; /* of the value and `out` read last */
     PyObject *op[OPS];
     int op_code[OPS];
     signature known[SIGNATURES];
-    flight flight;
     nc_range given[NC_INPUTS], results[NC_PIECES]; /* memory of the inputs and results of the current call */
     int64_t parts[NC_MOST_RANKS + 1];
 } face;
@@ -138,11 +125,5 @@ static inline int memory_of(PyObject *array, int flags, Py_buffer *view)
 /* fast_path.c: its functions, and a function that releases their references. */
 extern PyMethodDef fast_functions[];
 void fast_close(face *f);
-
-/* flight.c */
-/* Record the start of a call. Releases `line`, the line of the program. Return the serial number of the entry. */
-int64_t flight_begin(face *f, const signature *k, PyObject *line);
-void flight_finish(const face *f, int64_t serial);
-PyObject *flight_keep(PyObject *self, PyObject *const *a, ssize_t n);
 
 #endif

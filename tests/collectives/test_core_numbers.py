@@ -8,7 +8,6 @@ import pytest
 
 from mpidist.collectives.channel import fast_path
 from mpidist.collectives.node import core, packing
-from mpidist.collectives.observe import record
 from mpidist.core.options import ReduceOp
 from mpidist.native.build_library import SOURCES
 
@@ -66,11 +65,3 @@ def test_cells_of_the_fast_path() -> None:
     assert (c["IN_CALL"], c["HANDED_OVER"]) == (fast_path._IN_CALL, fast_path._HANDED_OVER)
     assert core._KINDS["broadcast"] == c["BROADCAST"]
     assert core._IS_MEAN & c["KERNEL"] == 0
-
-
-def test_entries_of_the_flight_record() -> None:
-    c = numbers_of("flight.c")
-    sizes = ("NOTE", "NAME", "TEXT", "LINE")
-    assert [getattr(record, f"{name}_BYTES") for name in sizes] == [c[name] for name in sizes]
-    assert (c["ENTRIES"], core._MOST_TEXT) == (record.CALLS, record.TEXT_BYTES)
-    assert (c["RUNNING"], c["DONE"], 0) == (record.State.RUNNING, record.State.DONE, record.Kind.COLLECTIVE)

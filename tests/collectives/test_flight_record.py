@@ -158,7 +158,7 @@ print(comm._channel.executor.fast.count, flush=True)
 
 @needs_core
 @pytest.mark.jobs
-def test_the_core_adds_calls_of_the_fast_path(tmp_path: Path) -> None:
+def test_calls_of_the_fast_path_are_recorded(tmp_path: Path) -> None:
     job = run_script(SHORT, 2, env={"MPIDIST_FLIGHT_RECORD": str(tmp_path)})
     assert job.returncode == 0, job.stderr
     counts = [int(line) for line in job.stdout.split()]

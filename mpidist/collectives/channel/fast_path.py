@@ -40,6 +40,7 @@ class FastPath:
 
     Attributes:
         algorithm: Algorithm of its all-reduces.
+        descriptions: Descriptions of calls by the number of their signature.
     """
 
     def __init__(self, node: Node, may_be_enabled: Callable[[], bool]) -> None:
@@ -48,8 +49,8 @@ class FastPath:
         self._cells = memoryview(array("q", [0] * 5)) if self._core is None else self._core.cells
         self._may_be_enabled = may_be_enabled
         self.algorithm = ""
-        # By the number of a signature, which the core may reuse for another signature.
-        self._descriptions: dict[int, Description] = {}
+        # The core may reuse the number of a signature for another one.
+        self.descriptions: dict[int, Description] = {}
         self._keys: dict[int, Key] = {}
         self._numbers: dict[Key, int] = {}
         self._seen = 0
@@ -108,7 +109,7 @@ class FastPath:
 
     def last(self) -> Description | None:
         """Return the description of the last call if it took the fast path."""
-        return None if self._seen == self.count else self._descriptions[self._cells[_LAST]]
+        return None if self._seen == self.count else self.descriptions[self._cells[_LAST]]
 
     def see(self) -> None:
         """Record that a call on the general path follows."""
@@ -125,16 +126,14 @@ class FastPath:
         key = call.name, isinstance(call.arrays, list), call.root, call.signature, description.id
         if key in self._numbers:
             return
-        number = self._core.cache(
-            call.name, call.arrays, description.id, call.op, call.divisor, call.root, description.text
-        )
+        number = self._core.cache(call.name, call.arrays, description.id, call.op, call.divisor, call.root)
         if number is not None:
             self._numbers.pop(self._keys.get(number, key), None)
-            self._descriptions[number], self._keys[number], self._numbers[key] = description, key, number
+            self.descriptions[number], self._keys[number], self._numbers[key] = description, key, number
 
     def description(self, number: int) -> Description:
         """Return the description of a signature."""
-        return self._descriptions[number]
+        return self.descriptions[number]
 
 
 class ChannelLock:

@@ -62,8 +62,6 @@ _LONG_POLLS = 20
 _PING_BATCHES, _PING_SECONDS = 6, 0.01
 # Timeout for a running write of another rank, which copies at most 256 KiB.
 WRITE_SECONDS = 1.0
-# Bytes of a description in the flight record.
-_MOST_TEXT = 280
 # NC_INPUTS and NC_SHARED_BYTES of mpidist.h.
 MOST_INPUTS = 8192
 # NC_WORDS of mpidist.h.
@@ -328,25 +326,18 @@ class Core:
         op: ReduceOp | None,
         divisor: int | None,
         root: int,
-        text: str,
     ) -> int | None:
         """Cache the signature of a call. Return its number, or None if the fast path cannot run it.
 
-        ``name`` is a field of ``FastCalls``. ``root`` is the kind of structure for an all-reduce. ``text`` is the
-        description for the flight record.
+        ``name`` is a field of ``FastCalls``. ``root`` is the kind of structure for an all-reduce.
         """
         code = 0 if op is None else _OPS[op] + _IS_MEAN * (op is ReduceOp.MEAN)
-        data = text.encode()[:_MOST_TEXT]
-        number: int | None = self._calls["cache"](_KINDS[name], code, array, root, divisor or 0, identity, data)
+        number: int | None = self._calls["cache"](_KINDS[name], code, array, root, divisor or 0, identity)
         return number
 
-    def keep_flight(self, memory: object, serial: object, last: object, name: bytes, line: Callable[[], str]) -> None:
-        """Record fast-path calls in the flight record of this process.
-
-        C increments ``serial``, the number of the last entry, and updates ``last``, the communicator's last collective
-        and its serial number. ``line`` returns the calling line of the program.
-        """
-        self._calls["flight"](memory, serial, last, name, line)
+    def record(self, began: Callable[[int], int], ended: Callable[[int], None]) -> None:
+        """Record fast-path calls: call ``began`` with a signature, and ``ended`` with its result unless resumed."""
+        self._calls["record"](began, ended)
 
     # Memory -----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Record: rings of fixed-size entries, one for each operation, and the files of a rank.
 
-The flight record is a mapped file. Its entries survive the process, and the native core adds the calls of its fast path
-(``native/flight.c``). A trace has its ring in private memory and drains it into JSON. A status file is only a head.
+The flight record is a mapped file. Its entries survive the process. A trace has its ring in private memory and drains
+it into JSON. A status file is only a head.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import socket
 import struct
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -69,8 +68,8 @@ class EntryRing:
     def __init__(self, memory: memoryview, *, keeps_running: bool = False) -> None:
         self.memory = memory
         self.slots = len(memory) // ENTRY_BYTES
-        # Serial number of the newest entry. The native core increments it, too.
-        self.serial = array("q", [0])
+        # Serial number of the newest entry.
+        self.serial = 0
         self.lock = threading.Lock()
         # Slots of running entries by serial number.
         self._running: dict[int, int] | None = {} if keeps_running else None
@@ -94,7 +93,7 @@ class EntryRing:
         name = communicator.encode()
         line = call_site.encode(errors="replace")[-LINE_BYTES:] if call_site else b""
         with self.lock:
-            serial = self.serial[0] = self.serial[0] + 1
+            serial = self.serial = self.serial + 1
             slot = (serial - 1) % self.slots
             if self._running is not None:
                 busy = set(self._running.values())

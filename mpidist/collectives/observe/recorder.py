@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from array import array
 from weakref import WeakKeyDictionary
 
 from mpidist.collectives.channel.channel import Channel
@@ -14,7 +13,6 @@ from mpidist.collectives.channel.operation import HOUSEKEEPING, Operation
 from mpidist.collectives.channel.shutdown import after_shutdown, on_uncaught_error
 from mpidist.collectives.mpi.exchange import Mailbox
 from mpidist.collectives.mpi.waiting import Comm
-from mpidist.collectives.node.core import Core
 from mpidist.collectives.observe.record import FlightFile, Kind, State, clock, record_thread
 from mpidist.collectives.observe.report import CallTotals, Totals, report_text
 from mpidist.collectives.observe.trace import TraceFile, merge
@@ -80,8 +78,8 @@ class Recorder:
         if self._reports or self.trace is not None:
             channel.observers.add(_SpanObserver(self.trace, self._totals, channel.name))
         if self._flight is not None:
-            core = channel.node.core
-            channel.observers.add(_FlightObserver(self._flight, channel.name, core), sees_fast_path=core is not None)
+            sees_fast_path = channel.node.core is not None
+            channel.observers.add(_FlightObserver(self._flight, channel), sees_fast_path=sees_fast_path)
 
     def finish(self) -> None:
         """Finish the trace and send the totals to rank 0, which reports and merges."""
@@ -133,30 +131,38 @@ def _outcome(operation: Operation[object]) -> tuple[State, str]:
 
 
 class _FlightObserver(Observer):
-    """Adds the collectives and messages of one channel. The core adds calls of the fast path."""
+    """Adds the collectives and messages of one channel, and calls of the fast path."""
 
-    def __init__(self, file: FlightFile, name: str, core: Core | None) -> None:
+    def __init__(self, file: FlightFile, channel: Channel) -> None:
         self._file = file
-        self._name = name
-        # Number on the communicator and serial number of the last collective. The core changes them, too.
-        self._last = array("q", [0, 0])
+        self._name = channel.name
+        # Number on the communicator and serial number of the last collective.
+        self._number = self._serial = 0
         self._messages: dict[Operation[object], int] = {}
-        if core is not None:
-            core.keep_flight(file.calls.memory, file.calls.serial, self._last, name.encode(), user_call_site)
+        # Not the fast path itself, because the core keeps this function and must not keep itself alive.
+        descriptions = channel.executor.fast.descriptions
+
+        def began(signature: int) -> int:
+            return self._add(descriptions[signature].text, user_call_site())
+
+        if channel.node.core is not None:
+            channel.node.core.record(began, file.calls.finish)
+
+    def _add(self, text: str, call_site: str) -> int:
+        self._number += 1
+        self._serial = self._file.calls.begin(Kind.COLLECTIVE, self._number, self._name, text, call_site)
+        return self._serial
 
     def issued(self, operation: Operation[object]) -> None:
         if operation.call_site is None:
             operation.call_site = user_call_site()
 
     def began(self, operation: Operation[object]) -> None:
-        if operation.is_resumed:
-            return  # the core has added the entry
-        self._last[0] += 1
-        call_site = operation.call_site or ""
-        self._last[1] = self._file.calls.begin(Kind.COLLECTIVE, self._last[0], self._name, operation.text, call_site)
+        if not operation.is_resumed:  # the fast path has added the entry
+            self._add(operation.text, operation.call_site or "")
 
     def ended(self, operation: Operation[object]) -> None:
-        self._file.calls.finish(self._last[1], *_outcome(operation))
+        self._file.calls.finish(self._serial, *_outcome(operation))
 
     def message_began(self, operation: Operation[object]) -> None:
         call_site = operation.call_site or ""

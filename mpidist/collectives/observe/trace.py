@@ -99,7 +99,7 @@ class TraceFile(RankFile):
 
     def make_room(self) -> None:
         """Have the thread drain a ring that is half full. If the file system hangs, this waits only once."""
-        if self.ring.serial[0] - self._drained > self.ring.slots // 2 and self._drained != self._waited_at:
+        if self.ring.serial - self._drained > self.ring.slots // 2 and self._drained != self._waited_at:
             self._waited_at = self._drained
             self._has_room.clear()
             record_thread.wake()
@@ -107,7 +107,7 @@ class TraceFile(RankFile):
 
     def write(self, is_saving: bool) -> None:
         """Append the finished entries, and each running one once if the program may end."""
-        newest, entries = self.ring.serial[0], list[Entry]()
+        newest, entries = self.ring.serial, list[Entry]()
         wanted, self._running = [*self._running, *range(self._drained + 1, newest + 1)], []
         for serial in wanted:
             entry = self.ring.entry(serial)
