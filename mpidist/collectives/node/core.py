@@ -191,16 +191,14 @@ class Core:
         self._set(self._calls["meet"](0, 0))
         yield from self.go_on()
 
-    def publish(self, words: Sequence[int]) -> None:
-        """Publish integers for the other ranks, valid after the next barrier."""
+    def gather(self, words: Sequence[int]) -> Steps[list[list[int]]]:
+        """Yield until all ranks of the node have arrived. Return the integers of each rank."""
         assert len(words) <= _MOST_WORDS, f"{len(words)} words"
         to = self._library.nc_tell(self._address)
         for index, word in enumerate(words):
             to[index] = word
-
-    def published(self, count: int) -> list[list[int]]:
-        """Return the first ``count`` integers that each rank published before the last barrier."""
-        return [self._library.nc_told(self._address, rank)[:count] for rank in range(self.size)]
+        yield from self.meeting()
+        return [self._library.nc_told(self._address, rank)[: len(words)] for rank in range(self.size)]
 
     def ping(self, other: int, limit_seconds: float = _PING_SECONDS) -> int:
         """Return the one-way latency to ``other`` in nanoseconds, or 0 after a timeout.

@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -67,9 +67,7 @@ def slices(count: int, ranks: int) -> tuple[tuple[int, int], ...]:
     >>> slices(5, 2)
     ((0, 3), (3, 5))
     """
-    length, more = divmod(count, ranks)
-    borders = [rank * length + min(rank, more) for rank in range(ranks + 1)]
-    return tuple(pairwise(borders))
+    return tuple(pairwise(borders(count, ranks)))
 
 
 @lru_cache(maxsize=256)
@@ -79,7 +77,8 @@ def borders(count: int, ranks: int) -> tuple[int, ...]:
     >>> borders(5, 2)
     (0, 3, 5)
     """
-    return (*tuple([start for start, _ in slices(count, ranks)]), count)
+    length, more = divmod(count, ranks)
+    return tuple([rank * length + min(rank, more) for rank in range(ranks + 1)])
 
 
 @lru_cache(maxsize=1024)
@@ -113,55 +112,19 @@ _IDLE_REFERENCES = _references([object()], 0)
 
 
 def is_held(holder: Sequence[object], index: int) -> bool:
-    """Return whether anything but the list ``holder`` refers to its element.
-
-    A NumPy view refers to the array that owns the memory, so this also finds views of views.
-
-    >>> arrays = [np.zeros(4)]
-    >>> is_held(arrays, 0)
-    False
-    >>> view = arrays[0][1:].reshape(3, 1)[::2]
-    >>> is_held(arrays, 0)
-    True
-    """
+    """Return whether anything but the list ``holder`` refers to its element, such as a view of a view of it."""
     return _references(holder, index) > _IDLE_REFERENCES
 
 
+@dataclass
 class _Shelf:
     """Blocks of one size."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self.blocks: list[Array] = []
-        self.last_request = 0
-        # Requests and the highest index of a used block since idle blocks were dropped.
-        self._requests = self._highest = 0
-
-    def free_block(self) -> int | None:
-        """Return the index of the first free block, or None."""
-        blocks = self.blocks
-        for i in range(len(blocks)):
-            if not is_held(blocks, i):
-                return i
-        return None
-
-    def add_block(self) -> int:
-        """Add a block, and return its index."""
-        block = np.empty(self._size, np.uint8)
-        # Touch each page here. Otherwise a peer's first write would allocate it on the peer's NUMA node.
-        block[::_PAGE] = 0
-        self.blocks.append(block)
-        return len(self.blocks) - 1
-
-    def note(self, index: int) -> None:
-        """Count a request served by block ``index``. Drop idle blocks now and then."""
-        self._highest = max(self._highest, index)
-        self._requests += 1
-        if self._requests > max(_IDLE_REQUESTS, 2 * len(self.blocks)):
-            for i in reversed(range(self._highest + 1, len(self.blocks))):
-                if not is_held(self.blocks, i):
-                    del self.blocks[i]
-            self._requests = self._highest = 0
+    blocks: list[Array] = field(default_factory=list)
+    last_request: int = 0
+    # Requests and the highest index of a used block since idle blocks were dropped.
+    requests: int = 0
+    highest: int = 0
 
 
 class Pool:
@@ -180,21 +143,31 @@ class Pool:
         nbytes: int = (shape if isinstance(shape, int) else math.prod(shape)) * dtype.itemsize
         if nbytes < SMALLEST:
             return np.empty(shape, dtype)
-        self._requests += 1
         # At most an eighth more than requested, so that similar sizes share blocks.
         step = max(SMALLEST, 1 << max(0, nbytes.bit_length() - 4))
         size = -(-nbytes // step) * step
         shelf = self._shelves.get(size)
         if shelf is None:
-            shelf = self._shelves[size] = _Shelf(size)
+            shelf = self._shelves[size] = _Shelf()
+        self._requests += 1
         shelf.last_request = self._requests
-        index = shelf.free_block()
-        if index is None:
+        blocks, index = shelf.blocks, 0
+        while index < len(blocks) and is_held(blocks, index):
+            index += 1
+        if index == len(blocks):
             oldest = self._requests - _IDLE_REQUESTS
             self._shelves = {size: each for size, each in self._shelves.items() if each.last_request > oldest}
-            index = shelf.add_block()
-        array: Array = np.ndarray(shape, dtype, shelf.blocks[index])
-        shelf.note(index)
+            blocks.append(np.empty(size, np.uint8))
+            # Touch each page here. Otherwise a peer's first write would allocate it on the peer's NUMA node.
+            blocks[index][::_PAGE] = 0
+        array: Array = np.ndarray(shape, dtype, blocks[index])
+        shelf.requests += 1
+        shelf.highest = max(shelf.highest, index)
+        if shelf.requests > max(_IDLE_REQUESTS, 2 * len(blocks)):
+            for idle in reversed(range(shelf.highest + 1, len(blocks))):
+                if not is_held(blocks, idle):
+                    del blocks[idle]
+            shelf.requests = shelf.highest = 0
         return array
 
 
@@ -210,7 +183,7 @@ class _Heap:
 
 
 class SharedMemory:
-    """Segments of the ranks of one node. ``core`` is None if the rank is alone there."""
+    """Segments of the ranks of one node, which are private memory if ``core`` is None."""
 
     def __init__(self, core: Core | None) -> None:
         self._core = core
@@ -268,21 +241,13 @@ class SharedMemory:
 
     def _make(self, nbytes: int, start: int, stop: int) -> Steps[Array | None]:
         """Map a new file of ``nbytes``. This rank reserves bytes ``start`` to ``stop``."""
-        core = self._core
+        if self._core is None:
+            return aligned_zeros(nbytes)
         with _temporary_file(nbytes if self._rank == 0 else 0) as number:
-            pid, number = (yield from _gather_words(core, [os.getpid(), number]))[0]
+            pid, number = (yield from self._core.gather([os.getpid(), number]))[0]
             whole = _mapped(_name(pid, number), nbytes, start, stop) if number else None
-            mapped = yield from _gather_words(core, [whole is not None])
+            mapped = yield from self._core.gather([whole is not None])
             return whole if all(is_mapped for (is_mapped,) in mapped) else None
-
-
-def _gather_words(core: Core | None, words: list[int]) -> Steps[list[list[int]]]:
-    """Return the integers of each rank of the node."""
-    if core is None:
-        return [words]
-    core.publish(words)
-    yield from core.meeting()
-    return core.published(len(words))
 
 
 class SharedResults:
@@ -297,11 +262,7 @@ class SharedResults:
 
     def held(self) -> int:
         """Return a mask of the slots that this rank still uses."""
-        mask = 0
-        for index in range(len(self._slots)):
-            if is_held(self._slots, index):
-                mask |= 1 << index
-        return mask
+        return sum(1 << index for index in range(len(self._slots)) if is_held(self._slots, index))
 
     def free(self, nbytes: int, held: list[int]) -> Array | None:
         """Return a slot that no rank uses, or None. ``held``: the masks of all ranks."""
