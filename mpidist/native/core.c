@@ -134,8 +134,7 @@ static void publish_header(nc *c)
     }
     p->id = c->call.id;
     p->note = c->call.note;
-    flags |= (int)c->call.kind << KIND_SHIFT;
-    p->info = (uint64_t)flags | (uint64_t)c->call.replicas << 8 | (uint64_t)c->bytes << 24;
+    p->flags = (unsigned)flags, p->kind = c->call.kind, p->replicas = (unsigned)c->call.replicas, p->bytes = c->bytes;
     c->meeting++;
     atomic_store_explicit(&p->met, c->meeting, memory_order_release);
     c->came = 0;
@@ -186,7 +185,7 @@ static int all_agree(const nc *c)
 {
     int is_reduction = c->call.kind != NC_MEET && !moves(c);
     for (int r = 0; r < c->ranks; r++)
-        if (page_of(c, r)->id != c->call.id || call_kind_of(c, r) != (int)c->call.kind ||
+        if (page_of(c, r)->id != c->call.id || page_of(c, r)->kind != c->call.kind ||
             (is_reduction && bytes_of(c, r) != c->bytes))
             return 0;
     return 1;

@@ -36,7 +36,7 @@ enum { LINES = 128, IN_PAGE = LINES - 4 * 8 };
 typedef struct {
     counter met;         /* the number of the handshake that this header belongs to */
     uint64_t id;
-    uint64_t info;       /* flags, replicas << 8, bytes << 24 */
+    uint64_t flags : 5, kind : 3, replicas : 16, bytes : 40; /* bytes of one replica */
     int64_t note;
     char data[IN_PAGE];
     int64_t words[NC_WORDS];
@@ -53,7 +53,7 @@ typedef struct {
 
 /* Flags of a header. SHOWN: the data are published inline. TOLD_PLACES: the words are the addresses of the inputs, see
    below. SHARES: the rank accepts a shared result. */
-enum { SHOWN = 1, TOLD_PLACES = 2, SHARES = 4, PUSH_READY = 8, KIND_SHIFT = 4, PUSH_CANDIDATE = 128 };
+enum { SHOWN = 1, TOLD_PLACES = 2, SHARES = 4, PUSH_READY = 8, PUSH_CANDIDATE = 16 };
 /* With TOLD_PLACES the words are the location of each input: an address in this rank's private memory that peers may
    read, PRIVATE if they may not, or MAPPED - (number << SEGMENT_SHIFT | offset) in registered memory. In ALL_TO_ALL the
    offsets of the parts follow the first word. With PUSH_CANDIDATE the inputs are followed by flags (push.c) and by the
@@ -99,7 +99,7 @@ struct nc {
     uint64_t chunks;                   /* chunks of all earlier calls */
     int reader;                        /* DIRECT: the rank to read from next, and the offset */
     size_t reader_at;
-    int may_write, pushes_always;      /* push: see nc_allow_push */
+    int pushes_always;                 /* push: see nc_allow_push */
     size_t push_from;                  /* 0 if it is not allowed */
     int64_t latency;                   /* in nanoseconds, to the more distant of two neighbours, or 0 if unknown */
     int any_far;                       /* a rank published a high latency in the last call with PUSH_CANDIDATE */
@@ -136,10 +136,9 @@ static inline size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
 static inline page *page_of(const nc *c, int rank) { return &c->rows[rank].pages[c->meeting & 1]; }
 static inline const int64_t *words_of(const nc *c, int rank) { return page_of(c, rank)->words; }
-static inline uint64_t info_of(const nc *c, int rank) { return page_of(c, rank)->info; }
-static inline int flags_of(const nc *c, int rank) { return (int)(info_of(c, rank) & 0xff); }
-static inline int call_kind_of(const nc *c, int rank) { return flags_of(c, rank) >> KIND_SHIFT & 7; }
-static inline int replicas_of(const nc *c, int rank) { return (int)(info_of(c, rank) >> 8 & 0xffff); }
+static inline int flags_of(const nc *c, int rank) { return (int)page_of(c, rank)->flags; }
+static inline int replicas_of(const nc *c, int rank) { return (int)page_of(c, rank)->replicas; }
+static inline size_t bytes_of(const nc *c, int rank) { return (size_t)page_of(c, rank)->bytes; }
 
 static inline size_t in_cache_line(const nc *c) { return 64 / c->itemsize; }
 
@@ -151,9 +150,6 @@ static inline size_t unit_of(const nc *c)
 
 /* Whether the call moves bytes without reducing them. */
 static inline int moves(const nc *c) { return c->call.kind >= NC_ALL_GATHER; }
-
-/* Bytes of one replica of a rank, from its header. */
-static inline size_t bytes_of(const nc *c, int rank) { return (size_t)(info_of(c, rank) >> 24); }
 
 /* The bytes that a rank sends to this one: their number, and their offset in its input. */
 static inline size_t part_from(const nc *c, int rank, size_t *begin)
@@ -224,7 +220,7 @@ static inline int piece_with(const nc *c, size_t element, size_t end, size_t *el
     return low;
 }
 
-/* The address of an element in this rank's result. The result of REDUCE_SCATTER is one array with this rank's stripe. */
+/* The address of an element in this rank's result. REDUCE_SCATTER has one array with this rank's stripe. */
 static inline char *output_at(const nc *c, int piece, size_t element)
 {
     if (c->call.kind == NC_REDUCE_SCATTER)

@@ -26,43 +26,38 @@ static PyObject *name_shape, *name_dtype;
 
 static size_t bytes_of(const nc_range *range) { return (size_t)(range->end - range->begin); }
 
+static size_t bytes_of_inputs(const face *f, int pieces)
+{
+    size_t bytes = 0;
+    for (int i = 0; i < pieces; i++)
+        bytes += bytes_of(&f->given[i]);
+    return bytes;
+}
+
 /* Signatures ------------------------------------------------------------------------------------------------------ */
 
-static int dtype_of(const Py_buffer *view)
+/* Return a number for the format of a native type, or -1. */
+static int format_of(const Py_buffer *view)
 {
-    static const char whole_codes[] = "bhilqBHILQ";
     const char *code = view->format;
     if (*code == '=' || *code == '@')
         code++;
-    if (code[0] == 'Z' && code[1] && !code[2])
-        return code[1] == 'f' ? NC_C64 : code[1] == 'd' ? NC_C128 : code[1] == 'g' ? NC_CLONG : -1;
-    if (!code[0] || code[1])
-        return -1;
-    switch (code[0]) {
-    case '?': return NC_BOOL;
-    case 'e': return NC_F16;
-    case 'f': return NC_F32;
-    case 'd': return NC_F64;
-    case 'g': return NC_LONG;
-    }
-    const char *found = strchr(whole_codes, code[0]);
-    if (found == NULL)
-        return -1;
-    int power = view->itemsize == 1 ? 0 : view->itemsize == 2 ? 1 : view->itemsize == 4 ? 2 : 3;
-    return (found - whole_codes < 5 ? NC_I8 : NC_U8) + power;
+    int is_complex = *code == 'Z';
+    code += is_complex;
+    return code[0] && !code[1] ? code[0] | is_complex << 8 : -1;
 }
 
 /* Return the cached signature, or NULL. With may_add, return the entry for a new one instead of NULL. */
 static signature *look_up(face *f, const signature *s, int may_add)
 {
-    uint64_t hash = (uint64_t)(s->kind * 31 + s->op) * 0x9E3779B97F4A7C15u + (uint64_t)(s->dtype * 64 + s->root);
+    uint64_t hash = (uint64_t)(s->kind * 31 + s->op) * 0x9E3779B97F4A7C15u + (uint64_t)(s->format * 64 + s->root);
     size_t bytes = sizeof *s->shapes * (size_t)s->words;
     for (int i = 0; i < s->words; i++)
         hash = (hash ^ (uint64_t)s->shapes[i]) * 0x9E3779B97F4A7C15u, hash ^= hash >> 29;
     for (int probe = 0; probe < PROBES; probe++) {
         signature *k = &f->known[(hash + (uint64_t)probe) % SIGNATURES];
-        if (k->shapes != NULL && k->kind == s->kind && k->op == s->op && k->dtype == s->dtype && k->root == s->root &&
-            k->words == s->words && !memcmp(k->shapes, s->shapes, bytes))
+        if (k->shapes != NULL && k->kind == s->kind && k->op == s->op && k->format == s->format &&
+            k->root == s->root && k->words == s->words && !memcmp(k->shapes, s->shapes, bytes))
             return k;
         if (may_add && (k->shapes == NULL || probe == PROBES - 1))
             return k;
@@ -85,7 +80,7 @@ static int structure_of(PyObject *value)
     return type == &PyList_Type ? LIST_VALUE : type == &PyTuple_Type ? TUPLE_VALUE : ARRAY_VALUE;
 }
 
-/* Read a NumPy array. Return its dtype, or -1 for subclasses and other objects. */
+/* Read a NumPy array. Return its format, or -1 for subclasses and other objects. */
 static int read_array(face *f, PyObject *array, int flags, Py_buffer *view)
 {
     PyObject *type = PyObject_Type(array);
@@ -97,10 +92,10 @@ static int read_array(face *f, PyObject *array, int flags, Py_buffer *view)
         return -1;
     }
     int is_aligned = (uintptr_t)view->buf % (size_t)(view->itemsize > 8 ? 8 : view->itemsize) == 0;
-    return is_aligned ? dtype_of(view) : -1;
+    return is_aligned ? format_of(view) : -1;
 }
 
-/* Read an array or, if the kind is LIST, a tuple of non-empty arrays of one dtype. Sets dtype and shapes, and their
+/* Read an array or, if the kind is LIST, a tuple of non-empty arrays of one dtype. Sets format and shapes, and their
    memory, last array first as on the general path. Return the number of arrays, or -1. */
 static int read_arrays(face *f, PyObject *value, int flags, nc_range *memory, ssize_t *shapes, signature *s)
 {
@@ -111,10 +106,10 @@ static int read_arrays(face *f, PyObject *value, int flags, nc_range *memory, ss
     s->shapes = shapes, s->words = 0;
     for (ssize_t i = 0; i < n; i++) {
         Py_buffer view;
-        int dtype = read_array(f, is_list ? PyTuple_GetItem(value, i) : value, flags, &view);
-        if (dtype < 0 || (i > 0 && dtype != s->dtype) || (is_list && view.len == 0) || s->words + view.ndim >= WORDS)
+        int format = read_array(f, is_list ? PyTuple_GetItem(value, i) : value, flags, &view);
+        if (format < 0 || (i > 0 && format != s->format) || (is_list && view.len == 0) || s->words + view.ndim >= WORDS)
             return -1;
-        s->dtype = dtype;
+        s->format = format;
         shapes[s->words++] = view.ndim;
         for (int axis = 0; axis < view.ndim; axis++)
             shapes[s->words++] = view.shape[axis];
@@ -123,14 +118,14 @@ static int read_arrays(face *f, PyObject *value, int flags, nc_range *memory, ss
     return (int)n;
 }
 
-/* cache(kind, op, array or list of arrays, root, divisor, id) -> number of the signature, or None if such calls
+/* cache(kind, op, array or list of arrays, root, divisor, id, dtype) -> number of the signature, or None if such calls
    cannot take the fast path */
 static PyObject *cache(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;
     face *f = face_of(self);
     signature s = {.kind = (int)whole(a[0]), .op = (int)whole(a[1]), .root = (int)whole(a[3]),
-                   .divisor = PyFloat_AsDouble(a[4]), .id = (uint64_t)whole(a[5])};
+                   .divisor = PyFloat_AsDouble(a[4]), .id = (uint64_t)whole(a[5]), .dtype = (int)whole(a[6])};
     if (PyErr_Occurred())
         return NULL;
     PyObject *value = a[2];
@@ -143,10 +138,8 @@ static PyObject *cache(PyObject *self, PyObject *const *a, ssize_t n)
     int pieces = read_arrays(f, value, 0, f->given, f->shapes, &s);
     if (s.kind == LIST)
         Py_DecRef(value);
-    size_t bytes = 0, words = sizeof *s.shapes * (size_t)s.words;
-    for (int i = 0; i < pieces; i++)
-        bytes += bytes_of(&f->given[i]);
-    if (pieces < 0 || (nc_is_on_wire(f->core) && bytes > NC_MOST_OVER_NODES))
+    size_t words = sizeof *s.shapes * (size_t)s.words;
+    if (pieces < 0 || (nc_is_on_wire(f->core) && bytes_of_inputs(f, pieces) > NC_MOST_OVER_NODES))
         return none();
     signature *k = look_up(f, &s, 1);
     s.shapes = malloc(words);
@@ -283,7 +276,7 @@ static int read_out(face *f, const fast_call *c)
     if (c->rows >= 0)
         f->shapes[1] = c->rows;
     return read_arrays(f, c->out, WRITABLE, f->results, f->shapes_of_out, &s) == c->call.pieces &&
-           s.dtype == c->key.dtype && s.words == c->key.words &&
+           s.format == c->key.format && s.words == c->key.words &&
            !memcmp(s.shapes, f->shapes, sizeof *s.shapes * (size_t)s.words);
 }
 
@@ -382,8 +375,7 @@ static PyObject *run(face *f, const fast_call *c)
         Py_DecRef(record(f->ended, entry));
     f->cells[CALLS]++;
     f->cells[LAST] = c->known.number;
-    for (int i = 0; i < c->call.pieces; i++)
-        f->cells[BYTES] += (int64_t)bytes_of(&f->given[i]);
+    f->cells[BYTES] += (int64_t)bytes_of_inputs(f, c->call.pieces);
     f->cells[DISABLED] &= ~(int64_t)IN_CALL;
     if (PyErr_Occurred()) { /* a signal handler raised an error while the call was recorded */
         Py_DecRef(result);
@@ -395,10 +387,9 @@ static PyObject *run(face *f, const fast_call *c)
 /* Return whether inputs are large and in shared memory, so that the result may be shared. */
 static int may_be_shared(face *f, const fast_call *c)
 {
-    size_t all = 0;
+    if (bytes_of_inputs(f, c->call.pieces) < NC_SHARED_BYTES)
+        return 0;
     for (int i = 0; i < c->call.pieces; i++)
-        all += bytes_of(&f->given[i]);
-    for (int i = 0; i < c->call.pieces && all >= NC_SHARED_BYTES; i++)
         if (nc_is_shared(f->core, f->given[i].begin, bytes_of(&f->given[i])))
             return 1;
     return 0;
@@ -507,27 +498,23 @@ static PyObject *all_to_all(PyObject *self, PyObject *const *a, ssize_t n)
    `resume` is called with signature, state, value, array for the result, and `out` or None. */
 static PyObject *open_fast_calls(PyObject *self, PyObject *const *a, ssize_t n)
 {
+    (void)n;
     face *f = face_of(self);
-    ssize_t ops = n == 6 ? PyList_Size(a[4]) : -1;
-    if (ops < 0 || ops > OPS || f->array_type != NULL)
-        return PyErr_Format(PyExc_ValueError, "open_fast_calls is called once, with 6 arguments and at most %d names",
-                            (int)OPS);
     for (int i = 0; i < 4; i++)
         Py_IncRef(a[i]);
     f->array_type = a[0], f->empty = a[1], f->take = a[2], f->resume = a[3];
-    for (ssize_t i = 0; i < ops; i++) {
-        f->op[i] = PyList_GetItem(a[4], i);
-        Py_IncRef(f->op[i]);
+    f->op_count = (int)PyList_Size(a[4]); /* at most OPS */
+    for (int i = 0; i < f->op_count; i++) {
+        Py_IncRef(f->op[i] = PyList_GetItem(a[4], i));
         f->op_code[i] = (int)whole(PyList_GetItem(a[5], i));
     }
-    f->op_count = (int)ops;
     name_shape = PyUnicode_InternFromString("shape");
     name_dtype = PyUnicode_InternFromString("dtype");
     return PyErr_Occurred() ? NULL : none();
 }
 
-/* record(began, ended): call began(number of the signature) after the start of each call, and pass its result to `ended`
-   after the end, unless Python resumes the call. */
+/* record(began, ended): call began(number of the signature) after the start of each call, and pass its result to
+   `ended` after the end, unless Python resumes the call. */
 static PyObject *record_calls(PyObject *self, PyObject *const *a, ssize_t n)
 {
     (void)n;

@@ -1,5 +1,5 @@
-/* Kernels and their table for the instruction set NC_TARGET. kernels.c includes this file once per set. The macros below
-   are the same each time, so that C allows to define them again. */
+/* Kernels and their table for the instruction set NC_TARGET. kernels.c includes this file once per set. C allows to
+   define the macros again, because they are the same each time. */
 
 #define BINARY(name, T, expression)                                                     \
     NC_TARGET static void NC_NAME(name)(char *d, const char *x, const char *y, size_t n) \

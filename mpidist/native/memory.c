@@ -113,7 +113,8 @@ static int transfer(int pid, char *here, char *there, size_t bytes, int writes)
 {
     while (bytes) { /* the kernel may copy fewer bytes than requested */
         struct iovec from = {here, bytes}, to = {there, bytes};
-        ssize_t done = writes ? process_vm_writev(pid, &from, 1, &to, 1, 0) : process_vm_readv(pid, &from, 1, &to, 1, 0);
+        ssize_t done = writes ? process_vm_writev(pid, &from, 1, &to, 1, 0)
+                              : process_vm_readv(pid, &from, 1, &to, 1, 0);
         if (done <= 0) {
             errno = done < 0 ? errno : EFAULT;
             return -1;
@@ -123,5 +124,12 @@ static int transfer(int pid, char *here, char *there, size_t bytes, int writes)
     return 0;
 }
 
-int nc_read(int pid, void *to, const void *from, size_t bytes) { return transfer(pid, to, (char *)(intptr_t)from, bytes, 0); }
-int nc_write(int pid, void *to, const void *from, size_t bytes) { return transfer(pid, (char *)(intptr_t)from, to, bytes, 1); }
+int nc_read(int pid, void *to, const void *from, size_t bytes)
+{
+    return transfer(pid, to, (char *)(intptr_t)from, bytes, 0);
+}
+
+int nc_write(int pid, void *to, const void *from, size_t bytes)
+{
+    return transfer(pid, (char *)(intptr_t)from, to, bytes, 1);
+}

@@ -125,9 +125,10 @@ NC_EXPORT size_t nc_control_bytes(int ranks);
 NC_EXPORT size_t nc_segment_bytes(const nc_sizes *sizes);
 
 /* Return a new core, or NULL without memory. `control`: zeroed memory of nc_control_bytes that all ranks map. `spins`:
-   failed polls before sched_yield, 0 if there are more ranks than cores. `pids`: processes whose memory may be read
-   (process_vm_readv), or NULL. `on_wire`: there are other nodes, so ALL_REDUCE returns NC_SLICE and REDUCE_SCATTER is
-   not supported. `rails`: number of ranks of this node with a stripe, all ranks if there is one node. */
+   failed polls before sched_yield, 0 if there are more ranks than cores. `pids`: processes whose memory may be read and
+   written (process_vm_readv, process_vm_writev), or NULL. `on_wire`: there are other nodes, so ALL_REDUCE returns
+   NC_SLICE and REDUCE_SCATTER is not supported. `rails`: number of ranks of this node with a stripe, all ranks if there
+   is one node. */
 nc *nc_open(void *control, int rank, int ranks, int spins, const int32_t *pids, int on_wire, int rails);
 void nc_close(nc *core);
 
@@ -156,9 +157,8 @@ NC_EXPORT int nc_limit_finalize(int warn_seconds, const char *warning, int limit
 enum { NC_MOST_PUSHING = 8 };
 
 /* Agree to write results of `from` bytes and more directly into the results of other ranks. All ranks must agree.
-   `may_write`: whether all ranks may write into each other's private memory. `always`: also private memory of ranks
-   that share a cache. */
-NC_EXPORT void nc_allow_push(nc *core, size_t from, int may_write, int always);
+   `always`: also private memory of ranks that share a cache. */
+NC_EXPORT void nc_allow_push(nc *core, size_t from, int always);
 
 /* Stop other ranks from writing into the results of this rank after a failed call. No call may follow. Waits up to
    `nanoseconds` for running writes. Sets is_writing[rank] to 1 if the rank is still inside a write, and to 0 otherwise.

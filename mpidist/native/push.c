@@ -98,9 +98,9 @@ void core_update_latency(nc *c)
 
 /* Publishing ------------------------------------------------------------------------------------------------------ */
 
-void nc_allow_push(nc *c, size_t from, int may_write, int always)
+void nc_allow_push(nc *c, size_t from, int always)
 {
-    c->push_from = from, c->may_write = may_write, c->pushes_always = always;
+    c->push_from = from, c->pushes_always = always;
 }
 
 int core_is_push_candidate(const nc *c)
@@ -148,7 +148,7 @@ int core_publish_push(nc *c, int64_t *words, int inputs_are_mapped)
     }
     words[0] = (c->latency > FAR_NANOSECONDS ? IS_FAR : 0) | (mapped ? IS_MAPPED : 0);
     /* Between cores that share a cache, slots are faster at every size. */
-    int suits = c->may_write && (c->any_far || c->pushes_always) &&
+    int suits = c->pids != NULL && (c->any_far || c->pushes_always) &&
                 c->bytes / (size_t)c->call.pieces >= c->push_from / LEAST_FRACTION;
     if (!mapped && !(suits && can_access(c, c->inputs, 0) && can_access(c, c->call.pieces, 1)))
         return PUSH_CANDIDATE;

@@ -42,19 +42,11 @@ static int read_outs(face *f, PyObject *list)
     return n < 0 ? -1 : 0;
 }
 
-/* Read and check the borders of one part per rank. */
+/* Read the borders of one part per rank. */
 static int read_parts(face *f, PyObject *list)
 {
-    int64_t before = 0, all = (int64_t)nc_pieces(f->core)[0].count;
-    int fit = PyList_Size(list) == f->ranks + 1;
-    for (int r = 0; r <= f->ranks && fit; r++) {
+    for (int r = 0; r <= f->ranks; r++)
         f->parts[r] = whole(PyList_GetItem(list, r));
-        fit = f->parts[r] >= before && (r > 0 || f->parts[r] == 0) && (r < f->ranks || f->parts[r] == all);
-        before = f->parts[r];
-    }
-    if (!fit && !PyErr_Occurred())
-        PyErr_Format(PyExc_ValueError, "parts must be ascending borders of %d parts from 0 to %lld", f->ranks,
-                     (long long)all);
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -77,13 +69,12 @@ static int results_overlap(face *f, const nc_call *call)
 
 /* Calls on the general path --------------------------------------------------------------------------------------- */
 
-/* begin(id, kind, op, dtype, divisor, flags, replicas, slice, note, inputs, outs or None, parts or None) -> state, or -1
-   if nothing was started because results overlap inputs */
+/* begin(id, kind, op, dtype, divisor, flags, replicas, slice, note, inputs, outs or None, parts or None) -> state, or
+   -1 if nothing was started because results overlap inputs */
 static PyObject *begin(PyObject *self, PyObject *const *a, ssize_t n)
 {
+    (void)n;
     face *f = face_of(self);
-    if (n != 12)
-        return PyErr_Format(PyExc_ValueError, "begin takes 12 arguments, not %zd", n);
     nc_call call = {.id = (uint64_t)whole(a[0]), .kind = (nc_kind)whole(a[1]), .op = (nc_op)whole(a[2]),
                     .dtype = (nc_dtype)whole(a[3]), .divisor = PyFloat_AsDouble(a[4]), .flags = (int)whole(a[5]),
                     .replicas = (int)whole(a[6]), .slice = (size_t)whole(a[7]), .note = whole(a[8])};
@@ -133,27 +124,16 @@ static PyObject *targets(PyObject *self, PyObject *const *a, ssize_t n)
     return PyErr_Occurred() ? NULL : none();
 }
 
-static PyObject *numbers_of_ranks(PyObject *self, int are_notes)
+/* of_ranks(are notes) -> the note of each rank, or the bytes that it sends to this one */
+static PyObject *of_ranks(PyObject *self, PyObject *const *a, ssize_t n)
 {
+    (void)n;
     face *f = face_of(self);
+    int are_notes = whole(a[0]) != 0;
     PyObject *all = PyList_New(f->ranks);
     for (int r = 0; r < f->ranks && all != NULL; r++)
         PyList_SetItem(all, r, PyLong_FromLongLong(are_notes ? nc_note(f->core, r) : (int64_t)nc_length(f->core, r)));
     return all;
-}
-
-/* notes() -> the note of each rank */
-static PyObject *notes(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    (void)a, (void)n;
-    return numbers_of_ranks(self, 1);
-}
-
-/* lengths() -> the bytes that each rank sends to this one */
-static PyObject *lengths(PyObject *self, PyObject *const *a, ssize_t n)
-{
-    (void)a, (void)n;
-    return numbers_of_ranks(self, 0);
 }
 
 static PyMethodDef of_core[] = {
@@ -161,8 +141,7 @@ static PyMethodDef of_core[] = {
     {"meet", meet, METH_FASTCALL, NULL},
     {"step", step, METH_FASTCALL, NULL},
     {"targets", targets, METH_FASTCALL, NULL},
-    {"notes", notes, METH_FASTCALL, NULL},
-    {"lengths", lengths, METH_FASTCALL, NULL},
+    {"of_ranks", of_ranks, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

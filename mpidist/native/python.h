@@ -80,8 +80,9 @@ enum { SIGNATURES = 2048, OPS = 32, WORDS = 4096 };
 enum { KEEPS_LOCK = 30000 };
 
 typedef struct {
-    int number, kind, op, dtype, root, words;
+    int kind, op, format, root, words;
     ssize_t *shapes; /* for each array the number of axes, and the sizes. NULL in an empty entry of the cache */
+    int number, dtype; /* from here on results of a look-up */
     double divisor;
     uint64_t id;
 } signature;

@@ -65,3 +65,4 @@ def test_cells_of_the_fast_path() -> None:
     assert (c["IN_CALL"], c["HANDED_OVER"]) == (fast_path._IN_CALL, fast_path._HANDED_OVER)
     assert core._KINDS["broadcast"] == c["BROADCAST"]
     assert core._IS_MEAN & c["KERNEL"] == 0
+    assert 2 * len(core._OPS) <= c["OPS"]

@@ -110,7 +110,7 @@ _NATIVE = (
     Fault(
         "a result of another dtype is filled on the short way",
         "mpidist/native/fast_path.c",
-        "           s.dtype == c->key.dtype && s.words == c->key.words &&",
+        "           s.format == c->key.format && s.words == c->key.words &&",
         "           s.words == c->key.words &&",
         ("tests/collectives/test_short_results.py",),
         ranks=2,
@@ -586,7 +586,7 @@ _COLLECTIVES = (
     Fault(
         "each rank of a node chooses the size of its slices by its own cores",
         "mpidist/collectives/node/node.py",
-        "_OVERSUBSCRIBED_SLICE_BYTES if is_oversubscribed else _USUAL_SLICE_BYTES",
+        "_USUAL_SLICE_BYTES if has_cores else _OVERSUBSCRIBED_SLICE_BYTES",
         "_OVERSUBSCRIBED_SLICE_BYTES if cores_are_short() else _USUAL_SLICE_BYTES",
         ("tests/topology/test_agreement.py",),
     ),
@@ -600,8 +600,8 @@ _COLLECTIVES = (
     Fault(
         "a /dev/shm that one rank has for itself is overlooked",
         "mpidist/collectives/node/node.py",
-        "comm.Allreduce(mine, found, import_mpi().MAX)",
-        "comm.Allreduce(mine, found, import_mpi().MIN)",
+        "comm.Allreduce(import_mpi().IN_PLACE, agreed, import_mpi().MAX)",
+        "comm.Allreduce(import_mpi().IN_PLACE, agreed, import_mpi().MIN)",
         ("tests/topology/test_agreement.py",),
     ),
     Fault(

@@ -9,7 +9,7 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from ctypes import byref
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -99,8 +99,8 @@ Resume = Callable[[int, int, Array, Array, Array | None], Array]
 class Core:
     """The core of one node.
 
-    ``pids`` is None if ranks may not read each other's memory. ``is_alone``: the job has one node. ``rails``: number of
-    ranks that reduce a slice. ``state`` belongs to the current call.
+    ``pids`` is None if ranks may not access each other's memory. ``is_alone``: the job has one node. ``rails``: number
+    of ranks that reduce a slice. ``state`` belongs to the current call.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class Core:
         self._begin: Callable[..., int] = self._calls["begin"]
         self._step: Callable[[int], int] = self._calls["step"]
         # Bytes that each rank sends to this one, and the note of each rank, when all have arrived.
-        self.lengths: Callable[[], list[int]] = self._calls["lengths"]
-        self.notes: Callable[[], list[int]] = self._calls["notes"]
+        self.lengths: Callable[[], list[int]] = partial(self._calls["of_ranks"], 0)
+        self.notes: Callable[[], list[int]] = partial(self._calls["of_ranks"], 1)
         self.state = DONE
         self._over_nodes = 0 if is_alone else _OVER_NODES
         self.cells = self._calls["cells"].cast("q")
@@ -211,13 +211,12 @@ class Core:
         nanoseconds: int = self._library.nc_ping(self._address, other, _PING_BATCHES, limit)
         return nanoseconds
 
-    def allow_push(self, nbytes: int, *, may_write: bool, always: bool) -> None:
+    def allow_push(self, nbytes: int, *, always: bool) -> None:
         """Allow all-reduces from ``nbytes`` on to write directly into the results of other ranks.
 
-        ``may_write``: all ranks of the node may write into each other's private memory. They do so only between cores
-        that share no cache, or ``always``.
+        They write into private memory only between cores that share no cache, or ``always``.
         """
-        self._library.nc_allow_push(self._address, nbytes, may_write, always)
+        self._library.nc_allow_push(self._address, nbytes, always)
 
     def abandon(self, seconds: float) -> list[int]:
         """Stop writes into this rank's results after a failed call.
@@ -329,8 +328,12 @@ class Core:
 
         ``name`` is a field of ``FastCalls``. ``root`` is the kind of structure for an all-reduce.
         """
+        dtype = (array if isinstance(array, np.ndarray) else array[0]).dtype
+        dtype_code = _DTYPES.get((dtype.kind, dtype.itemsize))
+        if dtype_code is None:
+            return None
         code = 0 if op is None else _OPS[op] + _IS_MEAN * (op is ReduceOp.MEAN)
-        number: int | None = self._calls["cache"](_KINDS[name], code, array, root, divisor or 0, identity)
+        number: int | None = self._calls["cache"](_KINDS[name], code, array, root, divisor or 0, identity, dtype_code)
         return number
 
     def record(self, began: Callable[[int], int], ended: Callable[[int], None]) -> None:

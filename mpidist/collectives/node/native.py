@@ -81,7 +81,7 @@ class MpiFunctions(Structure):
 # Result and arguments of the functions called through ctypes.
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "nc_abandon": (None, c_void_p, c_int64, c_char_p),
-    "nc_allow_push": (None, c_void_p, c_size_t, c_int, c_int),
+    "nc_allow_push": (None, c_void_p, c_size_t, c_int),
     "nc_control_bytes": (c_size_t, c_int),
     "nc_crossed": (None, c_void_p, c_size_t),
     "nc_get_event": (None, c_void_p, POINTER(ChunkEvent)),

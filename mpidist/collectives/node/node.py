@@ -63,8 +63,7 @@ class Node:
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self.topology, opener, memory, is_oversubscribed = _agreed_topology(comm)
-        self._usual_slice_bytes = _OVERSUBSCRIBED_SLICE_BYTES if is_oversubscribed else _USUAL_SLICE_BYTES
+        self.topology, opener, memory = _agreed_topology(comm)
         self.comm = self.topology.node
         self.rank, self.size = self.topology.local_rank, self.topology.local_size
         self.is_alone: bool = self.topology.num_nodes == 1
@@ -72,19 +71,16 @@ class Node:
         self.ranks = self.topology.ranks_of_node
         # Number of ranks of a node that reduce slices for other nodes. Equal on all nodes.
         self.rails = min(len(ranks) for ranks in self.ranks)
-        may_read = may_write = False
         with revoking(self.comm):
-            processes: list[tuple[int, list[int]]] = self.comm.allgather((os.getpid(), sorted(allowed_cores())))
-            pids = [pid for pid, _ in processes]
-            if opener is not None:
-                may_read, may_write = _memory_access(self.comm, pids)
+            pids, cores, has_access = _neighbours(self.comm, opener is not None)
         # Elastic jobs must be able to kill a stopped writer.
         self._processes = _handles(pids) if can_go_on() and self.size <= _MOST_PUSHING else []
         can_end_writers = bool(self._processes) or not can_go_on()
-        rights = np.array([may_read, may_write, can_end_writers])
-        comm.Allreduce(import_mpi().IN_PLACE, rights, import_mpi().LAND)
-        # Whether every rank may read the memory of the other ranks of its node.
-        self.reads_neighbours, may_write, can_end_writers = map(bool, rights)
+        agreed = np.array([has_access, can_end_writers, not cores_are_short()])
+        comm.Allreduce(import_mpi().IN_PLACE, agreed, import_mpi().LAND)
+        # Whether every rank may read and write the memory of the other ranks of its node.
+        self.reads_neighbours, can_end_writers, has_cores = map(bool, agreed)
+        self._usual_slice_bytes = _USUAL_SLICE_BYTES if has_cores else _OVERSUBSCRIBED_SLICE_BYTES
         # None without a native core, and after ``close``.
         self.core: Core | None = None
         if opener is not None and memory is not None:
@@ -94,10 +90,9 @@ class Node:
                 self.core.lead(comm, [ranks[0] for ranks in self.ranks])
             if self.is_alone and self.size <= _MOST_PUSHING and can_end_writers:
                 # Unlike cores_are_short(), this counts ranks that are bound to one core each as having a core.
-                has_core_each = len(set().union(*[cores for _, cores in processes])) >= self.size
                 size = settings.PUSH_FROM.read()
-                if size is not None or has_core_each:
-                    self.core.allow_push(size or _PUSH_FROM_BYTES, may_write=may_write, always=size is not None)
+                if size is not None or len(cores) >= self.size:
+                    self.core.allow_push(size or _PUSH_FROM_BYTES, always=size is not None)
         # Whether data move inside the node. False for one rank of many nodes.
         self.has_neighbours = self.core is not None and (self.size > 1 or self.is_alone)
         self.shared = SharedMemory(self.core if self.has_neighbours else None)
@@ -170,25 +165,23 @@ class Node:
         self.topology.close()
 
 
-def _memory_access(comm: MPI.Intracomm, pids: list[int]) -> tuple[bool, bool]:
-    """Return whether this rank can read its neighbours' memory, and whether they all can write into its memory."""
-    rank, may_read = comm.Get_rank(), bool(settings.READ_NEIGHBOURS.read())
-    may_write = may_read
+def _neighbours(comm: MPI.Intracomm, has_core: bool) -> tuple[list[int], set[int], bool]:
+    """Return the pids of a node's ranks, their cores, and whether this rank may access the others' memory."""
+    rank, may_access = comm.Get_rank(), has_core and bool(settings.READ_NEIGHBOURS.read())
     # Each rank has its number in its own place. Its neighbours read that one, and write theirs beside it.
-    numbers = np.zeros(len(pids), np.int64)
+    numbers = np.zeros(comm.Get_size(), np.int64)
     numbers[rank] = _MAGIC + rank
-    for neighbour, address in enumerate(comm.allgather(address_of(numbers))):
-        if neighbour != rank and may_read:
-            found = native.read_number(pids[neighbour], address + neighbour * numbers.itemsize)
-            may_read = found == _MAGIC + neighbour
+    mine = os.getpid(), sorted(allowed_cores()), address_of(numbers)
+    found: list[tuple[int, list[int], int]] = comm.allgather(mine)
+    for neighbour, (pid, _, address) in enumerate(found):
+        if neighbour != rank and may_access:
+            number = native.read_number(pid, address + neighbour * numbers.itemsize)
             # Only after the read, which verifies the pid.
-            may_write = may_write and may_read
-            if may_write:
-                place = address + rank * numbers.itemsize
-                may_write = native.write_number(pids[neighbour], place, _MAGIC + rank)
+            place = address + rank * numbers.itemsize
+            may_access = number == _MAGIC + neighbour and native.write_number(pid, place, _MAGIC + rank)
     # ``numbers`` must stay allocated until every rank has read it.
     comm.Barrier()
-    return may_read, bool((numbers == _MAGIC + np.arange(len(pids))).all())
+    return [pid for pid, _, _ in found], set().union(*[cores for _, cores, _ in found]), may_access
 
 
 def _handles(pids: list[int]) -> list[Process]:
@@ -226,35 +219,31 @@ def _agreed_opener(comm: MPI.Intracomm) -> native.Opener | None:
     return None
 
 
-def _agreed_topology(comm: MPI.Intracomm) -> tuple[Topology, native.Opener | None, Array | None, bool]:
-    """Return topology, native core, its control memory, and whether cores are oversubscribed.
-
-    The values agree on all ranks.
-    """
+def _agreed_topology(comm: MPI.Intracomm) -> tuple[Topology, native.Opener | None, Array | None]:
+    """Return the topology, the opener of the native core, and its control memory. All ranks agree about them."""
     check_same_everywhere(comm)
     opener = _agreed_opener(comm)
     if opener is None:
-        return Topology(comm, ranks_per_node=1), None, None, False
+        return Topology(comm, ranks_per_node=1), None, None
     topology = Topology(comm)
     nbytes = native.library().nc_control_bytes(topology.local_size)
     with revoking(topology.node):
         memory, reason = control_memory(topology.node, nbytes)
     # Check every rank, because any may lead its node in another communicator.
     cannot_lead = native.why_not_between_nodes() or ""
-    found = np.empty(3, np.int64)
-    mine = np.array([reason, bool(cannot_lead), cores_are_short()], np.int64)
-    comm.Allreduce(mine, found, import_mpi().MAX)
-    reason, lacks_leader, is_oversubscribed = int(found[0]), bool(found[1]), bool(found[2])
-    has_nodes = topology.num_nodes > 1 or reason != 0
-    if not reason and not (lacks_leader and has_nodes):
-        return topology, opener, memory, is_oversubscribed
+    agreed = np.array([reason, bool(cannot_lead)], np.int64)
+    comm.Allreduce(import_mpi().IN_PLACE, agreed, import_mpi().MAX)
+    reason = int(agreed[0])
+    lacks_leader = bool(agreed[1]) and (topology.num_nodes > 1 or reason != 0)
+    if not reason and not lacks_leader:
+        return topology, opener, memory
     topology.close()
     topology = Topology(comm, ranks_per_node=1)
-    if lacks_leader and has_nodes:
-        _say_once(comm, next(reason for reason in comm.allgather(cannot_lead) if reason))
-        return topology, None, None, is_oversubscribed
+    if lacks_leader:
+        _say_once(comm, next(text for text in comm.allgather(cannot_lead) if text))
+        return topology, None, None
     _say_once(comm, _REASONS[reason].format(nbytes))
-    return topology, opener, aligned_zeros(native.library().nc_control_bytes(1)), is_oversubscribed
+    return topology, opener, aligned_zeros(native.library().nc_control_bytes(1))
 
 
 _said: set[str] = set()

@@ -173,7 +173,7 @@ static _Noreturn void live(job *j, int rank)
     nc_segment(core, j->own, OWN_BYTES);
     nc_segment(core, j->own_result, OWN_BYTES);
     if (j->pushes)
-        nc_allow_push(core, 1, j->reads_memory, 1);
+        nc_allow_push(core, 1, 1);
     for (uint64_t number = 1; j->victim >= 0 || number <= CALLS_WITHOUT_KILL; number++)
         make_call(j, core, rank, number, out);
     free(out);

@@ -383,7 +383,7 @@ static void open_core(member *m)
                       p->rails);
     if (m->core == NULL)
         fail("no memory for a core");
-    nc_allow_push(m->core, p->push_from[m->rank], p->reads_memory, p->pushes_always[m->rank]);
+    nc_allow_push(m->core, p->push_from[m->rank], p->pushes_always[m->rank]);
     nc_room(m->core, node->slots, &p->sizes);
     if (nc_segment(m->core, common, p->most_bytes) != 0 || nc_segment(m->core, node->own, node->own_bytes) != 1)
         fail("segments have wrong numbers");
