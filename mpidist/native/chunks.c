@@ -19,27 +19,22 @@ static int has_lanes(const nc *c) { return c->call.kind != NC_REDUCE_SCATTER && 
 
 static int stripes(const nc *c) { return moves(c) ? c->ranks : c->rails; }
 
-/* In a call that only moves bytes, a stripe is the whole contribution of a rank. */
-static size_t stripe_begin(const nc *c, int stripe) { return moves(c) ? 0 : c->border[stripe]; }
-static size_t stripe_end(const nc *c, int stripe) { return moves(c) ? bytes_of(c, stripe) : c->border[stripe + 1]; }
-
-static size_t longest_stripe(const nc *c)
+/* Return the length of a stripe, which is 0 for a rank without one, and its first element. In a call that only moves
+   bytes, a stripe is the whole contribution of a rank. */
+static size_t stripe_of(const nc *c, int rank, size_t *begin)
 {
-    size_t longest = 0;
-    for (int r = 0; r < stripes(c); r++)
-        if (stripe_end(c, r) - stripe_begin(c, r) > longest)
-            longest = stripe_end(c, r) - stripe_begin(c, r);
-    return longest;
+    *begin = moves(c) || rank >= c->rails ? 0 : c->border[rank];
+    return moves(c) ? bytes_of(c, rank) : rank >= c->rails ? 0 : c->border[rank + 1] - *begin;
 }
 
 /* Slices and elements ------------------------------------------------------------------------------------------ */
 
 /* Return the length of a slice, and its first element. */
-static size_t slice_of(const nc *c, int stripe, uint64_t chunk, size_t *start)
+static size_t slice_of(const nc *c, int rank, uint64_t chunk, size_t *start)
 {
-    size_t a = stripe_begin(c, stripe) + (size_t)(chunk - c->begin) * c->slice, end = stripe_end(c, stripe);
-    *start = smaller(a, end);
-    return smaller(end - *start, c->slice);
+    size_t begin, length = stripe_of(c, rank, &begin), before = smaller((size_t)(chunk - c->begin) * c->slice, length);
+    *start = begin + before;
+    return smaller(length - before, c->slice);
 }
 
 /* Copy flat elements to the pieces of the result. */
@@ -57,11 +52,9 @@ static const char *input_at(const nc *c, int r, int q, int piece, size_t element
 {
     if (r == c->rank)
         return own_input_at(c, q, piece, element);
-    if (flags_of(c, r) & TOLD_PLACES) {
-        int64_t location = words_of(c, r)[piece * replicas_of(c, r) + q];
-        if (location <= MAPPED)
-            return address_at(c, r, location) + (element - c->first[piece]) * c->itemsize;
-    }
+    int64_t location = location_of_input(c, r, piece, q);
+    if (location <= MAPPED)
+        return address_at(c, r, location) + (element - c->first[piece]) * c->itemsize;
     return slot + (size_t)q * c->slice * c->itemsize * (size_t)c->rails + (element - start) * c->itemsize;
 }
 
@@ -75,13 +68,12 @@ static char *target(nc *c, int piece, size_t element, size_t start, uint64_t chu
 }
 
 /* Reduce this rank's slice in blocks, so that the copy to the lane reads from the cache. */
-static void reduce_slice(nc *c, uint64_t chunk)
+static void reduce_slice(nc *c, uint64_t chunk, size_t start, size_t n)
 {
     _Alignas(64) char streamed[REDUCED_AT_ONCE];
-    size_t start, n = slice_of(c, c->rank, chunk, &start), m;
     char *own_lane = has_lanes(c) ? lane(c, c->rank, chunk) : NULL;
     double divisor = c->on_wire ? 0 : c->call.divisor;
-    for (size_t e = start; e < start + n; e += m) {
+    for (size_t e = start, m; e < start + n; e += m) {
         int piece = piece_with(c, e, start + n, &m), inputs = 0;
         m = smaller(m, REDUCED_AT_ONCE / c->itemsize);
         for (int r = 0; r < c->ranks; r++) {
@@ -111,7 +103,6 @@ static void reduce_slice(nc *c, uint64_t chunk)
 static void fill_slot(nc *c, uint64_t chunk)
 {
     char *slot = c->slots[c->rank] + chunk_at(c, chunk);
-    const int64_t *locations = flags_of(c, c->rank) & TOLD_PLACES ? words_of(c, c->rank) : NULL;
     for (int stripe = 0; stripe < c->rails; stripe++) {
         size_t start, n = slice_of(c, stripe, chunk, &start);
         if (stripe == c->rank || n == 0)
@@ -120,7 +111,7 @@ static void fill_slot(nc *c, uint64_t chunk)
             char *to = slot + (size_t)(q * c->rails + stripe) * c->slice * c->itemsize;
             for (size_t e = start, elements; e < start + n; e += elements) {
                 int piece = piece_with(c, e, start + n, &elements);
-                if (locations == NULL || locations[piece * c->call.replicas + q] > MAPPED)
+                if (location_of_input(c, c->rank, piece, q) > MAPPED)
                     memcpy(to + (e - start) * c->itemsize, own_input_at(c, q, piece, e), elements * c->itemsize);
             }
         }
@@ -149,22 +140,14 @@ static nc_state try_reduce(nc *c)
     if ((has_lanes(c) || c->on_wire) && k >= depth && !(c->taken >= free && reached(c, TAKEN, free, c->ranks)))
         return NC_NOT_YET;
     c->reduced++;
-    if (moves(c)) {
-        size_t start, n = slice_of(c, c->rank, k, &start);
-        if (n)
-            memcpy(lane(c, c->rank, k), c->in[0] + start, n);
-    } else if (c->rank < c->rails) {
-        reduce_slice(c, k);
-        if (c->on_wire) {
-            size_t start;
-            count(c, READ, c->reduced);
-            if (slice_of(c, c->rank, k, &start))
-                return NC_SLICE;
-        }
-    }
+    size_t start, n = slice_of(c, c->rank, k, &start);
+    if (moves(c) && n)
+        memcpy(lane(c, c->rank, k), c->in[0] + start, n);
+    else if (n)
+        reduce_slice(c, k, start, n);
     if (c->on_wire) {
         count(c, READ, c->reduced);
-        if (c->crossed != k) /* this slice is empty, but an earlier one is still in flight */
+        if (n || c->crossed != k) /* empty slices must also wait for earlier ones */
             return NC_SLICE;
         c->crossed = c->reduced;
     }
@@ -233,7 +216,11 @@ static nc_state move_chunks(nc *c)
 int core_start_chunks(nc *c)
 {
     size_t fits = c->sizes.chunk / ((size_t)c->rails * (size_t)c->most_replicas * c->itemsize);
-    size_t slice = c->call.slice ? c->call.slice : c->sizes.usual / c->itemsize;
+    size_t slice = c->call.slice ? c->call.slice : c->sizes.usual / c->itemsize, longest = 0;
+    for (int r = 0; r < stripes(c); r++) {
+        size_t begin, length = stripe_of(c, r, &begin);
+        longest = length > longest ? length : longest;
+    }
     if (moves(c))
         fits = c->sizes.slice;
     c->slice = smaller(smaller(slice, c->sizes.slice / c->itemsize), fits);
@@ -243,7 +230,7 @@ int core_start_chunks(nc *c)
     if (c->slice > in_cache_line(c))
         c->slice -= c->slice % in_cache_line(c);
     c->begin = c->filled = c->reduced = c->crossed = c->taken = c->chunks;
-    c->end = c->begin + (longest_stripe(c) + c->slice - 1) / c->slice;
+    c->end = c->begin + (longest + c->slice - 1) / c->slice;
     c->next = move_chunks;
     return 1;
 }
@@ -252,15 +239,14 @@ void nc_get_slice(const nc *c, nc_slice *slice)
 {
     uint64_t k = c->reduced - 1;
     slice->chunk = (size_t)(k - c->begin);
-    slice->start = 0;
-    slice->count = c->rank < c->rails ? slice_of(c, c->rank, k, &slice->start) : 0;
+    slice->count = slice_of(c, c->rank, k, &slice->start);
     slice->lane = SKEW + lane_at(c, k);
 }
 
 void nc_crossed(nc *c, size_t chunk)
 {
     uint64_t k = c->begin + chunk;
-    size_t start = 0, n = c->rank < c->rails ? slice_of(c, c->rank, k, &start) : 0;
+    size_t start, n = slice_of(c, c->rank, k, &start);
     if (c->call.divisor != 0 && n) {
         char *at = c->shared != NULL ? c->shared + start * c->itemsize : lane(c, c->rank, k);
         nc_divide(at, n, c->call.dtype, c->call.divisor);

@@ -117,7 +117,7 @@ static int publish_locations(nc *c, page *p)
         share = share && (location <= MAPPED || bytes < NC_SMALL_ARRAY);
     }
     int push = is_candidate ? core_publish_push(c, p->words + c->inputs, mapped) : 0;
-    return (any ? TOLD_PLACES | (share ? SHARES : 0) : 0) | push;
+    return (any ? TOLD_PLACES | (share ? SHARES : 0) | (mapped ? ALL_MAPPED : 0) : 0) | push;
 }
 
 static void publish_header(nc *c)
@@ -277,7 +277,7 @@ static nc_state read_next(nc *c)
 static nc_state choose_algorithm(nc *c)
 {
     int all_flags = ~0, replicas_of_all = 0, readable = 1;
-    c->any_private = 0, c->most_replicas = 1;
+    c->most_replicas = 1;
     if (!all_agree(c))
         return core_end(c, NC_MISMATCH);
     for (int r = 0; r < c->ranks; r++) {
@@ -302,9 +302,7 @@ static nc_state choose_algorithm(nc *c)
         c->next = read_next;
         c->reader = (c->rank + 1) % c->ranks, c->reader_at = 0;
     } else if (!(all_flags & PUSH_READY && core_start_push(c, replicas_of_all))) {
-        for (int r = 0; r < c->ranks && !moves(c); r++)
-            for (int i = 0; i < c->call.pieces * replicas_of(c, r) && !c->any_private; i++)
-                c->any_private = !(flags_of(c, r) & TOLD_PLACES) || words_of(c, r)[i] > MAPPED;
+        c->any_private = !moves(c) && !(all_flags & ALL_MAPPED);
         if (!core_start_chunks(c))
             return core_fail(c, ENOBUFS);
     }

@@ -36,7 +36,7 @@ enum { LINES = 128, IN_PAGE = LINES - 4 * 8 };
 typedef struct {
     counter met;         /* the number of the handshake that this header belongs to */
     uint64_t id;
-    uint64_t flags : 5, kind : 3, replicas : 16, bytes : 40; /* bytes of one replica */
+    uint64_t flags : 6, kind : 3, replicas : 15, bytes : 40; /* bytes of one replica */
     int64_t note;
     char data[IN_PAGE];
     int64_t words[NC_WORDS];
@@ -51,9 +51,9 @@ typedef struct {
     _Alignas(LINES) page pages[2];
 } row;
 
-/* Flags of a header. SHOWN: the data are published inline. TOLD_PLACES: the words are the addresses of the inputs, see
-   below. SHARES: the rank accepts a shared result. */
-enum { SHOWN = 1, TOLD_PLACES = 2, SHARES = 4, PUSH_READY = 8, PUSH_CANDIDATE = 16 };
+/* Flags of a header. SHOWN: the data are published inline. TOLD_PLACES: the words are the locations of the inputs, see
+   below. ALL_MAPPED: all of them are in registered memory. SHARES: the rank accepts a shared result. */
+enum { SHOWN = 1, TOLD_PLACES = 2, ALL_MAPPED = 4, SHARES = 8, PUSH_READY = 16, PUSH_CANDIDATE = 32 };
 /* With TOLD_PLACES the words are the location of each input: an address in this rank's private memory that peers may
    read, PRIVATE if they may not, or MAPPED - (number << SEGMENT_SHIFT | offset) in registered memory. In ALL_TO_ALL the
    offsets of the parts follow the first word. With PUSH_CANDIDATE the inputs are followed by flags (push.c) and by the
@@ -195,6 +195,12 @@ static inline size_t lane_at(const nc *c, uint64_t chunk)
 }
 
 static inline char *lane(const nc *c, int rank, uint64_t chunk) { return c->slots[rank] + lane_at(c, chunk); }
+
+/* The location of an input that a rank has published. */
+static inline int64_t location_of_input(const nc *c, int rank, int piece, int replica)
+{
+    return flags_of(c, rank) & TOLD_PLACES ? words_of(c, rank)[piece * replicas_of(c, rank) + replica] : PRIVATE;
+}
 
 /* Address in this process of a location in registered memory that another rank has published. */
 static inline const char *address_at(const nc *c, int rank, int64_t location)

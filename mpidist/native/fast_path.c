@@ -212,29 +212,22 @@ static PyObject *new_array(face *f, PyObject *like, ssize_t rows, size_t bytes)
     return made;
 }
 
-/* Return a tuple of new arrays like those of a list. */
+/* Return a list of new arrays like those of a list. */
 static PyObject *new_arrays(face *f, const fast_call *c)
 {
-    PyObject *made[NC_PIECES], *all = NULL;
-    int n = c->call.pieces, count = 0;
-    while (count < n) {
-        made[count] = new_array(f, PyTuple_GetItem(c->value, count), -1, bytes_of(&f->given[n - 1 - count]));
-        if (made[count] == NULL)
-            break;
-        count++;
+    PyObject *all = PyList_New(0);
+    for (int i = 0, n = c->call.pieces; i < n && all != NULL; i++) {
+        PyObject *made = new_array(f, PyTuple_GetItem(c->value, i), -1, bytes_of(&f->given[n - 1 - i]));
+        if (made == NULL || PyList_Append(all, made) < 0) {
+            Py_DecRef(all);
+            all = NULL;
+        }
+        Py_DecRef(made);
     }
-    /* Fill the tuple last, because the garbage collector exposes half-filled tuples to Python code. */
-    if (count == n)
-        all = PyTuple_New(n);
-    for (int i = 0; i < count; i++)
-        if (all != NULL)
-            PyTuple_SetItem(all, i, made[i]);
-        else
-            Py_DecRef(made[i]);
     return all;
 }
 
-/* Return `out`, or a new array or tuple of arrays for the result. */
+/* Return `out`, or a new array or list of arrays for the result. */
 static PyObject *result_for(face *f, const fast_call *c)
 {
     if (c->out != NONE) {
@@ -261,7 +254,7 @@ static int read_new_arrays(face *f, const fast_call *c, PyObject *result)
     int n = c->call.pieces;
     for (int i = 0; i < n; i++) {
         Py_buffer view;
-        PyObject *one = c->known.kind == LIST ? PyTuple_GetItem(result, n - 1 - i) : result;
+        PyObject *one = c->known.kind == LIST ? PyList_GetItem(result, n - 1 - i) : result;
         if (memory_of(one, C_CONTIGUOUS | WRITABLE, &view) < 0)
             return 0;
         f->results[i] = (nc_range){view.buf, (char *)view.buf + view.len, i};
@@ -322,22 +315,7 @@ static PyObject *hand_over(face *f, const fast_call *c, nc_state state, PyObject
     f->cells[DISABLED] = (f->cells[DISABLED] & ~(int64_t)IN_CALL) | HANDED_OVER;
     if (PyErr_Occurred())
         return NULL;
-    PyObject *number = PyLong_FromLongLong(c->known.number), *code = PyLong_FromLongLong(state), *final = NULL;
-    if (number != NULL && code != NULL) {
-        PyObject *arguments[5] = {number, code, c->value, result, c->out};
-        final = PyObject_VectorcallDict(f->resume, arguments, 5, NULL);
-    }
-    Py_DecRef(number);
-    Py_DecRef(code);
-    return final;
-}
-
-/* Call a function that records calls. Releases the argument. */
-static PyObject *record(PyObject *function, PyObject *argument)
-{
-    PyObject *found = argument == NULL ? NULL : PyObject_VectorcallDict(function, &argument, 1, NULL);
-    Py_DecRef(argument);
-    return found;
+    return PyObject_CallFunction(f->resume, "iiOOO", c->known.number, (int)state, c->value, result, c->out);
 }
 
 /* Run a prepared call. */
@@ -355,7 +333,7 @@ static PyObject *run(face *f, const fast_call *c)
     f->cells[THREAD] = (int64_t)PyThread_get_thread_ident();
     nc_state state = nc_begin(f->core, &c->call, KEEPS_LOCK);
     if (f->began != NULL)
-        entry = record(f->began, PyLong_FromLongLong(c->known.number));
+        entry = PyObject_CallFunction(f->began, "i", c->known.number);
     if ((state == NC_NOT_YET || state == NC_MOVED) && !PyErr_Occurred())
         state = resume(f, WAITS);
     if (state != NC_DONE) {
@@ -371,8 +349,10 @@ static PyObject *run(face *f, const fast_call *c)
         Py_DecRef(result);
         return final;
     }
-    if (entry != NULL)
-        Py_DecRef(record(f->ended, entry));
+    if (entry != NULL) {
+        Py_DecRef(PyObject_CallFunction(f->ended, "O", entry));
+        Py_DecRef(entry);
+    }
     f->cells[CALLS]++;
     f->cells[LAST] = c->known.number;
     f->cells[BYTES] += (int64_t)bytes_of_inputs(f, c->call.pieces);
@@ -410,11 +390,11 @@ static PyObject *reduce_list(face *f, fast_call *c, int structure)
         found = reduce(f, c);
     Py_DecRef(value);
     Py_DecRef(out);
-    if (found == NULL || found == NONE || structure == TUPLE_VALUE)
+    if (found == NULL || found == NONE)
         return found;
-    PyObject *list = PySequence_List(found);
+    PyObject *final = structure == TUPLE_VALUE ? PySequence_Tuple(found) : PySequence_List(found);
     Py_DecRef(found);
-    return list;
+    return final;
 }
 
 /* all_reduce(op, value, out or None, structure): value and out are both an array, a list or a tuple of arrays. Ranks

@@ -155,12 +155,7 @@ int core_publish_push(nc *c, int64_t *words, int inputs_are_mapped)
     return PUSH_CANDIDATE | PUSH_READY;
 }
 
-/* The location of an input or a result that a rank has published. */
-static int64_t location_of_input(const nc *c, int rank, int array, int replica)
-{
-    return words_of(c, rank)[array * replicas_of(c, rank) + replica];
-}
-
+/* The location of a result that a rank has published. */
 static int64_t location_of_result(const nc *c, int rank, int array)
 {
     return words_of(c, rank)[c->call.pieces * replicas_of(c, rank) + 1 + array];

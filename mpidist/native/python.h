@@ -40,6 +40,7 @@ int PyDict_SetItemString(PyObject *, const char *, PyObject *);
 PyObject *PyList_New(ssize_t);
 PyObject *PyList_GetItem(PyObject *, ssize_t);
 int PyList_SetItem(PyObject *, ssize_t, PyObject *);
+int PyList_Append(PyObject *, PyObject *);
 ssize_t PyList_Size(PyObject *);
 ssize_t PySequence_Size(PyObject *);
 PyObject *PySequence_GetItem(PyObject *, ssize_t);
@@ -55,6 +56,7 @@ PyObject *PyMemoryView_FromMemory(char *, ssize_t, int);
 PyObject *PyUnicode_InternFromString(const char *);
 PyObject *PyObject_GetAttr(PyObject *, PyObject *);
 PyObject *PyObject_Type(PyObject *);
+PyObject *PyObject_CallFunction(PyObject *, const char *, ...);
 PyObject *PyObject_VectorcallDict(PyObject *, PyObject *const *, size_t, PyObject *); /* exported by 3.10, too */
 int PyObject_GetBuffer(PyObject *, Py_buffer *, int);
 void PyBuffer_Release(Py_buffer *);

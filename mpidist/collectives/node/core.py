@@ -104,20 +104,12 @@ class Core:
     """
 
     def __init__(
-        self,
-        opener: Opener,
-        comm: MPI.Intracomm,
-        memory: Array,
-        pids: list[int] | None,
-        is_alone: bool,
-        rails: int,
+        self, opener: Opener, comm: MPI.Intracomm, memory: Array, pids: list[int] | None, is_alone: bool, rails: int
     ) -> None:
-        self._comm = comm
+        self._comm, self._memory = comm, memory
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self._memory = memory
-        self._calls = opener(
-            address_of(memory), self.rank, self.size, looks_before_yield(), pids, int(not is_alone), rails
-        )
+        spins = looks_before_yield()
+        self._calls = opener(address_of(memory), self.rank, self.size, spins, pids, int(not is_alone), rails)
         self._library, self._address = library(), cast(int, self._calls["address"])
         self._begin: Callable[..., int] = self._calls["begin"]
         self._step: Callable[[int], int] = self._calls["step"]
@@ -147,17 +139,14 @@ class Core:
 
     def meet(self, identity: int) -> None:
         """Start a handshake. The state becomes MISMATCH if a rank passes another identity."""
-        self._set(self._calls["meet"](identity, self._over_nodes))
+        self.resume(self._calls["meet"](identity, self._over_nodes))
 
-    def _set(self, state: int) -> None:
+    def resume(self, state: int) -> None:
+        """Resume a call in ``state``. Raises OSError or MPI.Exception if the call has failed."""
         self.state = state
         if state in (_MPI, LOST):
             code = self._library.nc_error(self._address)
             raise import_mpi().Exception(code) if state == _MPI else OSError(code, os.strerror(code))
-
-    def resume(self, state: int) -> None:
-        """Resume a fast-path call in ``state``. Raises OSError or MPI.Exception if the call has failed."""
-        self._set(state)
 
     @property
     def waits(self) -> bool:
@@ -174,7 +163,7 @@ class Core:
 
     def look(self, polls: int | None = 0) -> None:
         """Advance the call after ``polls`` failed polls. Pass None if the caller has other work."""
-        self._set(self._step(0 if polls is None or polls >= _LONG_POLLS else _POLL_NANOSECONDS))
+        self.resume(self._step(0 if polls is None or polls >= _LONG_POLLS else _POLL_NANOSECONDS))
 
     def pause(self, polls: int, more: int = 1) -> int:
         """Back off after ``more`` failed polls. Return the number of failed polls."""
@@ -184,11 +173,8 @@ class Core:
         return polls + more
 
     def meeting(self) -> Steps[None]:
-        """Yield until all ranks of the node have arrived (barrier).
-
-        Each rank then sees all earlier writes of the others.
-        """
-        self._set(self._calls["meet"](0, 0))
+        """Yield until all ranks of the node have arrived. Each rank then sees all earlier writes of the others."""
+        self.resume(self._calls["meet"](0, 0))
         yield from self.go_on()
 
     def gather(self, words: Sequence[int]) -> Steps[list[list[int]]]:
@@ -201,14 +187,8 @@ class Core:
         return [self._library.nc_told(self._address, rank)[: len(words)] for rank in range(self.size)]
 
     def ping(self, other: int, limit_seconds: float = _PING_SECONDS) -> int:
-        """Return the one-way latency to ``other`` in nanoseconds, or 0 after a timeout.
-
-        All ranks of the node must call it in pairs, equally often. Ranks that share a core usually time out.
-        """
-        if not 0 <= other < self.size:
-            raise ValueError(f"ping of rank {other}, but this node has {self.size} ranks. Pass a rank of this node")
-        limit = int(limit_seconds * 1e9)
-        nanoseconds: int = self._library.nc_ping(self._address, other, _PING_BATCHES, limit)
+        """Return the one-way latency to ``other`` in nanoseconds, or 0 after a timeout (collective, see nc_ping)."""
+        nanoseconds: int = self._library.nc_ping(self._address, other, _PING_BATCHES, int(limit_seconds * 1e9))
         return nanoseconds
 
     def allow_push(self, nbytes: int, *, always: bool) -> None:
@@ -219,10 +199,7 @@ class Core:
         self._library.nc_allow_push(self._address, nbytes, always)
 
     def abandon(self, seconds: float) -> list[int]:
-        """Stop writes into this rank's results after a failed call.
-
-        Waits up to ``seconds`` for running writes. Returns the ranks that are still inside a write.
-        """
+        """Stop writes into this rank's results. Return the ranks that are still inside a write after ``seconds``."""
         if not self._address:
             return []
         is_writing = ctypes.create_string_buffer(self.size)
@@ -259,7 +236,7 @@ class Core:
         if _code_of(dtype) == _BFLOAT16:
             inputs = [[_lending(array) for array in arrays] for arrays in inputs]
             outs = outs and [_lending(array) for array in outs]
-        self._set(self._begin(
+        self.resume(self._begin(
             identity, _ALL_REDUCE, _OPS[op], _code_of(dtype), divisor or 0, flags, len(inputs), per_slice, held,
             inputs[0] if len(inputs) == 1 else list(chain.from_iterable(zip(*inputs, strict=True))), outs, None,
         ))  # fmt: skip
@@ -268,7 +245,7 @@ class Core:
         self, identity: int, op: ReduceOp, array: Array, borders: list[int], out: Array, divisor: int | None
     ) -> None:
         """Start a reduction. Each rank keeps the elements between two borders."""
-        self._set(self._begin(
+        self.resume(self._begin(
             identity, _REDUCE_SCATTER, _OPS[op], _code_of(array.dtype), divisor or 0, 0, 1, 0, 0,
             [_lending(array)], [_lending(out)], borders,
         ))  # fmt: skip
@@ -279,7 +256,7 @@ class Core:
         The state becomes MET when ``lengths`` and ``notes`` are known.
         """
         kind = _ALL_GATHER if borders is None else _ALL_TO_ALL
-        self._set(self._begin(identity, kind, 0, _BYTE, 0, _STOP, 1, 0, note, [sent], None, borders))
+        self.resume(self._begin(identity, kind, 0, _BYTE, 0, _STOP, 1, 0, note, [sent], None, borders))
 
     def shares(self) -> bool:
         """Return whether all ranks accept a shared result."""
@@ -324,10 +301,7 @@ class Core:
         divisor: int | None,
         root: int,
     ) -> int | None:
-        """Cache the signature of a call. Return its number, or None if the fast path cannot run it.
-
-        ``name`` is a field of ``FastCalls``. ``root`` is the kind of structure for an all-reduce.
-        """
+        """Cache the signature of a call of ``FastCalls``. Return its number, or None if the fast path cannot run it."""
         dtype = (array if isinstance(array, np.ndarray) else array[0]).dtype
         dtype_code = _DTYPES.get((dtype.kind, dtype.itemsize))
         if dtype_code is None:

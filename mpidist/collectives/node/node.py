@@ -123,11 +123,8 @@ class Node:
 
     def make_room(self, comm: MPI.Intracomm) -> Steps[bool]:
         """Allocate the slots once. Return whether all nodes have room (collective over ``comm``)."""
-        if self._has_room is None:
-            self._has_room = yield from self._made_room(comm)
-        return self._has_room
-
-    def _made_room(self, comm: MPI.Intracomm) -> Steps[bool]:
+        if self._has_room is not None:
+            return self._has_room
         core = self.core if self.has_neighbours else None
         piece = _SLICE_BYTES if self.is_alone else SLICE_BYTES_BETWEEN_NODES
         if core is not None:
@@ -136,15 +133,15 @@ class Node:
                 piece //= 2
             piece = piece if self._sizes(piece).nbytes <= room else 0
         self.slice_bytes = yield from agreed_minimum(comm, piece)
-        if not self.slice_bytes:
-            return False
-        if core is not None:
+        if core is not None and self.slice_bytes:
             sizes = self._sizes(self.slice_bytes)
             segments = yield from self.shared.segments(sizes.nbytes)
             if segments is not None:
                 core.use_slots(segments, sizes)
                 self.slots = segments[self.rank]
-        return bool((yield from agreed_minimum(comm, int(core is None or self.slots is not None))))
+        has_room = self.slice_bytes > 0 and (core is None or self.slots is not None)
+        self._has_room = bool((yield from agreed_minimum(comm, int(has_room))))
+        return self._has_room
 
     def _sizes(self, piece: int) -> SlotSizes:
         """Return the sizes of a rank's slots for slices of ``piece`` bytes."""
