@@ -367,12 +367,7 @@ static nc_state meet(nc *c)
 
 /* Calls ---------------------------------------------------------------------------------------------------------- */
 
-void nc_targets(nc *c, char *const *outs, char *shared)
-{
-    for (int i = 0; i < c->call.pieces && outs != NULL; i++)
-        c->piece[i].out = outs[i];
-    c->shared = shared;
-}
+void nc_targets(nc *c, char *shared) { c->shared = shared; }
 
 nc_state nc_step(nc *c, int64_t nanoseconds)
 {

@@ -34,7 +34,7 @@ typedef enum {
     NC_DONE,
     NC_NOT_YET,  /* waits for another rank: poll again with nc_step */
     NC_MOVED,    /* made progress until the time was over: call nc_step */
-    NC_MET,      /* the handshake is complete: call nc_targets, then nc_step */
+    NC_MET,      /* the handshake is complete: set the results, see nc_targets, and call nc_step */
     NC_SLICE,    /* a slice of this rank is ready for other nodes: nc_get_slice, later nc_crossed */
     NC_CHUNK,    /* NC_WATCH: a step of a chunk is complete: nc_get_event */
     NC_MISMATCH, /* another rank passed another id. The call has ended without moving data. */
@@ -202,9 +202,9 @@ const char **nc_inputs(nc *core);
 nc_state nc_begin(nc *core, const nc_call *call, int64_t nanoseconds);
 nc_state nc_step(nc *core, int64_t nanoseconds);
 
-/* After NC_MET: set the arrays of the result, or `shared`, one flat array that all ranks map. Without NC_SHARE, arrays
-   that were passed to nc_begin must not change, because other ranks may already write to them. */
-void nc_targets(nc *core, char *const *outs, char *shared);
+/* After NC_MET: set `shared`, one flat array for the result that all ranks map, or NULL. The arrays of the result may
+   be set in nc_pieces, unless they were set before nc_begin, because other ranks may already write to those. */
+void nc_targets(nc *core, char *shared);
 
 NC_EXPORT void nc_get_slice(const nc *core, nc_slice *slice);
 NC_EXPORT void nc_crossed(nc *core, size_t chunk); /* other nodes have reduced the slice, in the order of chunks */

@@ -120,7 +120,7 @@ static PyObject *targets(PyObject *self, PyObject *const *a, ssize_t n)
     face *f = face_of(self);
     if (a[0] != NONE && read_outs(f, a[0]) < 0)
         return NULL;
-    nc_targets(f->core, NULL, (char *)(intptr_t)whole(a[1]));
+    nc_targets(f->core, (char *)(intptr_t)whole(a[1]));
     return PyErr_Occurred() ? NULL : none();
 }
 
@@ -171,21 +171,15 @@ static int add_functions(PyObject *dict, PyMethodDef *functions, PyObject *self)
     return 0;
 }
 
-/* open(control address, rank, ranks, spins, pids or None, on wire, rails) -> functions, "cells", "address" of the core
-   */
-static PyObject *open_core(PyObject *self, PyObject *const *a, ssize_t n)
+/* Return a dict of the functions of a new core, "cells", and "address" of the core. Arguments as in nc_open. */
+NC_EXPORT PyObject *nc_open_for_python(void *control, int rank, int ranks, int spins, const int32_t *pids, int on_wire,
+                                       int rails)
 {
-    (void)self, (void)n;
-    int32_t pids[NC_MOST_RANKS];
-    int rank = (int)whole(a[1]), ranks = (int)whole(a[2]), reads = a[4] != NONE;
     if (ranks > NC_MOST_RANKS)
         return PyErr_Format(PyExc_ValueError, "%d ranks on a node. The core supports %d. Set MPIDIST_NATIVE=0", ranks,
                             (int)NC_MOST_RANKS);
-    for (int r = 0; r < ranks && reads; r++)
-        pids[r] = (int32_t)whole(PyList_GetItem(a[4], r));
     face *f = calloc(1, sizeof *f);
-    nc *core = nc_open((void *)(intptr_t)whole(a[0]), rank, ranks, (int)whole(a[3]), reads ? pids : NULL,
-                       (int)whole(a[5]), (int)whole(a[6]));
+    nc *core = nc_open(control, rank, ranks, spins, pids, on_wire, rails);
     PyObject *capsule = f != NULL && core != NULL ? PyCapsule_New(f, CAPSULE, close_face) : NULL;
     if (capsule == NULL) {
         free(f);
@@ -206,9 +200,3 @@ static PyObject *open_core(PyObject *self, PyObject *const *a, ssize_t n)
 }
 
 NC_EXPORT const char *nc_build(void) { return NC_BUILD; }
-
-NC_EXPORT PyObject *nc_opener(void)
-{
-    static PyMethodDef open = {"open", open_core, METH_FASTCALL, NULL};
-    return PyCFunction_NewEx(&open, NULL, NULL);
-}

@@ -34,10 +34,10 @@ def library() -> Path:
     return path
 
 
-def test_the_library_opens_cores_by_a_builtin_function(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_loaded_once(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MPIDIST_NATIVE", raising=False)
     opener = native.opener()
-    assert type(opener) is type(len)
+    assert opener is not None
     assert native.why_not() is None
     assert native.opener() is opener
 

@@ -1,6 +1,6 @@
 """The native core of one node: handshakes and data movement between its ranks.
 
-``mpidist/native/mpidist.h`` documents the C functions. Only this file calls them.
+``mpidist/native/mpidist.h`` documents the C functions.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Core:
     ) -> None:
         self._comm, self._memory = comm, memory
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        spins = looks_before_yield()
-        self._calls = opener(address_of(memory), self.rank, self.size, spins, pids, int(not is_alone), rails)
+        spins, of_node = looks_before_yield(), None if pids is None else (ctypes.c_int32 * self.size)(*pids)
+        self._calls = opener(address_of(memory), self.rank, self.size, spins, of_node, int(not is_alone), rails)
         self._library, self._address = library(), cast(int, self._calls["address"])
         self._begin: Callable[..., int] = self._calls["begin"]
         self._step: Callable[[int], int] = self._calls["step"]

@@ -214,7 +214,8 @@ def _load(folder: Path) -> _Core:
     except OSError as error:
         return _Core(why_not=f"it cannot be loaded: {error}")
     builtin.nc_build.restype = ctypes.c_char_p
-    builtin.nc_opener.restype = ctypes.py_object
+    builtin.nc_open_for_python.restype = ctypes.py_object
+    builtin.nc_open_for_python.argtypes = [c_void_p, c_int, c_int, c_int, POINTER(c_int32), c_int, c_int]
     built, expected = builtin.nc_build().decode(), source_id(folder)
     if built != expected:
         raise RuntimeError(
@@ -225,4 +226,4 @@ def _load(folder: Path) -> _Core:
     for name, (result, *arguments) in _PROTOTYPES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    return _Core(builtin.nc_opener(), library)
+    return _Core(builtin.nc_open_for_python, library)

@@ -197,7 +197,9 @@ static void met(member *m, call *c)
     m->shared = wants_one ? node->common : NULL;
     if (!wants_one && c->own.place == LATER && !(c->own.flags & NC_UNWANTED))
         place_outs(m, c);
-    nc_targets(m->core, wants_one ? NULL : c->out, m->shared);
+    for (int i = 0; i < c->own.pieces && !wants_one; i++)
+        nc_pieces(m->core)[i].out = c->out[i];
+    nc_targets(m->core, m->shared);
 }
 
 /* Chunks come in their order, each once; those that go to the wire are slices instead. */
