@@ -80,9 +80,9 @@ class FastCalls(NamedTuple):
 
     all_reduce: Callable[[object, object, object, int | None], Any]  # op, value, out, kind
     reduce_scatter: Callable[[object, object, object], Any]  # op, array, out
-    all_gather: Callable[[object, object], Any]  # array, out; along the first axis
+    all_gather: Callable[[object, object], Any]  # array, out (along the first axis)
     broadcast: Callable[[object, object, object], Any]  # array, root, out
-    all_to_all: Callable[[object, object], Any]  # array, out; equally many rows for each rank
+    all_to_all: Callable[[object, object], Any]  # array, out (equally many rows for each rank)
 
 
 def _not_cached(*_: object) -> None:

@@ -165,7 +165,7 @@ class Node:
 def _neighbours(comm: MPI.Intracomm, has_core: bool) -> tuple[list[int], set[int], bool]:
     """Return the pids of a node's ranks, their cores, and whether this rank may access the others' memory."""
     rank, may_access = comm.Get_rank(), has_core and bool(settings.READ_NEIGHBOURS.read())
-    # Each rank has its number in its own place. Its neighbours read that one, and write theirs beside it.
+    # Each rank stores its number at its own index. Its neighbours read it there, and write theirs at their own indices.
     numbers = np.zeros(comm.Get_size(), np.int64)
     numbers[rank] = _MAGIC + rank
     mine = os.getpid(), sorted(allowed_cores()), address_of(numbers)
