@@ -197,7 +197,7 @@ static void met(member *m, call *c)
     m->shared = wants_one ? node->common : NULL;
     if (!wants_one && c->own.place == LATER && !(c->own.flags & NC_UNWANTED))
         place_outs(m, c);
-    for (int i = 0; i < c->own.pieces && !wants_one; i++)
+    for (int i = 0; i < c->plan.call.pieces && !wants_one; i++)
         nc_pieces(m->core)[i].out = c->out[i];
     nc_targets(m->core, m->shared);
 }
