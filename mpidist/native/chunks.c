@@ -147,7 +147,7 @@ static nc_state try_reduce(nc *c)
         reduce_slice(c, k, start, n);
     if (c->on_wire) {
         count(c, READ, c->reduced);
-        if (n || c->crossed != k) /* empty slices must also wait for earlier ones */
+        if ((n && !moves(c)) || c->crossed != k) /* empty slices must also wait for earlier ones */
             return NC_SLICE;
         c->crossed = c->reduced;
     }
