@@ -214,7 +214,7 @@ def requirements() -> list[str]:
 
 
 def finish_wheel(wheel: Path, library: bytes | None) -> Path:
-    """Add the examples, the build id and, unless it is None, the library to a wheel. Return its new path.
+    """Add examples, build id and, unless it is None, the library to a wheel. Return its path.
 
     The tag of a wheel with the library names the platform. Its C sources are those that were compiled, because
     setuptools also packs files that an earlier build left in ``build/``.

@@ -187,7 +187,7 @@ class Core:
         return [self._library.nc_told(self._address, rank)[: len(words)] for rank in range(self.size)]
 
     def ping(self, other: int, limit_seconds: float = _PING_SECONDS) -> int:
-        """Return the one-way latency to ``other`` in nanoseconds, or 0 after a timeout (collective, see nc_ping)."""
+        """Return the latency to ``other`` in nanoseconds, or 0 after a timeout (collective, see nc_ping)."""
         nanoseconds: int = self._library.nc_ping(self._address, other, _PING_BATCHES, int(limit_seconds * 1e9))
         return nanoseconds
 
@@ -199,7 +199,7 @@ class Core:
         self._library.nc_allow_push(self._address, nbytes, always)
 
     def abandon(self, seconds: float) -> list[int]:
-        """Stop writes into this rank's results. Return the ranks that are still inside a write after ``seconds``."""
+        """Stop writes into this rank's results. Return the ranks that still write after ``seconds``."""
         if not self._address:
             return []
         is_writing = ctypes.create_string_buffer(self.size)

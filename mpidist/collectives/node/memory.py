@@ -112,7 +112,7 @@ _IDLE_REFERENCES = _references([object()], 0)
 
 
 def is_held(holder: Sequence[object], index: int) -> bool:
-    """Return whether anything but the list ``holder`` refers to its element, such as a view of a view of it."""
+    """Return whether anything but the list ``holder``, such as a view, refers to its element."""
     return _references(holder, index) > _IDLE_REFERENCES
 
 

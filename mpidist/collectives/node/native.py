@@ -54,7 +54,7 @@ class SlotSizes(Structure):
 
 
 class Slice(Structure):
-    """nc_slice of mpidist.h: a reduced slice of this rank that must be sent to the other nodes."""
+    """nc_slice of mpidist.h: a reduced slice that must be sent to other nodes."""
 
     _fields_ = (("chunk", c_size_t), ("start", c_size_t), ("length", c_size_t), ("lane", c_size_t))
 

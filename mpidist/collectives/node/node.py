@@ -163,7 +163,7 @@ class Node:
 
 
 def _neighbours(comm: MPI.Intracomm, has_core: bool) -> tuple[list[int], set[int], bool]:
-    """Return the pids of a node's ranks, their cores, and whether this rank may access the others' memory."""
+    """Return pids and cores of a node, and whether this rank may access its memory."""
     rank, may_access = comm.Get_rank(), has_core and bool(settings.READ_NEIGHBOURS.read())
     # Each rank stores its number at its own index. Its neighbours read it there, and write theirs at their own indices.
     numbers = np.zeros(comm.Get_size(), np.int64)
@@ -196,7 +196,7 @@ def _handles(pids: list[int]) -> list[Process]:
 
 
 def _agreed_opener(comm: MPI.Intracomm) -> native.Opener | None:
-    """Return the function that opens a native core, or None if any rank has no core.
+    """Return the function that opens a core, or None if any rank has none.
 
     If a rank cannot use its library, every rank raises RuntimeError.
     """
