@@ -169,7 +169,7 @@ class Staged:
         options = job.options
         if options.algorithm in gpu_names():
             options = replace(options, algorithm=None)
-        host_job = PackedReduction(chunk, [source], [], [reduced], job.op, None, options, self._pool)
+        host_job = PackedReduction(chunk, [source], [reduced], job.op, None, options, self._pool)
         names = self._choice.names_for(chunk.nbytes, options)
         algorithm = self._choice.made(names) or (yield from self._choice.make(names))
         yield from algorithm.all_reduce(host_job)

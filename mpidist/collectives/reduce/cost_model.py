@@ -15,6 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy as np
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.mpi.exchange import agreed_minimum
 from mpidist.collectives.mpi.mpi_types import message, tag_of
-from mpidist.collectives.mpi.waiting import Comm, Steps, pause, until_all_done, until_done
+from mpidist.collectives.mpi.waiting import Comm, Steps, until_all_done, until_done
 from mpidist.collectives.node.core import SMALL_BETWEEN_NODES
 from mpidist.collectives.node.node import LANES_BETWEEN_NODES, SLICE_BYTES_BETWEEN_NODES, Node
 
@@ -76,10 +77,8 @@ only on the ratios of the costs, which differ less.
 class Rail:
     """The ranks with the same local rank on each node, which exchange slices.
 
-    Attributes:
-        _ranks: Their ranks in the communicator.
-        _position: Index of this rank among them.
-        _wire_dtype: Dtype of sums in transit, for an algorithm that rounds.
+    ``position`` is the index of this rank in ``ranks``. ``wire_dtype`` is the dtype of sums in transit, if they are
+    rounded.
     """
 
     def __init__(self, comm: Comm, ranks: list[int], position: int, wire_dtype: DType | None = None) -> None:
@@ -256,54 +255,19 @@ _WORK_BYTES = 1 << 20
 _LEAST_SECONDS = 1e-7
 
 
-class _Probe(Rail):
-    """Times messages on all rails, from each node to the node at a distance."""
-
-    def __init__(self, comm: Comm, node: Node) -> None:
-        rail = [ranks[node.rank] if node.rank < node.rails else -1 for ranks in node.ranks]
-        super().__init__(comm, rail, node.topology.node_index)
-        self._node = node
-
-    def seconds(self, messages: int, nbytes: int, distance: int = 1, rails: int | None = None) -> Steps[float]:
-        """Measure a round of concurrent messages on a number of rails, by default all (collective)."""
-        takes_part = self._node.rank < (self._node.rails if rails is None else rails)
-        buffers = [
-            (np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)) for _ in range(messages if takes_part else 0)
-        ]
-        rounds = _ROUNDS if nbytes == _SMALL_BYTES else 1
-        return (yield from _median(self._comm, lambda: self._pass(buffers, distance), rounds))
-
-    def _pass(self, buffers: Sequence[tuple[Array, Array]], distance: int) -> Steps[None]:
-        n, me = len(self._ranks), self._position
-        dest, source = (me + distance) % n, (me - distance) % n
-        in_flight = [self._exchange({source: into}, {dest: sent}, k) for k, (sent, into) in enumerate(buffers)]
-        failed_polls = 0
-        while in_flight:
-            unfinished = [steps for steps in in_flight if next(steps, in_flight) is not in_flight]
-            failed_polls = 0 if len(unfinished) < len(in_flight) else failed_polls + 1
-            in_flight = unfinished
-            pause(self._comm, failed_polls)
-            yield
-
-    def large(self) -> Steps[int]:
-        """Return the bytes of messages that take long enough."""
-        nbytes = _FIRST_BYTES
-        while nbytes < _MOST_BYTES and (yield from self.seconds(_LARGE, nbytes)) < _AT_LEAST_SECONDS:
-            nbytes *= 2
-        return nbytes
-
-
 def measure_network(comm: Comm, node: Node) -> Steps[Network]:
     """Measure the costs between several nodes, the same on every rank (collective)."""
-    probe, half = _Probe(comm, node), max(1, len(node.ranks) // 2)
+    seconds = partial(_message_seconds, comm, node)
     # One message at a time shows the latency, and many small ones show the processor time of each.
-    one = yield from probe.seconds(1, _SMALL_BYTES)
-    many = yield from probe.seconds(_MANY, _SMALL_BYTES)
+    one = yield from seconds(1, _SMALL_BYTES)
+    many = yield from seconds(_MANY, _SMALL_BYTES)
     overhead = max((many - one) / (_MANY - 1), _LEAST_SECONDS)
-    nbytes = yield from probe.large()
-    near = yield from probe.seconds(_LARGE, nbytes)
-    far = near if half == 1 else (yield from probe.seconds(_LARGE, nbytes, half))
-    alone = near if node.rails == 1 else (yield from probe.seconds(_LARGE, nbytes, rails=1))
+    nbytes = _FIRST_BYTES
+    while (near := (yield from seconds(_LARGE, nbytes))) < _AT_LEAST_SECONDS and nbytes < _MOST_BYTES:
+        nbytes *= 2
+    half = len(node.ranks) // 2
+    far = near if half == 1 else (yield from seconds(_LARGE, nbytes, distance=half))
+    alone = near if node.rails == 1 else (yield from seconds(_LARGE, nbytes, rails=1))
     source, target = np.ones(_WORK_BYTES // 4, np.float32), np.ones(_WORK_BYTES // 4, np.float32)
     reduce = yield from _median(comm, lambda: _done(lambda: np.add(target, source, out=target)))
     copy = yield from _median(comm, lambda: _done(lambda: np.copyto(target, source)))
@@ -321,6 +285,25 @@ def measure_network(comm: Comm, node: Node) -> Steps[Network]:
         meeting=meeting,
         exchange=max((everyone - meeting) / exchanges, _LEAST_SECONDS),
     )
+
+
+def _message_seconds(
+    comm: Comm, node: Node, messages: int, nbytes: int, distance: int = 1, rails: int | None = None
+) -> Steps[float]:
+    """Measure concurrent messages from each node to the one at a distance, on some or all rails (collective)."""
+    count, me = messages if node.rank < (rails or node.rails) else 0, node.topology.node_index
+    sent, received = np.zeros((count, nbytes), np.uint8), np.zeros((count, nbytes), np.uint8)
+
+    def exchange() -> Steps[None]:
+        requests = []
+        for k in range(count):
+            source, dest = [node.ranks[(me + step) % len(node.ranks)][node.rank] for step in (-distance, distance)]
+            requests.append(comm.Irecv(message(received[k]), source, tag_of(k)))
+            requests.append(comm.Isend(message(sent[k]), dest, tag_of(k)))
+        for request in requests:
+            yield from until_done(request)
+
+    return (yield from _median(comm, exchange, _ROUNDS if nbytes == _SMALL_BYTES else 1))
 
 
 def _median(comm: Comm, act: Callable[[], Steps[None]], rounds: int = 1) -> Steps[float]:
