@@ -52,27 +52,21 @@ class Timing(NamedTuple):
     """The times measured at one size."""
 
     nbytes: int
-    seconds: dict[str, float]
-    """Median time of a call on the slowest rank, by algorithm."""
+    seconds: dict[str, float]  # median time of a call on the slowest rank, by algorithm
 
 
 class Tuned(NamedTuple):
     """The outcome of tuning, the same on every rank."""
 
-    setup: Setup
-    """The hosts, MPI library and layout that were measured."""
-    place: str
-    """The measured row of the table."""
-    table: Table
-    """The table. Rows of other places are unchanged."""
-    timings: list[Timing]
-    """The times behind the table, without skipped sizes."""
-    path: str | None
-    """The file of the table, if any."""
+    setup: Setup  # the hosts, MPI library and layout that were measured
+    place: str  # the measured row of the table
+    table: Table  # rows of other places are unchanged
+    timings: list[Timing]  # the times behind the table, without skipped sizes
+    path: str | None  # the file of the table, if any
 
 
+# Reports progress on rank 0.
 Report = Callable[[str], object]
-"""A function that reports progress on rank 0."""
 
 
 def _ignore(_: str) -> None:

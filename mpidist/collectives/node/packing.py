@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import accumulate
 
 import numpy as np
@@ -70,21 +69,14 @@ def copies_of_overlapping(
     >>> first is start, second is end
     (True, False)
     """
-    overlap = _overlap()
-    if overlap is not None and not overlap(list(arrays), list(out)):
+    functions = native.functions()
+    if functions is not None and not functions["overlap"](list(arrays), list(out)):
         return list(arrays)
     counts = overlaps(arrays, out)
     if may_be_in_place:
         pairs = zip(counts, arrays, out, strict=True)
         counts = [count - (address_of(array) == address_of(target)) for count, array, target in pairs]
     return [_copied(array, pool) if count > 0 else array for array, count in zip(arrays, counts, strict=True)]
-
-
-@cache
-def _overlap() -> Callable[[list[Array], list[Array]], int] | None:
-    """Return the C function that finds overlapping arrays, or None without the library."""
-    functions = native.functions()
-    return None if functions is None else functions["overlap"]
 
 
 def in_order(array: Array) -> Array:
@@ -95,10 +87,6 @@ def in_order(array: Array) -> Array:
 def _is_in_order(array: Array) -> bool:
     flags = array.flags
     return flags.c_contiguous and flags.aligned
-
-
-def _flat(array: Array) -> Array:
-    return array if array.ndim == 1 else array.reshape(-1)
 
 
 def _copied(array: Array, pool: Pool) -> Array:
@@ -187,7 +175,7 @@ class Pack:
 
     def inputs(self, arrays: Sequence[Array], pool: Pool) -> list[Array]:
         """Return the pieces of the arrays of a call."""
-        pieces = [_flat(in_order(arrays[index])) for index, _ in self._apart]
+        pieces = [in_order(arrays[index]).reshape(-1) for index, _ in self._apart]
         if self._joined:
             buffer = pool.take(self.counts[0], self.dtype)
             for index, start, stop, shape in self._joined:
@@ -200,7 +188,7 @@ class Pack:
         pieces = [pool.take(self.counts[0], self.dtype)] if self._joined else []
         for index, _ in self._apart:
             array = out[index]
-            pieces.append(_flat(array) if _is_in_order(array) else pool.take(array.size, self.dtype))
+            pieces.append(array.reshape(-1) if _is_in_order(array) else pool.take(array.size, self.dtype))
         return pieces
 
     def deliver(self, pieces: Sequence[Array], results: list[Array], *, are_given: bool) -> None:
@@ -219,7 +207,7 @@ class Pack:
                     results[index] = _kept_apart(part)
         for (index, shape), piece in zip(self._apart, pieces, strict=True):
             if not are_given:
-                results[index] = _kept_apart(piece if piece.shape == shape else piece.reshape(shape))
+                results[index] = _kept_apart(piece.reshape(shape))
             elif not _is_in_order(results[index]):
                 results[index][...] = piece.reshape(shape)
 

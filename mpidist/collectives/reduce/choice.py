@@ -10,6 +10,7 @@ from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.reduce import algorithms  # noqa: F401  # registers the algorithms
 from mpidist.collectives.reduce.registry import (
+    AlgorithmEntry,
     Registry,
     Row,
     Site,
@@ -46,7 +47,6 @@ class Choice(Generic[A]):
     def __init__(self, registry: Registry, site: Site, place: str, row: Row) -> None:
         self._registry, self.site, self._place, self.row = registry, site, place, row
         self._is_single_rank = site.comm.Get_size() == 1
-        self._names: dict[tuple[str, bool, bool, bool, bool], tuple[str, ...]] = {}
         self._made: dict[str, A] = {}
         self._failed: set[str] = set()
 
@@ -55,34 +55,30 @@ class Choice(Generic[A]):
 
         ``is_common`` says whether every algorithm supports the dtype and the operation.
         """
-        requested = options.algorithm
-        if requested is None and self._is_single_rank:
+        if options.algorithm is None and self._is_single_rank:
             return (ALONE,)
-        name = look_up(self.row, nbytes) if requested is None else requested
-        key = (name, requested is None, options.deterministic, options.wire_dtype is not None, is_common)
-        if key not in self._names:
-            self._names[key] = self._suitable(*key)
-        return self._names[key]
+        name = options.algorithm or look_up(self.row, nbytes)
+        found = [
+            entry.name
+            for entry in self._entries_from(name)
+            if (entry.is_ordered or not options.deterministic)
+            and (entry.rounds or options.wire_dtype is None or self.site.node.is_alone)
+            and (entry.is_general or is_common)
+        ]
+        # A named algorithm has no substitute. For an unknown one, ``make`` raises an error.
+        return tuple(found) if options.algorithm is None else (*found[:1],) or (name,)
 
     def names_from(self, name: str) -> tuple[str, ...]:
         """Return the algorithm for a name in the table, then its substitutes."""
-        return self._suitable(name, may_differ=True, is_ordered=False, rounds=False, is_common=True)
+        return tuple(entry.name for entry in self._entries_from(name))
 
-    def _suitable(
-        self, name: str, may_differ: bool, is_ordered: bool, rounds: bool, is_common: bool
-    ) -> tuple[str, ...]:
-        registry, node = self._registry, self.site.node
+    def _entries_from(self, name: str) -> list[AlgorithmEntry]:
+        registry = self._registry
         first = registry.get("hierarchical" if name in wire_algorithms else name)
-        found = []
-        for other in () if first is None else (first.name, *first.instead):
-            entry = registry.get(other)
-            if entry is not None and entry.stands_for is not None:
-                entry = registry.get(entry.stands_for(node))
-            if entry is None or (is_ordered and not entry.is_ordered) or not (entry.is_general or is_common):
-                continue
-            if entry.rounds or not rounds or node.is_alone:
-                found.append(entry.name)
-        return tuple(dict.fromkeys(found)) if may_differ else (*found[:1],) or (name,)
+        names = [] if first is None else [first.name, *first.instead]
+        entries = [registry[other] for other in names if other in registry]
+        served = [entry.name if entry.stands_for is None else entry.stands_for(self.site.node) for entry in entries]
+        return [registry[other] for other in dict.fromkeys(served) if other in registry]
 
     def first_working(self, names: Sequence[str]) -> str:
         """Return the first algorithm that has not failed to start, else the last."""

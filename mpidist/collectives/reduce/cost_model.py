@@ -36,24 +36,15 @@ _WORTH_WHILE = 1.05
 class Network(NamedTuple):
     """The costs of messages between nodes and of work inside them, as ``mpidist.tune`` measures them."""
 
-    latency: float
-    """Seconds of an empty message to another node, without the overhead."""
-    overhead: float
-    """Seconds of the processor for each message that is sent and received."""
-    bandwidth: float
-    """Bytes per second from each node to the next, by all its rails."""
-    far_bandwidth: float
-    """Bytes per second from each node to the node halfway around. Oversubscribed switches lower it."""
-    rail_bandwidth: float
-    """Bytes per second of a single rank."""
-    reduce: float
-    """Seconds to combine a byte with another."""
-    copy: float
-    """Seconds to copy a byte inside a node."""
-    meeting: float
-    """Seconds of a barrier of the ranks of a node."""
-    exchange: float
-    """Seconds of a round of the handshake between the node leaders."""
+    latency: float  # seconds of an empty message to another node, without the overhead
+    overhead: float  # seconds of the processor for each message that is sent and received
+    bandwidth: float  # bytes per second from each node to the next, by all its rails
+    far_bandwidth: float  # the same to the node halfway around. Oversubscribed switches lower it
+    rail_bandwidth: float  # bytes per second of a single rank
+    reduce: float  # seconds to combine a byte with another
+    copy: float  # seconds to copy a byte inside a node
+    meeting: float  # seconds of a barrier of the ranks of a node
+    exchange: float  # seconds of a round of the handshake between the node leaders
 
 
 SHIPPED_NETWORK = Network(
@@ -101,20 +92,15 @@ class Rail:
 class Round(NamedTuple):
     """A number of equal rounds of an inter-node algorithm, as the busiest rank runs them."""
 
-    times: int
-    """Number of rounds, one after the other."""
-    messages: int
-    """Messages in each: sent or received, whichever is more."""
-    elements: int
-    """Elements in each: sent or received, whichever is more."""
-    reduced: int
-    """Elements combined in each."""
-    is_far: bool
-    """Whether messages go to other nodes than the next one."""
+    times: int  # number of rounds, one after the other
+    messages: int  # messages in each: sent or received, whichever is more
+    elements: int  # elements in each: sent or received, whichever is more
+    reduced: int  # elements combined in each
+    is_far: bool  # whether messages go to other nodes than the next one
 
 
+# Returns the rounds of an inter-node algorithm for a number of nodes and of elements.
 Cost = Callable[[int, int], Sequence[Round]]
-"""Returns the rounds of an inter-node algorithm for a number of nodes and of elements."""
 
 
 class Way(NamedTuple):

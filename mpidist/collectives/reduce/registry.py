@@ -29,10 +29,9 @@ S = TypeVar("S")
 T = TypeVar("T")
 Row = tuple[tuple[int | None, str], ...]
 
+# The rows of a table, for arrays in host memory and on GPUs.
 HOST_PLACES = ("one_node", "several_nodes")
-"""The rows of a table for arrays in host memory."""
 GPU_PLACES = ("one_node_gpu", "several_nodes_gpu")
-"""The rows of a table for arrays on GPUs."""
 KiB = 1 << 10
 
 
@@ -98,22 +97,15 @@ class AlgorithmEntry:
     """
     places: tuple[str, ...]
     """The rows of a table that may name it, or ``between_nodes``. Empty for an internal algorithm."""
-    tuned_at: tuple[str, ...] = ()
-    """The rows for which ``mpidist.tune`` measures it."""
-    tuned_to: float = math.inf
-    """Bytes of the largest message that ``mpidist.tune`` measures."""
-    is_ordered: bool = False
-    """Whether sums are formed in a fixed order."""
-    rounds: bool = False
-    """Whether it can send sums between nodes in 16 bits."""
-    is_general: bool = True
-    """Whether it supports every dtype and operation."""
+    tuned_at: tuple[str, ...] = ()  # rows for which ``mpidist.tune`` measures it
+    tuned_to: float = math.inf  # bytes of the largest message that ``mpidist.tune`` measures
+    is_ordered: bool = False  # whether sums are formed in a fixed order
+    rounds: bool = False  # whether it can send sums between nodes in 16 bits
+    is_general: bool = True  # whether it supports every dtype and operation
     instead: tuple[str, ...] = ("mpi", "hierarchical")
     """Substitutes if it does not work. The first one that works is used."""
-    stands_for: Callable[[Node], str] | None = None
-    """Returns the name of the algorithm to use on a node."""
-    cost: Cost | None = None
-    """Returns the rounds of an inter-node algorithm."""
+    stands_for: Callable[[Node], str] | None = None  # returns the name of the algorithm to use on a node
+    cost: Cost | None = None  # returns the rounds of an inter-node algorithm
 
 
 class Registry(dict[str, AlgorithmEntry]):

@@ -27,12 +27,9 @@ _logged: set[str] = set()
 class Setup(NamedTuple):
     """The hosts, MPI library and layout for which a table was measured."""
 
-    host: str
-    """Model of the CPU and number of cores."""
-    mpi: str
-    """MPI library and its version."""
-    layout: str
-    """Nodes and ranks per node."""
+    host: str  # model of the CPU and number of cores
+    mpi: str  # MPI library and its version
+    layout: str  # nodes and ranks per node
 
 
 def setup_of(node: Node) -> Setup:
@@ -50,10 +47,8 @@ def setup_of(node: Node) -> Setup:
 
 def _cpu_model() -> str:
     path = Path("/proc/cpuinfo")
-    for line in path.read_text().splitlines() if path.exists() else []:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
+    models = [line for line in path.read_text().splitlines() if line.startswith("model name")] if path.exists() else []
+    return models[0].split(":", 1)[1].strip() if models else platform.machine()
 
 
 def read(path: str | Path) -> dict[Setup, Table]:
