@@ -115,28 +115,22 @@ class Engine:
     def prepare_device(self, choice: DeviceChoice, description: Description) -> Steps[None]:
         """Create the algorithms of all-reduces on a device (collective)."""
         yield from self.channel.open(description)
-        yield from self._take_turn(choice.streams)
+        place = QueuePlace(choice.streams)
+        place.enter()
         try:
+            yield from place.wait_until_first()
             yield from choice.prepare()
         finally:
-            self._end_turn()
+            place.leave()
         self.is_device_prepared = True
 
     def before_close(self) -> Steps[None]:
         """Return the steps before ``close``, after all ranks have called it (collective)."""
         if self._on_device is not None:
             # Queued calls of other communicators may still use the NCCL communicators of this one.
-            yield from self._take_turn(self._on_device.streams)
-
-    def _take_turn(self, streams: DeviceStreams) -> Steps[None]:
-        place = self._queue_place = QueuePlace(streams)
-        place.enter()
-        yield from place.wait_until_first()
-
-    def _end_turn(self) -> None:
-        if self._queue_place is not None:
-            self._queue_place.leave()
-            self._queue_place = None
+            self._queue_place = QueuePlace(self._on_device.streams)
+            self._queue_place.enter()
+            yield from self._queue_place.wait_until_first()
 
     def all_reduce(
         self,
@@ -221,11 +215,12 @@ class Engine:
 
     def close(self) -> None:
         """Free the algorithms (collective)."""
-        if self._on_device is not None:
-            try:
+        try:
+            if self._on_device is not None:
                 self._on_device.close()
-            finally:
-                self._end_turn()
+        finally:
+            if self._queue_place is not None:
+                self._queue_place.leave()
         self.choice.close()
 
     def reduce_to(self, plan: ReductionPlan, arrays: Sequence[Array], root: int) -> Steps[list[Array]]:

@@ -18,10 +18,11 @@ import numpy as np
 from mpidist.arrays.device_ops import DeviceOps, ops_for
 from mpidist.collectives.channel.operation import Operation, describe
 from mpidist.collectives.communicator import Communicator
-from mpidist.collectives.mpi.exchange import first_does
+from mpidist.collectives.mpi.exchange import all_do, first_does
+from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.reduce import tuning_file
 from mpidist.collectives.reduce.choice import place_of
-from mpidist.collectives.reduce.cost_model import Network, measure_network
+from mpidist.collectives.reduce.cost_model import measure_network
 from mpidist.collectives.reduce.registry import SHIPPED, KiB, Row, Table, candidates_at, size_text
 from mpidist.collectives.reduce.tuning_file import Setup
 from mpidist.core.errors import AlgorithmError, DeviceError
@@ -123,14 +124,16 @@ def run(path: str | os.PathLike[str] | None, seconds: float, report: Report = _i
 def _run(
     comm: Communicator, path: str | os.PathLike[str] | None, seconds: float, kind: str, device: int, report: Report
 ) -> Tuned:
-    ops, channel = _ops_for(comm, kind), comm._channel
-    node, place, setup = channel.node, place_of(channel.node, kind), tuning_file.setup_of(channel.node)
-    table, target, seconds = _on_rank_0(comm, lambda: (*_table_before(comm, setup, path), seconds))
+    mpi_comm, node = comm._channel.comm, comm._channel.node
+    place, setup = place_of(node, kind), tuning_file.setup_of(node)
+    finding = all_do(mpi_comm, lambda: ops_for(kind), _device_error)
+    ops = _do(comm, finding, "finding the devices to tune for")
+    reading = first_does(mpi_comm, lambda: (*_table_before(comm, setup, path), seconds))
+    table, target, seconds = _do(comm, reading, "reading the table to tune")
     timings: list[Timing] = []
     if not node.is_alone:
         report("messages between nodes")
-        measuring = describe("measuring the messages between nodes")
-        network: Network = channel.run(Operation(measure_network(channel.comm, node), measuring))
+        network = _do(comm, measure_network(mpi_comm, node), "measuring the messages between nodes")
         table = table._replace(between_nodes=network)
     if comm.size > 1:
         # Measure with the inter-node algorithms that the new costs select.
@@ -144,26 +147,15 @@ def _run(
         return Tuned(setup, place, decided, timings, target)
 
     # One rank decides, because the last bit of a logarithm may differ between hosts.
-    return _on_rank_0(comm, keep)
+    return _do(comm, first_does(mpi_comm, keep), "writing the tuned table")
 
 
-def _ops_for(comm: Communicator, kind: str) -> DeviceOps:
-    """Return the operations on devices of a kind, or raise DeviceError on all ranks if a rank has none (collective)."""
-    ops, problem = None, None
-    try:
-        ops = ops_for(kind)
-    except DeviceError as error:
-        problem = f"rank {comm.rank}: {error}"
-    problems = [text for text in comm.all_gather_object(problem) if text is not None]
-    if ops is None or problems:
-        raise DeviceError(problems[0])
-    return ops
+def _device_error(rank: int, text: str) -> DeviceError:
+    return DeviceError(f"rank {rank}: {text.removeprefix('DeviceError: ')}")
 
 
-def _on_rank_0(comm: Communicator, work: Callable[[], T]) -> T:
-    """Return the result of rank 0, or raise its error, on all ranks (collective)."""
-    channel = comm._channel
-    return channel.run(Operation(first_does(channel.comm, work), describe("tuning on rank 0")))
+def _do(comm: Communicator, steps: Steps[T], text: str) -> T:
+    return comm._channel.run(Operation(steps, describe(text)))
 
 
 def _table_before(comm: Communicator, setup: Setup, path: str | os.PathLike[str] | None) -> tuple[Table, str | None]:

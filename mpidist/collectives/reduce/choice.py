@@ -105,7 +105,8 @@ class Choice(Generic[A]):
                 self._failed.add(name)
                 if self.site.comm.Get_rank() == 0:
                     other = self.first_working(names)
-                    _log.warning("mpidist: %s. Arrays %s are reduced by %r instead", error, registry.where, other)
+                    how = f"{other!r} instead{', which is slow' if other == 'staged' else ''}"
+                    _log.warning("mpidist: %s. Arrays %s are reduced by %s", error, registry.where, how)
         return self._made[name]
 
     def _not_for_these(self, name: str) -> AlgorithmError:
