@@ -45,7 +45,6 @@ from mpidist.collectives.reduce.registry import (
     Row,
     Table,
     Wire,
-    at_once,
     gpu_algorithms,
     gpu_names,
     look_up,
@@ -105,7 +104,7 @@ class Alone(DeviceAlgorithm):
             return job.store()
 
 
-gpu_algorithms.register(AlgorithmEntry("alone", at_once(Alone), ()))
+gpu_algorithms.register(AlgorithmEntry("alone", Alone, ()))
 
 
 # Two chunks in host memory: the next one is copied there while one is reduced.

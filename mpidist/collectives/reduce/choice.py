@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from mpidist.collectives.mpi.waiting import Steps
@@ -98,7 +98,8 @@ class Choice(Generic[A]):
             if name not in registry:
                 raise self._not_for_these(name)
             try:
-                self._made[name] = yield from registry[name].make(self.site)
+                made = registry[name].make(self.site)
+                self._made[name] = (yield from made) if isinstance(made, Generator) else made
             except AlgorithmError as error:
                 if name == names[-1]:
                     raise

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.waiting import Comm, Steps
@@ -25,8 +25,6 @@ from mpidist.collectives.node.packing import PackedReduction
 from mpidist.collectives.reduce.cost_model import SHIPPED_NETWORK, Cost, Network
 from mpidist.core.options import CommunicationOptions, ReduceOp
 
-S = TypeVar("S")
-T = TypeVar("T")
 Row = tuple[tuple[int | None, str], ...]
 
 # The rows of a table, for arrays in host memory and on GPUs.
@@ -90,10 +88,10 @@ class AlgorithmEntry:
 
     name: str
     make: Callable[..., Any]
-    """Returns the steps that create the algorithm for a site (collective).
+    """Returns the algorithm for a site, or the steps that create it (collective).
 
-    They raise AlgorithmError on all ranks if it does not work there. An inter-node algorithm is created directly, from
-    a communicator, the ranks of a rail, the position of this rank, and the wire dtype if the algorithm rounds.
+    The steps raise AlgorithmError on all ranks if it does not work there. An inter-node algorithm is created from a
+    communicator, the ranks of a rail, the position of this rank, and the wire dtype if the algorithm rounds.
     """
     places: tuple[str, ...]
     """The rows of a table that may name it, or ``between_nodes``. Empty for an internal algorithm."""
@@ -142,16 +140,6 @@ gpu_algorithms = Registry("on GPUs")
 wire_algorithms = Registry("between nodes")
 """Inter-node algorithms. As ``algorithm=`` each name selects ``hierarchical`` with that inter-node algorithm."""
 _REGISTRIES = (host_algorithms, gpu_algorithms, wire_algorithms)
-
-
-def at_once(make: Callable[[S], T]) -> Callable[[S], Steps[T]]:
-    """Convert a constructor that sends no messages into the ``make`` of an entry."""
-
-    def made(site: S) -> Steps[T]:
-        yield from ()
-        return make(site)
-
-    return made
 
 
 def algorithms_at(place: str) -> tuple[str, ...]:

@@ -26,7 +26,6 @@ from mpidist.collectives.reduce.registry import (
     Algorithm,
     AlgorithmEntry,
     Site,
-    at_once,
     host_algorithms,
     wire_algorithms,
 )
@@ -64,10 +63,7 @@ class Ring(Rail):
 def ring_rounds(nodes: int, count: int) -> list[Round]:
     """Return its rounds, which grow with the number of nodes."""
     segment = -(-count // nodes)
-    return [
-        Round(nodes - 1, 1, segment, segment, is_far=False),
-        Round(nodes - 1, 1, segment, 0, is_far=False),
-    ]
+    return [Round(nodes - 1, 1, segment, reduced, is_far=False) for reduced in (segment, 0)]
 
 
 wire_algorithms.register(AlgorithmEntry("ring", Ring, ("between_nodes",), cost=ring_rounds))
@@ -194,10 +190,7 @@ class Pairwise(Rail):
 def pairwise_rounds(nodes: int, count: int) -> list[Round]:
     """Return its two rounds, each with a message to every other node."""
     others = (nodes - 1) * -(-count // nodes)
-    return [
-        Round(1, nodes - 1, others, others, is_far=nodes > 2),
-        Round(1, nodes - 1, others, 0, is_far=nodes > 2),
-    ]
+    return [Round(1, nodes - 1, others, reduced, is_far=nodes > 2) for reduced in (others, 0)]
 
 
 wire_algorithms.register(
@@ -310,4 +303,4 @@ def _reduce_broadcast(comm: Comm, send: Array, result: Array, op: ReduceOp) -> S
 
 
 for _name, _reduce, _tuned_at in (("mpi", _all_reduce, HOST_PLACES), ("reduce_broadcast", _reduce_broadcast, ())):
-    host_algorithms.register(AlgorithmEntry(_name, at_once(partial(FlatReduction, _reduce)), HOST_PLACES, _tuned_at))
+    host_algorithms.register(AlgorithmEntry(_name, partial(FlatReduction, _reduce), HOST_PLACES, _tuned_at))
