@@ -264,13 +264,7 @@ class _Measuring:
 
 
 def best_row(timings: Sequence[Timing]) -> Row:
-    """Return the fastest row over all sizes, which must rise, without entries of little gain.
-
-    >>> best_row([Timing(1024, {"a": 1.0, "b": 3.0}), Timing(4096, {"a": 6.0, "b": 2.0})])
-    ((2048, 'a'), (None, 'b'))
-    >>> best_row([Timing(1024, {"a": 1.0, "b": 3.0}), Timing(4096, {"b": 5.0})])
-    ((1024, 'a'), (None, 'b'))
-    """
+    """Return the fastest row over all sizes, which must rise, without entries of little gain."""
     # Dynamic programming. By the algorithm at the last size so far: the least cost, and the algorithms up to there.
     best: dict[str, tuple[float, tuple[str, ...]]] = dict.fromkeys(timings[0].seconds, (0.0, ()))
     for _, seconds in timings:

@@ -62,6 +62,11 @@ def test_one_that_is_always_fastest_is_alone() -> None:
     assert best_row(curves(slow=(20e-6, 1e-9), fast=(10e-6, 1e-9))) == ((None, "fast"),)
 
 
+def test_an_algorithm_without_a_time_at_a_size() -> None:
+    timings = [Timing(1024, {"a": 1.0, "b": 3.0}), Timing(4096, {"b": 5.0})]
+    assert best_row(timings) == ((1024, "a"), (None, "b"))
+
+
 def test_small_differences_make_no_entries() -> None:
     timings = [Timing(n, {"a": 1.0 + 0.03 * (k % 2), "b": 1.0 + 0.03 * (k % 3)}) for k, n in enumerate(SIZES)]
     assert len(best_row(timings)) == 1

@@ -26,13 +26,7 @@ MOST_PIECES = 1024
 
 
 def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
-    """Group indices into packs. A pack is closed once its size exceeds ``bytes_per_pack``.
-
-    A ``bytes_per_pack`` of 0 makes a single pack.
-
-    >>> group_by_size([16, 16, 16, 16], 16)
-    [[0, 1], [2, 3]]
-    """
+    """Group indices into packs, each closed once its size exceeds ``bytes_per_pack``. 0 makes a single pack."""
     if bytes_per_pack == 0:
         return [list(range(len(sizes)))] if sizes else []
     packs: list[list[int]] = []
@@ -62,12 +56,6 @@ def copies_of_overlapping(
     """Copy each array that may share memory with ``out`` to memory of ``pool``. Return all.
 
     ``may_be_in_place``: an array at the address of its own result is not copied for that result.
-
-    >>> whole = np.zeros(4)
-    >>> start, end = whole[:2], whole[1:]
-    >>> first, second = copies_of_overlapping([start, end], [whole[2:]], Pool())
-    >>> first is start, second is end
-    (True, False)
     """
     functions = native.functions()
     if functions is not None and not functions["overlap"](list(arrays), list(out)):
@@ -96,12 +84,7 @@ def _copied(array: Array, pool: Pool) -> Array:
 
 
 def overlaps(arrays: Sequence[Array], others: Sequence[Array]) -> list[int]:
-    """Return how many of ``others`` each of ``arrays`` may share memory with, on one device.
-
-    >>> whole = np.zeros(4)
-    >>> overlaps([whole[:1], whole[1:3]], [whole[1:2], whole[2:], whole])
-    [1, 3]
-    """
+    """Return how many of ``others`` each of ``arrays`` may share memory with, on one device."""
     bounds = _bounds(others)
     starts, ends = sorted([start for start, _ in bounds]), sorted([end for _, end in bounds])
     # Arrays that start before its end, minus arrays that end before its start.
@@ -207,7 +190,8 @@ class Pack:
                     results[index] = _kept_apart(part)
         for (index, shape), piece in zip(self._apart, pieces, strict=True):
             if not are_given:
-                results[index] = _kept_apart(piece.reshape(shape))
+                result = piece.reshape(shape)
+                results[index] = result if len(self.counts) == 1 else _kept_apart(result)
             elif not _is_in_order(results[index]):
                 results[index][...] = piece.reshape(shape)
 

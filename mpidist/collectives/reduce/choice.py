@@ -14,6 +14,7 @@ from mpidist.collectives.reduce.registry import (
     Registry,
     Row,
     Site,
+    algorithms_at,
     gpu_algorithms,
     host_algorithms,
     host_names,
@@ -111,11 +112,11 @@ class Choice(Generic[A]):
         return self._made[name]
 
     def _not_for_these(self, name: str) -> AlgorithmError:
-        here, other, offered = self._registry, host_algorithms, self._registry.at(self._place)
-        if here is host_algorithms:
-            other, offered = gpu_algorithms, host_names()
+        here, is_host = self._registry.where, self._registry is host_algorithms
+        other = gpu_algorithms if is_host else host_algorithms
+        offered = host_names() if is_host else algorithms_at(self._place)
         return AlgorithmError(
-            f"algorithm {name!r} is for arrays {other.where}, but the arrays are {here.where}. Omit algorithm, or use "
+            f"algorithm {name!r} is for arrays {other.where}, but the arrays are {here}. Omit algorithm, or use "
             f"one of {', '.join(offered)}"
         )
 

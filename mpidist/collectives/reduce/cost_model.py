@@ -112,21 +112,13 @@ class Way(NamedTuple):
 
 
 def recursive_doubling(nodes: int, count: int) -> list[Round]:
-    """Return the rounds of ``leaders`` for small data: all elements, to nodes at doubling distances.
-
-    >>> [(r.times, r.elements) for r in recursive_doubling(6, 100)]
-    [(2, 100), (1, 100), (1, 100)]
-    """
+    """Return the rounds of ``leaders`` for small data: all elements, to nodes at doubling distances."""
     doubling = [Round(1, 1, count, count, is_far=step > 0) for step in range(nodes.bit_length() - 1)]
     return _folded(nodes, count) + doubling
 
 
 def recursive_halving(nodes: int, count: int) -> list[Round]:
-    """Return the rounds of ``leaders`` for larger data: half the elements each time, and back.
-
-    >>> [(r.times, r.elements) for r in recursive_halving(4, 100)]
-    [(1, 50), (1, 25), (1, 25), (1, 50)]
-    """
+    """Return the rounds of ``leaders`` for larger data: half the elements each time, and back."""
     parts = [(step, -(-count // (2 << step))) for step in range(nodes.bit_length() - 1)]
     halving = [Round(1, 1, part, part, is_far=step > 0) for step, part in parts]
     return _folded(nodes, count) + halving + [each._replace(reduced=0) for each in reversed(halving)]

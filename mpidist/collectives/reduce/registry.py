@@ -125,10 +125,6 @@ class Registry(dict[str, AlgorithmEntry]):
         """The names that users may pass, sorted."""
         return tuple(sorted(name for name, entry in self.items() if entry.places))
 
-    def at(self, place: str) -> tuple[str, ...]:
-        """Return the names that a row of the table may contain, sorted."""
-        return tuple(sorted(name for name, entry in self.items() if place in entry.places))
-
     @property
     def costs(self) -> dict[str, Cost]:
         """The costs of the inter-node algorithms."""
@@ -139,18 +135,20 @@ host_algorithms = Registry("in host memory")
 gpu_algorithms = Registry("on GPUs")
 wire_algorithms = Registry("between nodes")
 """Inter-node algorithms. As ``algorithm=`` each name selects ``hierarchical`` with that inter-node algorithm."""
-_REGISTRIES = (host_algorithms, gpu_algorithms, wire_algorithms)
+
+
+def _all_entries() -> list[AlgorithmEntry]:
+    return [*host_algorithms.values(), *gpu_algorithms.values(), *wire_algorithms.values()]
 
 
 def algorithms_at(place: str) -> tuple[str, ...]:
-    """Return the algorithms that the row of a place may name."""
-    return next((names for registry in _REGISTRIES if (names := registry.at(place))), ())
+    """Return the algorithms that the row of a place may name, sorted."""
+    return tuple(sorted(entry.name for entry in _all_entries() if place in entry.places))
 
 
 def candidates_at(place: str, nbytes: int = 0) -> tuple[str, ...]:
     """Return the algorithms that ``mpidist.tune`` compares at a place for a message, MPI first."""
-    entries = [entry for registry in _REGISTRIES for entry in registry.values()]
-    names = [entry.name for entry in entries if place in entry.tuned_at and nbytes <= entry.tuned_to]
+    names = [entry.name for entry in _all_entries() if place in entry.tuned_at and nbytes <= entry.tuned_to]
     return tuple(sorted(names, key=lambda name: (name != "mpi", name)))
 
 
@@ -172,15 +170,14 @@ def check_options(options: CommunicationOptions) -> None:
             f"unknown algorithm {name!r}. Use one of {', '.join(host_names())}, for arrays on GPUs "
             f"{', '.join(gpu_names())}, or None"
         )
+    entries = {**host_algorithms, **wire_algorithms}
     for option, ability in (("wire_dtype", "rounds"), ("deterministic", "is_ordered")):
-        if getattr(options, option) and name is not None:
-            entries = {**host_algorithms, **wire_algorithms}
-            able = [each for each in host_names() if getattr(entries[each], ability)]
-            if name not in able:
-                raise ValueError(
-                    f"{option}={getattr(options, option)!r} does not support algorithm={name!r}. Omit algorithm, or "
-                    f"use one of {', '.join(able)}"
-                )
+        able = [each for each in host_names() if getattr(entries[each], ability)]
+        if getattr(options, option) and name is not None and name not in able:
+            raise ValueError(
+                f"{option}={getattr(options, option)!r} does not support algorithm={name!r}. Omit algorithm, or use "
+                f"one of {', '.join(able)}"
+            )
     if options.error_feedback and options.wire_dtype is None:
         raise ValueError("error_feedback=True has no effect without a wire_dtype. Pass wire_dtype='bfloat16' as well")
 
@@ -227,11 +224,7 @@ def resolved(row: Row, has_rdma: bool) -> Row:
 
 
 def look_up(row: Row, nbytes: int) -> str:
-    """Return the algorithm of a row for a message.
-
-    >>> look_up(((10, "small"), (None, "large")), 11)
-    'large'
-    """
+    """Return the algorithm of a row for a message."""
     return next(name for limit, name in row if limit is None or nbytes <= limit)
 
 
@@ -248,11 +241,7 @@ def size_text(nbytes: int) -> str:
 
 
 def row_text(row: Row) -> str:
-    """Return a row as text.
-
-    >>> row_text(SHIPPED.several_nodes)
-    'up to 64 KiB leaders, above hierarchical'
-    """
+    """Return a row as text."""
     if len(row) == 1:
         return f"{row[0][1]} at any size"
     return ", ".join("above " + name if limit is None else f"up to {size_text(limit)} {name}" for limit, name in row)
@@ -291,11 +280,7 @@ def check_table(table: object) -> None:
 
 
 def table_to_json(table: Table) -> dict[str, object]:
-    """Convert a table to lists and dicts for JSON.
-
-    >>> table_to_json(SHIPPED)["several_nodes"]
-    [[65536, 'leaders'], [None, 'hierarchical']]
-    """
+    """Convert a table to lists and dicts for JSON."""
     rows = {place: [list(entry) for entry in getattr(table, place)] for place in _PLACES}
     return {**rows, "between_nodes": table.between_nodes._asdict()}
 
