@@ -77,6 +77,10 @@ def _is_in_order(array: Array) -> bool:
     return flags.c_contiguous and flags.aligned
 
 
+def _flat(array: Array) -> Array:
+    return array if array.ndim == 1 else array.reshape(-1)
+
+
 def _copied(array: Array, pool: Pool) -> Array:
     copy = pool.take(array.shape, array.dtype)
     copy[...] = array
@@ -158,7 +162,7 @@ class Pack:
 
     def inputs(self, arrays: Sequence[Array], pool: Pool) -> list[Array]:
         """Return the pieces of the arrays of a call."""
-        pieces = [in_order(arrays[index]).reshape(-1) for index, _ in self._apart]
+        pieces = [_flat(in_order(arrays[index])) for index, _ in self._apart]
         if self._joined:
             buffer = pool.take(self.counts[0], self.dtype)
             for index, start, stop, shape in self._joined:
@@ -171,7 +175,7 @@ class Pack:
         pieces = [pool.take(self.counts[0], self.dtype)] if self._joined else []
         for index, _ in self._apart:
             array = out[index]
-            pieces.append(array.reshape(-1) if _is_in_order(array) else pool.take(array.size, self.dtype))
+            pieces.append(_flat(array) if _is_in_order(array) else pool.take(array.size, self.dtype))
         return pieces
 
     def deliver(self, pieces: Sequence[Array], results: list[Array], *, are_given: bool) -> None:
@@ -282,7 +286,10 @@ class PackedReduction:
     def targets(self) -> list[Array]:
         """Return memory for each piece of the result, the same at each call."""
         if self._targets is None:
-            self._targets = [self.pool.take(count, self.dtype) for count in self.counts]
+            # One block costs less than many large arrays. Small arrays must not keep each other alive.
+            is_small = self.nbytes < SMALL_ARRAY_BYTES
+            new = [np.empty(count, self.dtype) for count in self.counts] if is_small else None
+            self._targets = new or self.cut(self.pool.take(self.count, self.dtype))
         return self._targets
 
     def cut(self, flat: Array) -> list[Array]:
