@@ -171,12 +171,13 @@ def leaders_seconds(nodes: int, per_node: int, nbytes: int, network: Network) ->
     parts = max(1, -(-nbytes // SMALL_BETWEEN_NODES))
     each = -(-nbytes // parts)
     in_node = each * (per_node * network.reduce + network.copy)
-    between = min(_exchange_seconds(cost, nodes, each, network) for cost in (recursive_doubling, recursive_halving))
-    return parts * (network.meeting + in_node + between)
+    return parts * (network.meeting + in_node + min(_exchange_seconds(nodes, each, network)))
 
 
-def _exchange_seconds(cost: Cost, nodes: int, nbytes: int, network: Network) -> float:
-    return rounds_seconds(cost(nodes, nbytes), 1, network._replace(latency=network.exchange, overhead=0.0))
+def _exchange_seconds(nodes: int, nbytes: int, network: Network) -> list[float]:
+    """Predict the seconds of recursive doubling and of recursive halving between the leaders."""
+    quick = network._replace(latency=network.exchange, overhead=0.0)
+    return [rounds_seconds(cost(nodes, nbytes), 1, quick) for cost in (recursive_doubling, recursive_halving)]
 
 
 def halved_from(nodes: int, network: Network) -> int:
@@ -186,9 +187,7 @@ def halved_from(nodes: int, network: Network) -> int:
     (7168, 65537)
     """
     for nbytes in range(1 << 10, SMALL_BETWEEN_NODES + 1, 1 << 10):
-        doubling, halving = [
-            _exchange_seconds(cost, nodes, nbytes, network) for cost in (recursive_doubling, recursive_halving)
-        ]
+        doubling, halving = _exchange_seconds(nodes, nbytes, network)
         if halving < doubling:
             return nbytes
     return SMALL_BETWEEN_NODES + 1

@@ -75,14 +75,12 @@ class ReductionPlan:
         nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in signature)
         self.description = describe(f"{operation}{to} {op.name}{over}", of, operation=operation, nbytes=nbytes)
         self.shapes = [shape for shape, _ in signature]
-        self.formed = [reduction_dtypes(dtype, op) for _, dtype in signature]
         self._is_on_device = on_device or (False,) * len(signature)
-        if by_core:
-            # The core does not reduce arrays on a GPU.
-            self.formed = [
-                (to, to) if is_half(to) and not is_on_device else (wire, to)
-                for (wire, to), is_on_device in zip(self.formed, self._is_on_device, strict=True)
-            ]
+        self.formed: list[tuple[DType, DType]] = []
+        for (_, dtype), is_on_device in zip(signature, self._is_on_device, strict=True):
+            wire, result = reduction_dtypes(dtype, op)
+            # The core casts 16-bit arrays itself. It does not reduce arrays on a GPU.
+            self.formed.append((result if by_core and is_half(result) and not is_on_device else wire, result))
         self.result_dtypes = [result for _, result in self.formed]
         self.result_signature: Signature = tuple(zip(self.shapes, self.result_dtypes, strict=True))
         self.packs: list[Pack] = []

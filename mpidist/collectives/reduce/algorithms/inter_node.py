@@ -18,7 +18,6 @@ from mpidist.collectives.mpi.mpi_types import NUMPY_OPS, chunks, mpi_datatype, m
 from mpidist.collectives.mpi.waiting import Comm, Steps, until_done
 from mpidist.collectives.node.core import SMALL_BETWEEN_NODES, Core
 from mpidist.collectives.node.memory import slices
-from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import PackedReduction
 from mpidist.collectives.reduce.cost_model import Rail, Round, halved_from
 from mpidist.collectives.reduce.registry import (
@@ -203,7 +202,9 @@ wire_algorithms.register(
 
 def make_room(site: Site, name: str) -> Steps[None]:
     """Allocate the shared memory of an algorithm, or raise AlgorithmError on all ranks (collective)."""
-    if not (yield from site.node.make_room(site.comm)):
+    has_room = yield from site.node.make_room(site.comm)
+    # A single rank works without shared memory.
+    if not has_room and site.comm.Get_size() > 1:
         raise AlgorithmError(
             f"algorithm {name!r} found no room in /dev/shm on every node. Enlarge it (docker run --shm-size=1g) or "
             "omit algorithm"
@@ -261,15 +262,15 @@ class Leaders(Algorithm):
         )
 
 
-def _leaders_or_substitute(node: Node) -> str:
-    if node.is_alone:
-        return "hierarchical"
-    return "mpi" if node.core is None else "leaders"
-
-
-_ROWS = ("several_nodes",)
 host_algorithms.register(
-    AlgorithmEntry("leaders", Leaders.made, _ROWS, _ROWS, SMALL_BETWEEN_NODES, stands_for=_leaders_or_substitute)
+    AlgorithmEntry(
+        "leaders",
+        Leaders.made,
+        ("several_nodes",),
+        ("several_nodes",),
+        SMALL_BETWEEN_NODES,
+        stands_for=lambda node: "hierarchical" if node.is_alone else "mpi" if node.core is None else "leaders",
+    )
 )
 
 

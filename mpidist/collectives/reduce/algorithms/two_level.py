@@ -96,12 +96,6 @@ class TwoLevel(Algorithm):
         yield from make_room(site, "hierarchical")
         return cls(site)
 
-    @classmethod
-    def made_alone(cls, site: Site) -> Steps[TwoLevel]:
-        """Create it for a single rank, which needs no room in /dev/shm."""
-        yield from site.node.make_room(site.comm)
-        return cls(site)
-
     def start(self, job: PackedReduction) -> Callable[[int], None] | None:
         """Reduce during the handshake if all ranks are on one node."""
         core = self._core
@@ -292,4 +286,4 @@ def moved(steps: Steps[None]) -> Steps[None] | None:
 host_algorithms.register(
     AlgorithmEntry("hierarchical", TwoLevel.made, HOST_PLACES, HOST_PLACES, is_ordered=True, rounds=True)
 )
-host_algorithms.register(AlgorithmEntry("alone", TwoLevel.made_alone, ()))
+host_algorithms.register(AlgorithmEntry("alone", TwoLevel.made, ()))
