@@ -124,16 +124,19 @@ def run(path: str | os.PathLike[str] | None, seconds: float, report: Report = _i
 def _run(
     comm: Communicator, path: str | os.PathLike[str] | None, seconds: float, kind: str, device: int, report: Report
 ) -> Tuned:
-    mpi_comm, node = comm._channel.comm, comm._channel.node
-    place, setup = place_of(node, kind), tuning_file.setup_of(node)
-    finding = all_do(mpi_comm, lambda: ops_for(kind), _device_error)
-    ops = _do(comm, finding, "finding the devices to tune for")
-    reading = first_does(mpi_comm, lambda: (*_table_before(comm, setup, path), seconds))
-    table, target, seconds = _do(comm, reading, "reading the table to tune")
+    channel = comm._channel
+    place, setup = place_of(channel.node, kind), tuning_file.setup_of(channel.node)
+
+    def agree(steps: Steps[T], text: str) -> T:
+        return channel.run(Operation(steps, describe(text)))
+
+    ops = agree(all_do(channel.comm, lambda: ops_for(kind), _device_error), "finding the devices to tune for")
+    reading = first_does(channel.comm, lambda: (*_table_before(comm, setup, path), seconds))
+    table, target, seconds = agree(reading, "reading the table to tune")
     timings: list[Timing] = []
-    if not node.is_alone:
+    if not channel.node.is_alone:
         report("messages between nodes")
-        network = _do(comm, measure_network(mpi_comm, node), "measuring the messages between nodes")
+        network = agree(measure_network(channel.comm, channel.node), "measuring the messages between nodes")
         table = table._replace(between_nodes=network)
     if comm.size > 1:
         # Measure with the inter-node algorithms that the new costs select.
@@ -147,15 +150,11 @@ def _run(
         return Tuned(setup, place, decided, timings, target)
 
     # One rank decides, because the last bit of a logarithm may differ between hosts.
-    return _do(comm, first_does(mpi_comm, keep), "writing the tuned table")
+    return agree(first_does(channel.comm, keep), "writing the tuned table")
 
 
 def _device_error(rank: int, text: str) -> DeviceError:
     return DeviceError(f"rank {rank}: {text.removeprefix('DeviceError: ')}")
-
-
-def _do(comm: Communicator, steps: Steps[T], text: str) -> T:
-    return comm._channel.run(Operation(steps, describe(text)))
 
 
 def _table_before(comm: Communicator, setup: Setup, path: str | os.PathLike[str] | None) -> tuple[Table, str | None]:

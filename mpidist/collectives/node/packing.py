@@ -201,7 +201,7 @@ class Pack:
 
 
 def _kept_apart(part: Array) -> Array:
-    """Return a small part of a large array as a copy, so that it does not keep the large array alive."""
+    """Copy a small part, which would keep its large array alive."""
     owner = part.base
     is_small_view = owner is not None and part.nbytes <= _SMALL_RESULT_BYTES and owner.size > part.size
     return part.copy() if is_small_view else part

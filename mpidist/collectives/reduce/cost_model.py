@@ -267,7 +267,7 @@ def measure_network(comm: Comm, node: Node) -> Steps[Network]:
 def _message_seconds(
     comm: Comm, node: Node, messages: int, nbytes: int, distance: int = 1, rails: int | None = None
 ) -> Steps[float]:
-    """Measure concurrent messages from each node to the one at a distance, on some or all rails (collective)."""
+    """Measure concurrent messages from each node to the one at a distance (collective)."""
     count, me = messages if node.rank < (rails or node.rails) else 0, node.topology.node_index
     sent, received = np.zeros((count, nbytes), np.uint8), np.zeros((count, nbytes), np.uint8)
 
