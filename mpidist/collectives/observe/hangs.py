@@ -24,8 +24,15 @@ from mpidist.collectives.channel.executor import DEADLOCKED
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.mpi.communicator_names import first_name
-from mpidist.collectives.observe.deadlock import Deadlock, find_deadlock, wait_state
-from mpidist.collectives.observe.hang_report import ANSWER_SECONDS, Answer, places_text, report_text
+from mpidist.collectives.observe.hang_report import (
+    ANSWER_SECONDS,
+    Answer,
+    Deadlock,
+    find_deadlock,
+    places_text,
+    report_text,
+    wait_state,
+)
 from mpidist.collectives.rpc import Call, Endpoint, Handlers, ServiceThread, service
 from mpidist.core import message_tags, settings
 from mpidist.core.concurrency import wait_at_most
@@ -53,14 +60,11 @@ _observers: list[HangObserver] = []
 
 
 class Question(NamedTuple):
-    """A question about a collective, or about the other side of a message.
-
-    ``other`` is None for any rank.
-    """
+    """A question about a collective, or about the other side of a message."""
 
     purpose: str
     number: int = 0
-    other: int | None = None
+    other: int | None = None  # None for any rank
 
     def is_for(self, rank: int) -> bool:
         """Return whether a rank must answer."""
@@ -68,16 +72,11 @@ class Question(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A report.
-
-    Attributes:
-        hopeless: Reason why a message can never arrive, if so.
-        printing_rank: First of the ranks that wait for the collective.
-    """
+    """The answer to a question."""
 
     text: str = ""
-    hopeless: str = ""
-    printing_rank: int = 0
+    hopeless: str = ""  # reason why a message can never arrive, if so
+    printing_rank: int = 0  # first of the ranks that wait for the collective
 
 
 Hear = Callable[[Report], object]
@@ -92,13 +91,11 @@ class _Gathering:
         self._missing, self._pass_on = missing, pass_on
 
     def add(self, packed: bytes) -> None:
-        """Add the answers of a message."""
         self.found.update(pickle.loads(zlib.decompress(packed)))
         if self.is_over or self._missing <= self.found.keys():
             self.end()
 
     def end(self) -> None:
-        """Pass on the answers so far."""
         self.is_over = True
         found, self.found = self.found, {}
         if found:
@@ -146,12 +143,12 @@ class HangObserver(Observer):
             self._waits_in, self._ask_at = number, math.inf if is_first else now + _ASK_AFTER_SECONDS
         if now > self._ask_at:
             self._ask_at = now + _ASK_EVERY_SECONDS
-            self.inquire(Question(DEADLOCK, number), _ignore)
+            self.inquire(Question(DEADLOCK, number), lambda _: None)
         return MismatchError(self._deadlocks[number]) if number in self._deadlocks else None
 
     def tells(self, operation: Operation[object]) -> bool:
         """Have one rank print which ranks keep the collective waiting. Returns at once."""
-        self.inquire(Question(PRINT, operation.number), _ignore)
+        self.inquire(Question(PRINT, operation.number), lambda _: None)
         return True
 
     def explanation(self, operation: Operation[object]) -> tuple[str, int] | None:
@@ -259,7 +256,7 @@ class HangObserver(Observer):
             self._asked_before.add(question)
             self._service.later(_TURN_SECONDS[-1], lambda: self._asked_before.discard(question))
         elif question.purpose == PRINT:
-            self._inquire(question, _ignore)
+            self._inquire(question, lambda _: None)
         status, frame = self._channel.executor.status(), main_thread_frame()
         where = "" if frame is None else program_line(frame)[-_LONGEST_TEXT:]
         answer = Answer(
@@ -292,8 +289,8 @@ class HangObserver(Observer):
             return Report(places_text(found, ranks)[:_LONGEST_MESSAGE], hopeless if is_hopeless else "")
         text = report_text(question.number, found, self._size)
         if question.purpose == REPORT:
-            statuses = {rank: answer.status for rank, answer in answers.items()}
-            waiting = [rank for rank, each in statuses.items() if each.waits and each.number == question.number]
+            statuses = ((rank, answer.status) for rank, answer in answers.items())
+            waiting = [rank for rank, each in statuses if each.waits and each.number == question.number]
             return Report(text[:_LONGEST_MESSAGE], printing_rank=min(waiting, default=0))
         if not answers.keys().isdisjoint(self._connections.before):
             return None
@@ -316,10 +313,6 @@ class HangObserver(Observer):
             self._endpoint.notify(rank, "deadlock", deadlock)
         for observer in list(_observers):
             observer.spread(deadlock)
-
-
-def _ignore(_: Report) -> None:
-    """Ignore a report that has been printed or acted on."""
 
 
 def send_answers(reply: Callable[[bytes], None], answers: list[tuple[int, Answer]]) -> None:
