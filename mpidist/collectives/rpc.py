@@ -90,13 +90,9 @@ service = ServiceThread()
 class Endpoint:
     """Small messages between the ranks of a communicator. The loss of a rank closes it.
 
-    A message must fit MPI's eager buffers of a few KiB. MPI sends a larger one only when its receiver polls.
-
-    Args:
-        comm: Communicator of the ranks. Drain ``mailbox.count`` before you free it (see ``mpi.mailbox.drain``).
-        tag: Tag of the messages. No other messages on ``comm`` may use it.
-        handlers: Functions by name of message. The service thread calls them with a Call and the arguments.
-        service: Service thread, or a simulation of it.
+    A message must fit MPI's eager buffers of a few KiB. MPI sends a larger one only when its receiver polls. The
+    service thread calls the handlers, by name of message, with a Call and the arguments. Drain ``mailbox.count`` before
+    you free ``comm`` (see ``exchange.drain``).
     """
 
     def __init__(self, comm: Comm, tag: int, handlers: Handlers, service: ServiceThread = service) -> None:

@@ -73,11 +73,7 @@ class StepAgreement:
             return [act for act, target in self._targets.items() if target == self.steps]
 
     def close(self) -> None:
-        """Free the communicator (collective).
-
-        Raises:
-            CollectiveTimeoutError: Other ranks did not close theirs within ``MPIDIST_TIMEOUT``.
-        """
+        """Free the communicator (collective)."""
         if self._comm is not None:
             self._endpoint.close()
             drain(self._comm, [self._endpoint.mailbox.count], "closing an agreement on steps")

@@ -10,6 +10,7 @@ import pytest
 
 from mpidist import Communicator, MismatchError
 from mpidist.collectives import Observer, Operation
+from mpidist.collectives.channel.executor import move_works
 from mpidist.collectives.channel.progress import progress
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts]
@@ -205,5 +206,5 @@ def test_an_interruption_while_another_communicators_works_move_is_not_lost(
     with monkeypatch.context() as patch:
         patch.setattr(other._channel.executor, "_step_oldest", interrupted)
         with pytest.raises(Interruption):
-            comm._channel.executor._move_others()
+            move_works(comm._channel.executor)
     other.close()

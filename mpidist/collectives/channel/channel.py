@@ -63,19 +63,8 @@ _log = logging.getLogger("mpidist")
 class Channel:
     """Collectives in order on a duplicate of an MPI communicator (collective).
 
-    Args:
-        comm: Communicator to duplicate.
-        timeout: Seconds before a collective fails; ``MPIDIST_TIMEOUT`` by default.
-        owner: Name of the owner, for messages; equal on every rank.
-        name: Name that only its ranks share; made of their numbers by default.
-        advice: Advice for errors.
-
-    Attributes:
-        comm: The duplicate.
-        node: The node of this rank.
-        handshake, observers, executor: Its parts.
-        at_exit: Functions to call if the program ends without closing it, after the last exchange with other ranks.
-        message_counts: Counts of its point-to-point messages. All must arrive before the communicator is freed.
+    ``owner`` names the owner in messages, on every rank alike. Only its ranks share ``name``, which is made of their
+    numbers by default.
     """
 
     def __init__(
@@ -100,7 +89,9 @@ class Channel:
             owner, self.comm, self.node, self.handshake, self.observers, self.timeout, self._revoke
         )
         self.at_exit: list[Callable[[], None]] = []
+        """Functions to call if the program ends without closing it, after the last exchange with other ranks."""
         self.message_counts: list[MessageCount] = []
+        """Counts of its point-to-point messages. All must arrive before the communicator is freed."""
         open_channels.append(self)
         shutdown.install()
 
@@ -137,8 +128,6 @@ class Channel:
     def start(self, operation: Operation[T]) -> Operation[T]:
         """Start a collective and return it (see ``Executor.start``)."""
         operation.is_async = True
-        if operation.call_site is None:
-            operation.call_site = user_call_site()
         if self.observers.issued:
             self._tell_issued(operation)
         return self.executor.start(operation)
@@ -151,12 +140,7 @@ class Channel:
     # Inside the steps of a collective ---------------------------------------------------------------------------
 
     def open(self, description: Description, start: Start | None = None) -> Steps[None]:
-        """Open a collective with a handshake. ``start`` begins a call of the core in the same exchange.
-
-        Raises:
-            MismatchError: Another rank made another call.
-            PeerError: Another rank failed before its call.
-        """
+        """Open a collective with a handshake. ``start`` begins a call of the core in the same exchange."""
         if self.observers.phase:
             self.phase(OTHERS)
         if not self.handshake.begin(description.id, start):
@@ -166,7 +150,6 @@ class Channel:
 
     def resume(self, description: Description) -> Steps[None]:
         """Finish the handshake of a call that the fast path has begun."""
-        self.handshake.resume()
         yield from self.handshake.finish(description.text, self.current.call_site)
         for tell in self.observers.met:
             tell(self.current)
@@ -176,12 +159,8 @@ class Channel:
         for tell in self.observers.phase:
             tell(self.current, name)
 
-    @property
-    def tell_chunk(self) -> Callable[[str, int, int, int], None] | None:
-        """The function that tells observers of a chunk; None if no observer sees chunks."""
-        return self._tell_chunk if self.observers.chunk else None
-
-    def _tell_chunk(self, event: str, number: int, start: int, nbytes: int) -> None:
+    def tell_chunk(self, event: str, number: int, start: int, nbytes: int) -> None:
+        """Tell observers of a chunk."""
         for tell in self.observers.chunk:
             tell(self.current, Chunk(event, number, start, nbytes))
 
@@ -195,10 +174,7 @@ class Channel:
         return SharedErrors(self, doing)
 
     def announce(self, error: Exception, doing: str) -> None:
-        """Tell the other ranks of an error that replaces this rank's next collective.
-
-        Does nothing for errors that all ranks have, and for one that was announced before.
-        """
+        """Tell the other ranks of an error that replaces this rank's next collective, once."""
         has_listeners = self.size > 1 and self.is_usable
         if not has_listeners or isinstance(error, COMMON_ERRORS) or hasattr(error, _ANNOUNCED):
             return
@@ -220,8 +196,7 @@ class Channel:
     def close(self, free_first: Callable[[], None], before: Steps[None] | None = None) -> bool:
         """Finish all works and ``before``, call ``free_first``, and free the communicator (collective).
 
-        Returns:
-            Whether it did; False if it was closed or has failed before.
+        Returns False if it was closed or has failed before.
         """
         if self not in open_channels or not self.is_usable:
             # A failed channel is freed at the end of the program, when it is known which ranks arrived.
@@ -294,14 +269,14 @@ def lose_all() -> None:
 def _shut_down_all() -> bool:
     """Tell the other ranks of all open channels that this program has ended.
 
-    The wait for them has no deadline, only a report, because their programs may run on. Returns whether all ranks of
-    the job have ended their programs, which is unknown if their communicators are closed.
+    Returns whether all ranks of the job have ended, which is unknown if their communicators are closed.
     """
     progress.stop()
     several = [channel for channel in open_channels if channel.size > 1]
     try:
         if several and shutdown.mpi_runs():
             rank = several[0].rank
+            # There is no deadline, because the programs of the others may run on.
             report = f"rank {rank} has ended its program, and waits for the other ranks to end theirs"
             drive(_together([channel.shut_down() for channel in several]), lambda: Deadline(lambda _: report))
             ranks_in_world = import_mpi().COMM_WORLD.Get_size()

@@ -41,23 +41,14 @@ _executors: list[Executor] = []
 
 
 class ChannelStatus(NamedTuple):
-    """What one rank does on a channel.
+    """The status of a rank on a channel."""
 
-    Attributes:
-        issued: Number of collectives it has issued.
-        number: Number of its present or last collective.
-        text: Description of that collective.
-        waits: Whether it is in that collective.
-        seconds: How long it has been in it, or since it began.
-        ended: Whether its program has ended.
-    """
-
-    issued: int
-    number: int
-    text: str
-    waits: bool
-    seconds: float
-    ended: bool
+    issued: int  # number of collectives so far
+    number: int  # of the current or last collective
+    text: str  # its description
+    waits: bool  # whether the rank is in it
+    seconds: float  # since its beginning
+    ended: bool  # whether the program has ended
 
 
 class ChannelState(Enum):
@@ -71,19 +62,8 @@ class ChannelState(Enum):
 class Executor:
     """Runs the operations of one channel, one at a time, also in the background.
 
-    Args:
-        owner: Name of the channel's owner, for messages.
-        comm: The communicator.
-        node: The node of this rank.
-        handshake, observers: Those of the channel.
-        timeout: Seconds before an operation fails.
-        revoke: Called after the loss of a rank, to end the waits of other ranks.
-
-    Attributes:
-        current: The running operation.
-        fast: The fast path, which needs no operation.
-        state: Where the channel is in its life cycle. Operations run while it is OPEN.
-        reason: Why it is not OPEN, for errors.
+    ``owner`` is the name of the channel's owner, for messages. ``revoke`` ends the waits of other ranks after the loss
+    of a rank.
     """
 
     def __init__(
@@ -105,6 +85,7 @@ class Executor:
         self._warn_after: float = settings.WARN_AFTER.read()
         self._revoke = revoke
         self._works: deque[Operation[object]] = deque()
+        # Operations run while the state is OPEN. The reason is that of another state, for errors.
         self.state, self.reason = ChannelState.OPEN, ""
         # Rest of a failed collective, which this rank finishes at its end.
         self._unfinished: Steps[object] | None = None
@@ -161,15 +142,8 @@ class Executor:
     # Called by the program --------------------------------------------------------------------------------------
 
     def run(self, operation: Operation[T]) -> T:
-        """Run an operation after the pending works, and return its result.
-
-        Raises:
-            CollectiveTimeoutError: It exceeded its deadline. The channel has failed.
-            RuntimeError: The channel was closed or has failed, or another thread uses it.
-            PeerError: Another rank has failed or shut down.
-        """
-        self._lock.take()
-        try:
+        """Run an operation after the pending works, and return its result."""
+        with self._lock:
             self.check_usable(operation.is_resumed)
             self._number(operation)
             while self._works:
@@ -179,26 +153,25 @@ class Executor:
             result = self._drive(operation.steps, operation, operation.timeout or self._timeout)
             if operation.fast_call is not None:
                 self._cache(operation)
-        finally:
-            self._lock.release()
         return operation.finished(result)
 
     def start(self, operation: Operation[T]) -> Operation[T]:
         """Start an operation and return it; works run in the order of their start."""
         operation.timeout = operation.timeout or self._timeout
         operation.start(self)
-        self._lock.take()
-        try:
+        with self._lock:
             self.check_usable()
             self._number(operation)
-            # Observers may be added before its first step.
-            operation.steps = self._observed(operation, operation.steps)
+            if self._works or operation.changes is not None or self._observers.see_steps:
+                # Behind other works, observers may be added before its first step.
+                operation.steps = self._observed(operation, operation.steps)
             self._works.append(operation)
             while len(self._works) > _MOST_WORKS:
                 self._finish_oldest()
             self._step_oldest()
-        finally:
-            self._lock.release()
+            if not operation.is_done and operation.call_site is None:
+                # Other threads cannot run its steps before the lock is released.
+                operation.call_site = user_call_site()
         if not operation.is_done and self._size > 1:
             progress.watch(self.move)
         return operation
@@ -257,7 +230,7 @@ class Executor:
                     ),
                     timeout,
                     self._warn_after,
-                    self._move_others,
+                    partial(move_works, self),
                 ),
             )
 
@@ -294,7 +267,7 @@ class Executor:
         return [self._last] if self._waits else []
 
     def refuse(self, reason: str) -> None:
-        """Run no more operations. A program that waits in one learns the reason there."""
+        """Run no more operations, unless the program waits in one, which raises the error of the reason."""
         if not self._waits:
             self.fail(reason)
 
@@ -433,7 +406,7 @@ class Executor:
             if self._aborted is not None:
                 self.fail(_ABORTED, self._aborted, unfinished=steps)
                 raise self._aborted
-            self._move_others()
+            move_works(self)
             for ask in self._observers.waits:
                 error = ask(operation)
                 if error is not None:
@@ -447,9 +420,6 @@ class Executor:
             self._warn_after,
             meanwhile,
         )
-
-    def _move_others(self) -> None:
-        move_works(self)
 
     def _report(self, operation: Operation[object], waited: float) -> str | None:
         """Return the report of a long wait, or None if an observer reports it."""
@@ -470,14 +440,10 @@ class Executor:
         unfinished: Steps[object] | None = None,
         cut_off: BaseException | None = None,
     ) -> None:
-        """Run no more operations, and end all works with ``error``. The first reason counts.
+        """Run no more operations. The first reason counts. Works end with ``error``; without it they stay.
 
-        Args:
-            reason: The reason, for later errors.
-            error: Error of the works; without it they stay.
-            unfinished: Rest of a collective, which this rank finishes at its end. It keeps buffers to which MPI may
-                still write.
-            cut_off: Error that cut off an exchange with other ranks, after which MPI_Finalize would hang.
+        ``unfinished`` is the rest of a collective, which this rank finishes at its end. ``cut_off`` is an error that
+        cut off an exchange with other ranks.
         """
         is_first = self.state is ChannelState.OPEN
         if is_first:

@@ -27,19 +27,14 @@ _DISABLED, _CALLS, _LAST, _THREAD, _BYTES = range(5)
 _IN_CALL, _BY_PYTHON, _HANDED_OVER = 1, 2, 4
 
 
-# What the core tells calls apart by: function, whether the input is a list, root, shapes and dtypes, id.
-Key = tuple[str, bool, int, Signature, int]
+# The core distinguishes calls by function, whether the input is a list, root, shapes and dtypes, and id.
+_Key = tuple[str, bool, int, Signature, int]
 
 
 class FastPath:
     """The fast path of one channel.
 
-    Args:
-        node: The node of this rank.
-        may_be_enabled: Returns whether no observer, pending work, local change or failure exists.
-
-    Attributes:
-        algorithm: Algorithm of its all-reduces.
+    ``may_be_enabled`` returns whether no observer, pending work, local change or failure exists.
     """
 
     def __init__(self, node: Node, may_be_enabled: Callable[[], bool]) -> None:
@@ -48,10 +43,11 @@ class FastPath:
         self._cells = memoryview(array("q", [0] * 5)) if self._core is None else self._core.cells
         self._may_be_enabled = may_be_enabled
         self.algorithm = ""
+        """Algorithm of its all-reduces."""
         # By the number of a signature, which the core may reuse for another signature.
         self._descriptions: dict[int, Description] = {}
-        self._keys: dict[int, Key] = {}
-        self._numbers: dict[Key, int] = {}
+        self._keys: dict[int, _Key] = {}
+        self._numbers: dict[_Key, int] = {}
         self._seen = 0
         self._is_locked = False
         self._cells[_DISABLED] |= _BY_PYTHON
@@ -60,10 +56,12 @@ class FastPath:
         """Return the functions of the fast path. ``resume`` finishes calls whose peers are late or differ."""
         return NO_FAST_CALLS if self._core is None else self._core.open_fast_calls(take, resume)
 
-    def lock(self) -> None:
-        """Disable the fast path until ``unlock``."""
+    def lock(self) -> bool:
+        """Disable the fast path until ``unlock``. Return whether another thread is in a fast-path call."""
         self._is_locked = True
-        self._cells[_DISABLED] |= _BY_PYTHON
+        cells = self._cells
+        cells[_DISABLED] |= _BY_PYTHON
+        return cells[_DISABLED] != _BY_PYTHON and cells[_THREAD] != get_ident()
 
     def unlock(self) -> None:
         """Enable the fast path again if nothing else forbids it."""
@@ -76,11 +74,6 @@ class FastPath:
             self._cells[_DISABLED] &= ~_BY_PYTHON
         else:
             self._cells[_DISABLED] |= _BY_PYTHON
-
-    @property
-    def is_in_use_elsewhere(self) -> bool:
-        """Whether another thread is in a fast-path call."""
-        return self._cells[_DISABLED] & ~_BY_PYTHON != 0 and self._cells[_THREAD] != get_ident()
 
     @property
     def is_abandoned(self) -> bool:
@@ -116,14 +109,13 @@ class FastPath:
 
     def cache(self, call: FastCall, operation: Operation[object]) -> None:
         """Cache the signature of a finished call, if such calls can take the fast path."""
-        is_reduction = call.name == "all_reduce"
+        description, is_reduction = operation.description, call.name == "all_reduce"
+        key = call.name, isinstance(call.arrays, list), call.root, call.signature, description.id
+        if self._core is None or key in self._numbers:
+            return
         if operation.algorithms != ((self.algorithm,) if is_reduction else ()) or not call.is_unchanged():
             return
-        if self._core is None or not (is_reduction or (self._node.is_alone and self._node.slots is not None)):
-            return
-        description = operation.description
-        key = call.name, isinstance(call.arrays, list), call.root, call.signature, description.id
-        if key in self._numbers:
+        if not is_reduction and not (self._node.is_alone and self._node.slots is not None):
             return
         number = self._core.cache(
             call.name, call.arrays, description.id, call.op, call.divisor, call.root, description.text
@@ -148,12 +140,6 @@ class ChannelLock:
         self._is_over = False
 
     def __enter__(self) -> None:
-        self.take()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def take(self) -> None:
         """Take the lock for the program, and disable the fast path."""
         # Another thread that meets a fast-path call gives the lock back at once to the thread that resumes the call.
         if not self._program.acquire(blocking=False) and not (
@@ -165,12 +151,11 @@ class ChannelLock:
         except BaseException:  # a signal handler that raises during a step of the progress thread
             self._program.release()
             raise
-        self._fast.lock()
-        if self._fast.is_in_use_elsewhere:
-            self.release()
+        if self._fast.lock():
+            self.__exit__()
             raise RuntimeError(_TWO_THREADS)
 
-    def release(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Release the lock, and enable the fast path if nothing else forbids it."""
         self._fast.unlock()
         self._anyone.release()

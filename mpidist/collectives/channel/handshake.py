@@ -25,7 +25,7 @@ from mpidist.collectives.channel.mismatch import Advice, mismatch_text, news_tex
 from mpidist.collectives.channel.operation import plan_id
 from mpidist.collectives.mpi.exchange import gather_equal_objects
 from mpidist.collectives.mpi.waiting import Steps, until_done
-from mpidist.collectives.node.core import MISMATCH, WAITING
+from mpidist.collectives.node.core import MISMATCH
 from mpidist.collectives.node.node import Node
 from mpidist.core.errors import MismatchError, PeerError, shared_error
 from mpidist.core.text import user_call_site
@@ -67,14 +67,10 @@ class _ByReduction:
         else:
             self._persistent.Start()
 
-    def finish(self) -> Steps[None]:
-        """Yield until all ids have arrived."""
+    def finish(self) -> Steps[bool]:
+        """Yield until all ids have arrived; return whether they are equal."""
         yield from until_done(self._request)
-
-    def all_agree(self, identity: int) -> bool:
-        """Return whether all ranks sent this id."""
-        agreed: bool = self._sum[0] == (identity & self._mask) * self._size
-        return agreed
+        return bool(self._sum[0] == self._mine[0] * self._size)
 
     def free(self) -> None:
         """Free the MPI request."""
@@ -83,22 +79,16 @@ class _ByReduction:
 
 
 class Handshake:
-    """The handshakes on one communicator.
-
-    Attributes:
-        advice: Advice for errors.
-        changes: Local changes that the next handshake compares.
-        has_left: Ranks that have shut down: no exchange is possible any more.
-    """
+    """The handshakes on one communicator."""
 
     def __init__(self, comm: MPI.Intracomm, node: Node, advice: Advice) -> None:
         self._comm, self.advice = comm, advice
         self._core = node.core
         self._reduction = _ByReduction(comm) if self._core is None else None
-        self._is_over = True
-        self._identity = 0
         self.changes: LocalChanges | None = None
+        """Local changes that the next handshake compares."""
         self.has_left: list[int] = []
+        """Ranks that have shut down: no exchange is possible any more."""
 
     def free(self) -> None:
         """Free the MPI request, before the communicator is freed."""
@@ -109,41 +99,30 @@ class Handshake:
         """Begin a handshake; return whether it is over. If not, ``finish`` must follow (collective)."""
         if self.changes is not None:
             identity ^= self.changes.checksum
-        self._identity = identity
         core = self._core
         if core is None:
             assert start is None, "without a core, data move after the handshake"
             assert self._reduction is not None
             self._reduction.begin(identity)
-            self._is_over = False
             return False
         (start or core.meet)(identity)
-        self._is_over = core.state not in WAITING
-        if self._is_over and core.state != MISMATCH:
-            self.changes = None
-            return True
-        return False
+        if core.waits or core.state == MISMATCH:
+            return False
+        self.changes = None
+        return True
 
     def _finish(self) -> Steps[bool]:
         """Yield until all ids have arrived; return whether they are equal."""
         if self._core is not None:
-            if not self._is_over:
-                yield from self._core.go_on()
+            yield from self._core.go_on()
             return self._core.state != MISMATCH
         assert self._reduction is not None
-        yield from self._reduction.finish()
-        return self._reduction.all_agree(self._identity)
-
-    def resume(self) -> None:
-        """Let ``finish`` finish a handshake that the fast path has begun."""
-        self._is_over = False
+        return (yield from self._reduction.finish())
 
     def finish(self, text: str, call_site: str | None) -> Steps[None]:
-        """Finish the handshake of ``begin``.
+        """Finish the handshake that ``begin`` or the fast path has begun.
 
-        Raises:
-            MismatchError: Another rank made another call.
-            PeerError: Another rank failed before its call, or has shut down.
+        Raises MismatchError if another rank made another call, and PeerError if it has failed or shut down.
         """
         all_agree = yield from self._finish()
         changes, self.changes = self.changes, None

@@ -17,7 +17,7 @@ from mpidist.collectives.mpi.exchange import is_common
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.core.nest import LEAF
 from mpidist.core.options import ReduceOp
-from mpidist.core.text import tell_user
+from mpidist.core.text import tell_user, user_call_site
 
 if TYPE_CHECKING:
     # A plain ``Work`` in a program has any result. Type checkers know the default, Python 3.10 does not.
@@ -283,7 +283,7 @@ class Operation(Generic[T_co]):
     def fail(self, error: BaseException) -> None:
         """End with ``error``, which ``wait`` raises."""
         if self._failure is None:
-            self._failure = _Failure(error, f"{self.text}, started at {self.call_site}")
+            self._failure = _Failure(error, f"{self.text}, started at {self.call_site or user_call_site()}")
         self._failure.error, self.fast_call = error, None
         self.is_done = True
 
