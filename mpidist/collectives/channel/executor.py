@@ -23,7 +23,7 @@ from mpidist.collectives.node.core import LOST, WRITE_SECONDS
 from mpidist.collectives.node.node import Node
 from mpidist.core import settings
 from mpidist.core.concurrency import Deadline, Stopwatch
-from mpidist.core.errors import CollectiveTimeoutError, PeerError, RankLostError, shared_error
+from mpidist.core.errors import CollectiveTimeoutError, MismatchError, PeerError, RankLostError, shared_error
 from mpidist.core.text import numbered_ranks, tell_user, user_call_site
 from mpidist.topology.exit import can_go_on, says_rank_is_lost
 
@@ -177,10 +177,9 @@ class Executor:
         return operation
 
     def _number(self, operation: Operation[object]) -> None:
-        self.fast.see()
         self._issued += 1
         self._nbytes += operation.description.nbytes
-        operation.number = self._issued + self.fast.count
+        operation.number = self._issued + self.fast.see()
         if self._changes is not None:
             operation.changes, self.changes = self._changes, None
 
@@ -216,11 +215,11 @@ class Executor:
                     progress.wake()
 
     def _complete(self, operation: Operation[object], timeout: float | None) -> None:
-        if timeout is None or timeout >= operation.timeout - operation.waited:
+        if timeout is None or timeout >= operation.timeout:
             while self._works and not operation.is_done:
                 self._finish_oldest()
         elif not operation.is_done:
-            operation.waited += timeout
+            operation.timeout -= timeout
             drive(
                 self._polling(operation),
                 lambda: Deadline(
@@ -310,12 +309,12 @@ class Executor:
         if self._cut_off is not None or self.fast.is_abandoned:
             abort_job(self.reason or _INTERRUPTED)
         if self._unfinished is not None:
-            yield from shutdown.finish_failed(self._unfinished, lambda: abort_job(self.reason))
+            yield from self._finish_failed(self._unfinished, lambda: abort_job(self.reason))
         while self._works:
             work = self.current = self._works[0]
-            stopwatch, limit = Stopwatch(), max(work.timeout - work.waited, 0.0)
+            stopwatch = Stopwatch()
             while not self._handshake.has_left and not work.step():
-                if stopwatch.seconds > limit:
+                if stopwatch.seconds > work.timeout:
                     abort_job(f"the other ranks never called {work.text}, which it started at {work.call_site}")
                 yield
             if not work.is_done:
@@ -323,6 +322,21 @@ class Executor:
                 work.fail(PeerError(f"{left} left the program before this collective"))
             self._works.popleft()
         self.current = self._nothing
+
+    def _finish_failed(self, steps: Steps[object], otherwise: Callable[[], None]) -> Steps[None]:
+        """Finish the rest of a failed collective if the other ranks arrive in time. Else call ``otherwise``."""
+        stopwatch = Stopwatch()
+        try:
+            for _ in steps:
+                if stopwatch.seconds > shutdown.EXIT_SECONDS:
+                    otherwise()
+                yield
+        except OSError:
+            # Another rank has failed in the same collective.
+            otherwise()
+        except (MismatchError, PeerError):
+            # The caller had its error. All ranks have now taken part in the exchange.
+            return
 
     # Inside, while the lock is held -----------------------------------------------------------------------------
 
@@ -370,7 +384,7 @@ class Executor:
     def _finish_oldest(self) -> None:
         self.check_usable()
         work = self._works[0]
-        self._drive(_stepping(work), work, max(work.timeout - work.waited, 0.0))
+        self._drive(_stepping(work), work, work.timeout)
         self._cache(self._works.popleft())
 
     def _polling(self, work: Operation[object]) -> Steps[None]:

@@ -103,9 +103,10 @@ class FastPath:
         """Return the description of the last call if it took the fast path."""
         return None if self._seen == self.count else self._descriptions[self._cells[_LAST]]
 
-    def see(self) -> None:
-        """Record that a call on the general path follows."""
+    def see(self) -> int:
+        """Record that a call on the general path follows. Return the number of fast-path calls so far."""
         self._seen = self._cells[_CALLS]
+        return self._seen
 
     def cache(self, call: FastCall, operation: Operation[object]) -> None:
         """Cache the signature of a finished call, if such calls can take the fast path."""

@@ -10,10 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from types import TracebackType
 
-from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.native import limit_finalize
-from mpidist.core.concurrency import Stopwatch
-from mpidist.core.errors import MismatchError, PeerError
 from mpidist.core.text import tell_user
 from mpidist.topology import end_job, import_mpi
 
@@ -48,22 +45,6 @@ def check_not_forked() -> None:
     """Raise RuntimeError in a forked child of a rank, whose MPI belongs to its parent."""
     if _forked:
         raise RuntimeError(FORKED)
-
-
-def finish_failed(steps: Steps[object], otherwise: Callable[[], None]) -> Steps[None]:
-    """Finish the rest of a failed collective if the other ranks arrive in time. Else call ``otherwise``."""
-    stopwatch = Stopwatch()
-    try:
-        for _ in steps:
-            if stopwatch.seconds > EXIT_SECONDS:
-                otherwise()
-            yield
-    except OSError:
-        # Another rank has failed in the same collective.
-        otherwise()
-    except (MismatchError, PeerError):
-        # The caller had its error. All ranks have now taken part in the exchange.
-        return
 
 
 def abort_job(rank: int, reason: str) -> None:
