@@ -144,13 +144,13 @@ class Channel:
         if self.observers.phase:
             self.phase(OTHERS)
         if not self.handshake.begin(description.id, start):
-            yield from self.handshake.finish(description.text, self.current.call_site)
+            yield from self.handshake.finish(description.text, self.current)
         for tell in self.observers.met:
             tell(self.current)
 
     def resume(self, description: Description) -> Steps[None]:
         """Finish the handshake of a call that the fast path has begun."""
-        yield from self.handshake.finish(description.text, self.current.call_site)
+        yield from self.handshake.finish(description.text, self.current)
         for tell in self.observers.met:
             tell(self.current)
 

@@ -22,10 +22,10 @@ import numpy as np
 
 from mpidist.collectives.channel.changes import LocalChanges
 from mpidist.collectives.channel.mismatch import Advice, mismatch_text, news_text, printing_ranks
-from mpidist.collectives.channel.operation import plan_id
+from mpidist.collectives.channel.operation import Operation, plan_id
 from mpidist.collectives.mpi.exchange import gather_equal_objects
 from mpidist.collectives.mpi.waiting import Steps, until_done
-from mpidist.collectives.node.core import MISMATCH
+from mpidist.collectives.node.core import DONE, MISMATCH, Core
 from mpidist.collectives.node.node import Node
 from mpidist.core.errors import MismatchError, PeerError, shared_error
 from mpidist.core.text import user_call_site
@@ -43,7 +43,7 @@ Start = Callable[[int], None]
 
 
 class _ByReduction:
-    """Exchange of ids without a native core."""
+    """Exchange of ids without a native core, in whose place a handshake uses it."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         mpi = import_mpi()
@@ -58,19 +58,22 @@ class _ByReduction:
         with suppress(NotImplementedError):
             # A persistent request costs half as much per call. Not every MPI library has it.
             self._persistent = self._request = comm.Allreduce_init(*spec)
+        self.state, self.waits = DONE, False
 
-    def begin(self, identity: int) -> None:
+    def meet(self, identity: int) -> None:
         """Send this rank's id."""
         self._mine[0] = identity & self._mask
+        self.waits = True
         if self._persistent is None:
             self._request = self._start()
         else:
             self._persistent.Start()
 
-    def finish(self) -> Steps[bool]:
-        """Yield until all ids have arrived; return whether they are equal."""
+    def go_on(self) -> Steps[None]:
+        """Yield until all ids have arrived. The state becomes MISMATCH if they differ."""
         yield from until_done(self._request)
-        return bool(self._sum[0] == self._mine[0] * self._size)
+        self.state = DONE if self._sum[0] == self._mine[0] * self._size else MISMATCH
+        self.waits = False
 
     def free(self) -> None:
         """Free the MPI request."""
@@ -83,8 +86,7 @@ class Handshake:
 
     def __init__(self, comm: MPI.Intracomm, node: Node, advice: Advice) -> None:
         self._comm, self.advice = comm, advice
-        self._core = node.core
-        self._reduction = _ByReduction(comm) if self._core is None else None
+        self._core: Core | _ByReduction = node.core or _ByReduction(comm)
         self.changes: LocalChanges | None = None
         """Local changes that the next handshake compares."""
         self.has_left: list[int] = []
@@ -92,57 +94,50 @@ class Handshake:
 
     def free(self) -> None:
         """Free the MPI request, before the communicator is freed."""
-        if self._reduction is not None:
-            self._reduction.free()
+        if isinstance(self._core, _ByReduction):
+            self._core.free()
 
     def begin(self, identity: int, start: Start | None = None) -> bool:
         """Begin a handshake; return whether it is over. If not, ``finish`` must follow (collective)."""
         if self.changes is not None:
             identity ^= self.changes.checksum
         core = self._core
-        if core is None:
-            assert start is None, "without a core, data move after the handshake"
-            assert self._reduction is not None
-            self._reduction.begin(identity)
-            return False
         (start or core.meet)(identity)
         if core.waits or core.state == MISMATCH:
             return False
         self.changes = None
         return True
 
-    def _finish(self) -> Steps[bool]:
+    def _all_agree(self) -> Steps[bool]:
         """Yield until all ids have arrived; return whether they are equal."""
-        if self._core is not None:
-            yield from self._core.go_on()
-            return self._core.state != MISMATCH
-        assert self._reduction is not None
-        return (yield from self._reduction.finish())
+        yield from self._core.go_on()
+        return self._core.state != MISMATCH
 
-    def finish(self, text: str, call_site: str | None) -> Steps[None]:
+    def finish(self, text: str, operation: Operation[object]) -> Steps[None]:
         """Finish the handshake that ``begin`` or the fast path has begun.
 
         Raises MismatchError if another rank made another call, and PeerError if it has failed or shut down.
         """
-        all_agree = yield from self._finish()
+        all_agree = yield from self._all_agree()
         changes, self.changes = self.changes, None
         if not all_agree:
-            yield from self._compare(text if changes is None else f"{text}, after {changes.text}", call_site)
+            yield from self._compare(text if changes is None else f"{text}, after {changes.text}", operation)
 
     def notify(self, kind: str, text: str, call_site: str) -> Steps[None]:
         """Send a notice instead of a plan: ``FAILED`` or ``SHUT_DOWN``. Ranks with a plan raise PeerError."""
         identity, self.changes = plan_id(kind), None
         if self.begin(identity):
             return
-        if not (yield from self._finish()):
+        if not (yield from self._all_agree()):
             everyone = yield from gather_equal_objects(self._comm, (kind, text, call_site))
             self._note_left(everyone)
 
     def _note_left(self, everyone: list[tuple[str, str, str]]) -> None:
         self.has_left = [rank for rank, (kind, _, _) in enumerate(everyone) if kind == SHUT_DOWN]
 
-    def _compare(self, text: str, call_site: str | None) -> Steps[None]:
-        mine = ("plan", text, call_site or user_call_site())
+    def _compare(self, text: str, operation: Operation[object]) -> Steps[None]:
+        # A started operation has its call site when its program has left the first step.
+        mine = ("plan", text, operation.call_site or user_call_site())
         everyone = yield from gather_equal_objects(self._comm, mine)
         self._note_left(everyone)
         news = news_text(everyone)

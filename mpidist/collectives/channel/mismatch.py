@@ -126,11 +126,12 @@ def _weights(size: int) -> tuple[list[int], list[int]]:
 
 def raise_rows_mismatch(comm: Comm, sent: list[int], expected: list[int], call_site: str | None) -> Steps[None]:
     """Raise the MismatchError that names the pairs of ranks that differ (collective)."""
+    call_site = call_site or user_call_site()  # before other threads may continue the steps
     # Each rank compares its own rows only, because there are as many as pairs of ranks.
     got, _ = yield from exchange_lengths(comm, sent, 0)
     wrong = [(rank, sends, expects) for rank, (sends, expects) in enumerate(zip(got, expected, strict=True))]
     wrong = [each for each in wrong if each[1] != each[2]]
-    told: _Rows = (wrong[:_MOST_PAIRS], len(wrong), call_site or user_call_site())
+    told: _Rows = (wrong[:_MOST_PAIRS], len(wrong), call_site)
     sends, expects = (cut_text(str(rows), _LONGEST_TEXT) for rows in (sent, expected))
     everyone = yield from gather_objects(comm, (told, f"all_to_all that gives {sends} rows and expects {expects}"))
     texts = {rank: text for rank, (_, text) in enumerate(everyone)}
