@@ -208,30 +208,25 @@ class Executor:
         with self._lock:
             self._completes = True
             try:
-                self._complete(operation, timeout)
+                if timeout is None or timeout >= operation.timeout:
+                    while self._works and not operation.is_done:
+                        self._finish_oldest()
+                elif not operation.is_done:
+                    self._poll(operation, timeout)
             finally:
                 self._completes = False
                 if self._works:
                     progress.wake()
 
-    def _complete(self, operation: Operation[object], timeout: float | None) -> None:
-        if timeout is None or timeout >= operation.timeout:
-            while self._works and not operation.is_done:
-                self._finish_oldest()
-        elif not operation.is_done:
-            operation.timeout -= timeout
-            drive(
-                self._polling(operation),
-                lambda: Deadline(
-                    lambda waited: self._report(operation, waited),
-                    lambda _: TimeoutError(
-                        f"{operation.text} is not done after {timeout} s. It continues, and you may wait for it again"
-                    ),
-                    timeout,
-                    self._warn_after,
-                    partial(move_works, self),
-                ),
-            )
+    def _poll(self, operation: Operation[object], timeout: float) -> None:
+        operation.timeout -= timeout
+        late = f"{operation.text} is not done after {timeout} s. It continues, and you may wait for it again"
+        report = partial(self._report, operation)
+        meanwhile = partial(move_works, self)
+        drive(
+            self._polling(operation),
+            lambda: Deadline(report, lambda _: TimeoutError(late), timeout, self._warn_after, meanwhile),
+        )
 
     # Called by any thread ---------------------------------------------------------------------------------------
 
@@ -427,13 +422,8 @@ class Executor:
                     self.fail(DEADLOCKED, error, unfinished=steps)
                     raise error
 
-        return Deadline(
-            lambda waited: self._report(operation, waited),
-            lambda waited: self._expired(steps, operation, waited),
-            timeout,
-            self._warn_after,
-            meanwhile,
-        )
+        report, expired = partial(self._report, operation), partial(self._expired, steps, operation)
+        return Deadline(report, expired, timeout, self._warn_after, meanwhile)
 
     def _report(self, operation: Operation[object], waited: float) -> str | None:
         """Return the report of a long wait, or None if an observer reports it."""

@@ -25,7 +25,7 @@ from mpidist.collectives.channel.mismatch import Advice, mismatch_text, news_tex
 from mpidist.collectives.channel.operation import Operation, plan_id
 from mpidist.collectives.mpi.exchange import gather_equal_objects
 from mpidist.collectives.mpi.waiting import Steps, until_done
-from mpidist.collectives.node.core import DONE, MISMATCH, Core
+from mpidist.collectives.node.core import DONE, MISMATCH, NOT_YET, WAITING, Core
 from mpidist.collectives.node.node import Node
 from mpidist.core.errors import MismatchError, PeerError, shared_error
 from mpidist.core.text import user_call_site
@@ -58,12 +58,12 @@ class _ByReduction:
         with suppress(NotImplementedError):
             # A persistent request costs half as much per call. Not every MPI library has it.
             self._persistent = self._request = comm.Allreduce_init(*spec)
-        self.state, self.waits = DONE, False
+        self.state = DONE
 
     def meet(self, identity: int) -> None:
         """Send this rank's id."""
         self._mine[0] = identity & self._mask
-        self.waits = True
+        self.state = NOT_YET
         if self._persistent is None:
             self._request = self._start()
         else:
@@ -73,7 +73,6 @@ class _ByReduction:
         """Yield until all ids have arrived. The state becomes MISMATCH if they differ."""
         yield from until_done(self._request)
         self.state = DONE if self._sum[0] == self._mine[0] * self._size else MISMATCH
-        self.waits = False
 
     def free(self) -> None:
         """Free the MPI request."""
@@ -103,7 +102,7 @@ class Handshake:
             identity ^= self.changes.checksum
         core = self._core
         (start or core.meet)(identity)
-        if core.waits or core.state == MISMATCH:
+        if core.state in WAITING or core.state == MISMATCH:
             return False
         self.changes = None
         return True
