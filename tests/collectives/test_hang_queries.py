@@ -57,7 +57,9 @@ class World:
                     node=SimpleNamespace(ranks=nodes),
                     comm=SimpleNamespace(world=self, Get_rank=lambda rank=rank: rank),
                     message_counts=[],
-                    executor=SimpleNamespace(status=lambda rank=rank: odd.get(rank, waits), refuse=lambda _: None),
+                    executor=SimpleNamespace(
+                        status=lambda rank=rank: odd.get(rank, waits), waiting=lambda: [(17, TEXT)]
+                    ),
                 ),
                 self,  # type: ignore[arg-type]
             )

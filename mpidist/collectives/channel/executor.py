@@ -152,13 +152,14 @@ class Executor:
                 operation.steps = self._observed(operation, operation.steps)
             result = self._drive(operation.steps, operation, operation.timeout or self._timeout)
             if operation.fast_call is not None:
-                self._cache(operation)
+                self.fast.cache(operation.fast_call, operation)
         return operation.finished(result)
 
     def start(self, operation: Operation[T]) -> Operation[T]:
         """Start an operation and return it; works run in the order of their start."""
         operation.timeout = operation.timeout or self._timeout
         operation.start(self)
+        operation.fast_call = None  # only blocking calls take the fast path
         with self._lock:
             self.check_usable()
             self._number(operation)
@@ -182,11 +183,6 @@ class Executor:
         operation.number = self._issued + self.fast.see()
         if self._changes is not None:
             operation.changes, self.changes = self._changes, None
-
-    def _cache(self, operation: Operation[object]) -> None:
-        call, operation.fast_call = operation.fast_call, None
-        if call is not None and not operation.has_failed:
-            self.fast.cache(call, operation)
 
     def advance(self) -> None:
         """Run the next step of the oldest unfinished work."""
@@ -260,11 +256,6 @@ class Executor:
         """Return number and text of the operation in which the program waits, if any."""
         return [self._last] if self._waits else []
 
-    def refuse(self, reason: str) -> None:
-        """Run no more operations, unless the program waits in one, which raises the error of the reason."""
-        if not self._waits:
-            self.fail(reason)
-
     def abort(self) -> None:
         """End the operations of this rank with an error, in all threads.
 
@@ -303,8 +294,16 @@ class Executor:
             abort_job("a thread was still in one of its collectives when the program ended")
         if self._cut_off is not None or self.fast.is_abandoned:
             abort_job(self.reason or _INTERRUPTED)
-        if self._unfinished is not None:
-            yield from self._finish_failed(self._unfinished, lambda: abort_job(self.reason))
+        try:
+            stopwatch = Stopwatch()
+            for _ in self._unfinished or ():
+                if stopwatch.seconds > shutdown.EXIT_SECONDS:
+                    abort_job(self.reason)
+                yield
+        except OSError:  # another rank has failed in the same collective
+            abort_job(self.reason)
+        except (MismatchError, PeerError):
+            pass  # The caller had its error. All ranks have now taken part in the exchange.
         while self._works:
             work = self.current = self._works[0]
             stopwatch = Stopwatch()
@@ -317,21 +316,6 @@ class Executor:
                 work.fail(PeerError(f"{left} left the program before this collective"))
             self._works.popleft()
         self.current = self._nothing
-
-    def _finish_failed(self, steps: Steps[object], otherwise: Callable[[], None]) -> Steps[None]:
-        """Finish the rest of a failed collective if the other ranks arrive in time. Else call ``otherwise``."""
-        stopwatch = Stopwatch()
-        try:
-            for _ in steps:
-                if stopwatch.seconds > shutdown.EXIT_SECONDS:
-                    otherwise()
-                yield
-        except OSError:
-            # Another rank has failed in the same collective.
-            otherwise()
-        except (MismatchError, PeerError):
-            # The caller had its error. All ranks have now taken part in the exchange.
-            return
 
     # Inside, while the lock is held -----------------------------------------------------------------------------
 
@@ -370,7 +354,7 @@ class Executor:
         self.current = work
         try:
             if work.step():
-                self._cache(self._works.popleft())
+                self._works.popleft()
         except BaseException as error:
             self.fail_in(work.text, error)
         finally:
@@ -380,7 +364,7 @@ class Executor:
         self.check_usable()
         work = self._works[0]
         self._drive(_stepping(work), work, work.timeout)
-        self._cache(self._works.popleft())
+        self._works.popleft()
 
     def _polling(self, work: Operation[object]) -> Steps[None]:
         while not work.is_done:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from threading import Lock, get_ident
 
 from mpidist.arrays.dtypes import Array
-from mpidist.collectives.channel.operation import Description, FastCall, Operation, Signature
+from mpidist.collectives.channel.operation import Description, FastCall, Operation
 from mpidist.collectives.node.core import NO_FAST_CALLS, Core, FastCalls, Resume
 from mpidist.collectives.node.node import Node
 
@@ -25,10 +25,6 @@ _SHUT_DOWN = "Collective called during shutdown. Call collectives before the pro
 _DISABLED, _CALLS, _LAST, _THREAD, _BYTES = range(5)
 # Set during a call, by this module, and while a call waits to be resumed.
 _IN_CALL, _BY_PYTHON, _HANDED_OVER = 1, 2, 4
-
-
-# The core distinguishes calls by function, whether the input is a list, root, shapes and dtypes, and id.
-_Key = tuple[str, bool, int, Signature, int]
 
 
 class FastPath:
@@ -46,8 +42,6 @@ class FastPath:
         """Algorithm of its all-reduces."""
         # By the number of a signature, which the core may reuse for another signature.
         self._descriptions: dict[int, Description] = {}
-        self._keys: dict[int, _Key] = {}
-        self._numbers: dict[_Key, int] = {}
         self._seen = 0
         self._is_locked = False
         self._cells[_DISABLED] |= _BY_PYTHON
@@ -110,20 +104,18 @@ class FastPath:
 
     def cache(self, call: FastCall, operation: Operation[object]) -> None:
         """Cache the signature of a finished call, if such calls can take the fast path."""
-        description, is_reduction = operation.description, call.name == "all_reduce"
-        key = call.name, isinstance(call.arrays, list), call.root, call.signature, description.id
-        if self._core is None or key in self._numbers:
-            return
-        if operation.algorithms != ((self.algorithm,) if is_reduction else ()) or not call.is_unchanged():
-            return
-        if not is_reduction and not (self._node.is_alone and self._node.slots is not None):
+        description, node = operation.description, self._node
+        if call.name == "all_reduce":
+            can_be_fast = operation.algorithms == (self.algorithm,)
+        else:
+            can_be_fast = not operation.algorithms and node.is_alone and node.slots is not None
+        if self._core is None or not can_be_fast or not call.is_unchanged():
             return
         number = self._core.cache(
             call.name, call.arrays, description.id, call.op, call.divisor, call.root, description.text
         )
         if number is not None:
-            self._numbers.pop(self._keys.get(number, key), None)
-            self._descriptions[number], self._keys[number], self._numbers[key] = description, key, number
+            self._descriptions[number] = description
 
     def description(self, number: int) -> Description:
         """Return the description of a signature."""

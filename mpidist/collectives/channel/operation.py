@@ -264,13 +264,8 @@ class Operation(Generic[T_co]):
         """End with ``error``, which ``wait`` raises."""
         if self._failure is None:
             self._failure = _Failure(error, f"{self.text}, started at {self.call_site or user_call_site()}")
-        self._failure.error, self.fast_call = error, None
+        self._failure.error = error
         self.is_done = True
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether ``wait`` raises an error."""
-        return self._failure is not None
 
 
 Work = Operation

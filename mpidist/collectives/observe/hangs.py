@@ -308,7 +308,9 @@ class HangObserver(Observer):
         if not numbers:
             return
         self._deadlocks.update(dict.fromkeys(numbers, deadlock.text))
-        self._channel.executor.refuse(DEADLOCKED)
+        executor = self._channel.executor
+        if not executor.waiting():  # otherwise the wait raises the error
+            executor.fail(DEADLOCKED)
         for rank in self._connections.known:
             self._endpoint.notify(rank, "deadlock", deadlock)
         for observer in list(_observers):
