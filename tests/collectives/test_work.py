@@ -187,9 +187,7 @@ def test_works_of_two_communicators_may_be_waited_for_in_any_order_without_the_t
 
 
 @pytest.mark.min_ranks(2)
-def test_an_interruption_while_another_communicators_works_move_is_not_lost(
-    comm: Communicator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_while_another_communicators_works_move_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     class Interruption(Exception):
         pass
 
@@ -202,5 +200,5 @@ def test_an_interruption_while_another_communicators_works_move_is_not_lost(
     with monkeypatch.context() as patch:
         patch.setattr(other._channel.executor, "_step_oldest", interrupted)
         with pytest.raises(Interruption):
-            move_works(comm._channel.executor)
+            move_works()
     other.close()

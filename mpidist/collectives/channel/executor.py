@@ -36,8 +36,6 @@ _ABORTED = "this rank has aborted it"
 _INTERRUPTED = "a collective was interrupted by an error of a signal handler"
 # How long abort() waits for another thread's step.
 _ABORT_SECONDS = 0.1
-# The executors of the open channels of this process.
-_executors: list[Executor] = []
 
 
 class ChannelStatus(NamedTuple):
@@ -108,7 +106,7 @@ class Executor:
         # Whether a thread of the program waits for a work, and so advances all of them.
         self._completes = self._has_ended = False
         self.fast.update()
-        _executors.append(self)
+        also_moved.append(self.move)
 
     @property
     def issued(self) -> int:
@@ -218,10 +216,9 @@ class Executor:
         operation.timeout -= timeout
         late = f"{operation.text} is not done after {timeout} s. It continues, and you may wait for it again"
         report = partial(self._report, operation)
-        meanwhile = partial(move_works, self)
         drive(
             self._polling(operation),
-            lambda: Deadline(report, lambda _: TimeoutError(late), timeout, self._warn_after, meanwhile),
+            lambda: Deadline(report, lambda _: TimeoutError(late), timeout, self._warn_after, move_works),
         )
 
     # Called by any thread ---------------------------------------------------------------------------------------
@@ -271,19 +268,18 @@ class Executor:
 
     def close(self) -> None:
         """Leave the background progress, because all ranks close the channel."""
-        _executors.remove(self)
+        also_moved.remove(self.move)
         progress.forget(self.move)
         self.fast.lock()
         if self.state is ChannelState.OPEN:
             self.state, self.reason = ChannelState.CLOSED, "it has been closed"
-        self.fast.update()
 
     def disown(self) -> None:
         """Refuse all operations in a forked child, which lacks the holder of the lock."""
         self._lock = ChannelLock(self.fast)
         self._core = None  # the parent still uses it
         self.fail(shutdown.FORKED)
-        _executors.remove(self)
+        also_moved.remove(self.move)
 
     def finish(self) -> Steps[None]:
         """Finish all works at the program's end, as far as the other ranks take part."""
@@ -399,7 +395,7 @@ class Executor:
             if self._aborted is not None:
                 self.fail(_ABORTED, self._aborted, unfinished=steps)
                 raise self._aborted
-            move_works(self)
+            move_works()
             for ask in self._observers.waits:
                 error = ask(operation)
                 if error is not None:
@@ -498,14 +494,11 @@ class Executor:
 
 
 also_moved: list[Callable[[], object]] = []
-"""Functions that advance other works of this process."""
+"""Functions that advance the works of the open channels of this process, and its messages."""
 
 
-def move_works(but: Executor | None = None) -> None:
-    """Advance the works of all other channels, and messages. Ranks may wait for them in different orders."""
-    for executor in list(_executors):
-        if executor is not but:
-            executor.move()
+def move_works() -> None:
+    """Advance all works and messages of this process, because ranks may wait for them in different orders."""
     for move in list(also_moved):
         move()
 

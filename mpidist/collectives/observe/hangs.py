@@ -33,7 +33,7 @@ from mpidist.collectives.observe.hang_report import (
     report_text,
     wait_state,
 )
-from mpidist.collectives.rpc import Call, Endpoint, Handlers, ServiceThread, service
+from mpidist.collectives.rpc import Endpoint, Handlers, Reply, ServiceThread, service
 from mpidist.core import message_tags, settings
 from mpidist.core.concurrency import wait_at_most
 from mpidist.core.errors import MismatchError
@@ -122,7 +122,7 @@ class HangObserver(Observer):
         # The collective that the program waits in, and when to ask for a deadlock.
         self._waits_in, self._ask_at = 0, math.inf
         handlers: Handlers = {
-            "inquire": lambda call, question: self._inquire(question, call.reply),
+            "inquire": lambda reply, question: self._inquire(question, reply),
             "query node": self._query_node,
             "query": self._query,
             "deadlock": lambda _, deadlock: self.spread(deadlock),
@@ -241,16 +241,16 @@ class HangObserver(Observer):
     def _request(self, rank: int, name: str, question: Question, asker: int, gathering: _Gathering) -> None:
         self._endpoint.request(rank, name, question, asker, seconds=ANSWER_SECONDS, hear=gathering.add)
 
-    def _query_node(self, call: Call, question: Question, asker: int) -> None:
+    def _query_node(self, reply: Reply, question: Question, asker: int) -> None:
         """Answer at once, then for the other ranks of the node."""
-        self._query(call, question, asker)
+        self._query(reply, question, asker)
         mates = {*filter(question.is_for, self._connections.own)} - {self._rank}
-        gathering = _Gathering(mates, lambda found: send_answers(call.reply, [*found.items()]))
+        gathering = _Gathering(mates, lambda found: send_answers(reply, [*found.items()]))
         for rank in mates:
             self._request(rank, "query", question, asker, gathering)
         self._service.later(_NEXT_SECONDS, gathering.end)
 
-    def _query(self, call: Call, question: Question, asker: int) -> None:
+    def _query(self, reply: Reply, question: Question, asker: int) -> None:
         """Answer. Leave the question to an asker before this rank. An asker after this rank leaves the print to it."""
         if asker in self._connections.before:
             self._asked_before.add(question)
@@ -266,7 +266,7 @@ class HangObserver(Observer):
             f"process {os.getpid()} on {socket.gethostname()}",
             question in self._reports,
         )
-        send_answers(call.reply, [(self._rank, answer)])
+        send_answers(reply, [(self._rank, answer)])
 
     def _report(self, question: Question, answers: Answers) -> Report | None:
         """Return a report. Return None to leave a report that must be printed to another rank."""
