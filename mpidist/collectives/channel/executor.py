@@ -461,18 +461,19 @@ class Executor:
     def fail_in(self, text: str, error: BaseException) -> NoReturn:
         """Fail after an error inside the collective ``text``, and raise the error for the program."""
         # Signal handlers may raise an OSError too, so its type alone does not mean that the core failed.
-        no_access = isinstance(error, OSError) and self._core is not None and self._core.state == LOST
-        has_ended = no_access and isinstance(error, OSError) and error.errno == errno.ESRCH
+        is_lost = self._core is not None and self._core.state == LOST
+        no_access = error if isinstance(error, OSError) and is_lost else None
+        has_ended = no_access is not None and no_access.errno == errno.ESRCH
         failed: BaseException
         if says_rank_is_lost(error) or (has_ended and can_go_on()):
             failed = RankLostError(f"a rank was lost while rank {self._rank} was in {text}: {error}")
             self.fail(str(failed), failed, cut_off=error)
             self._revoke()
             raise failed from error
-        if no_access and isinstance(error, OSError):
+        if no_access is not None:
             advice = "Restart the job" if has_ended else "Set MPIDIST_READ_NEIGHBOURS=0"
             cause = "a rank of this node has ended" if has_ended else "cannot access the memory of another rank"
-            failed = PeerError(f"{text} failed: {cause} ({error.strerror}). {advice}")
+            failed = PeerError(f"{text} failed: {cause} ({no_access.strerror}). {advice}")
             self.fail(str(failed), failed, cut_off=error)
             raise failed from error
         # A signal handler, a KeyboardInterrupt or lack of memory cut off an exchange.

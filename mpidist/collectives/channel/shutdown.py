@@ -84,18 +84,14 @@ def _install_error_hook() -> None:
     def call_all(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
             for act in _on_errors:
-                _call(act, error)
+                try:
+                    act(error)
+                except Exception:  # the program's own error must be printed, and ends the job
+                    _log.exception("a function to call before the end of the program failed")
         finally:
             previous(kind, error, trace)  # may end the job
 
     sys.excepthook = call_all
-
-
-def _call(act: Callable[[BaseException], None], error: BaseException) -> None:
-    try:
-        act(error)
-    except Exception:  # the program's own error must be printed, and ends the job
-        _log.exception("a function to call before the end of the program failed")
 
 
 @cache
