@@ -155,26 +155,26 @@ class Channel:
             tell(self.current)
 
     def phase(self, name: str) -> None:
-        """Tell observers that a phase of the collective begins."""
+        """Notify observers that a phase of the collective begins."""
         for tell in self.observers.phase:
             tell(self.current, name)
 
     def tell_chunk(self, event: str, number: int, start: int, nbytes: int) -> None:
-        """Tell observers of a chunk."""
+        """Notify observers of a chunk."""
         for tell in self.observers.chunk:
             tell(self.current, Chunk(event, number, start, nbytes))
 
     # Errors of one rank -----------------------------------------------------------------------------------------
 
     def shared_errors(self, doing: str) -> SharedErrors:
-        """Return a block for work of this rank before a collective, whose errors are announced.
+        """Return a block for work of this rank before a collective. Its errors are announced.
 
         The rank that fails raises its own error. The others raise PeerError at their next call.
         """
         return SharedErrors(self, doing)
 
     def announce(self, error: Exception, doing: str) -> None:
-        """Tell the other ranks of an error that replaces this rank's next collective, once."""
+        """Send an error to the other ranks instead of this rank's next collective. Each error is sent once."""
         has_listeners = self.size > 1 and self.is_usable
         if not has_listeners or isinstance(error, COMMON_ERRORS) or hasattr(error, _ANNOUNCED):
             return
@@ -183,7 +183,7 @@ class Channel:
         notice = self.handshake.notify(FAILED, f"raised {type(error).__name__}: {error}", call_site)
         telling = Operation(notice, describe("telling the other ranks", f"{type(error).__name__} in {doing}"))
         telling.is_async, telling.call_site, self.executor.changes = True, call_site, None
-        # Observers see only its beginning, because one of them may be what failed.
+        # Observers see only its beginning, because one of them may have failed.
         self.executor.start(telling)
         try:
             self.executor.complete(telling, _FAILURE_SECONDS)
@@ -251,7 +251,7 @@ class Channel:
         _lost_channels.append(self)
 
     def shut_down(self) -> Steps[None]:
-        """Finish all works, and tell the other ranks that this program has ended."""
+        """Finish all works, and notify the other ranks that this program has ended."""
         yield from self.executor.finish()
         # A work may have found that the others have shut down.
         if not self.handshake.has_left:
@@ -267,7 +267,7 @@ def lose_all() -> None:
 
 
 def _shut_down_all() -> bool:
-    """Tell the other ranks of all open channels that this program has ended.
+    """Notify the other ranks of all open channels that this program has ended.
 
     Returns whether all ranks of the job have ended, which is unknown if their communicators are closed.
     """

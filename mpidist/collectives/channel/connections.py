@@ -40,7 +40,7 @@ class Connections:
         self.others = [node for node in nodes if node is not self.own]
         # On a single node, its first two ranks ask.
         self.askers = [node[0] for node in nodes[:2]] if len(nodes) > 1 else [*self.own[:2]]
-        # The ranks whose turn to ask comes before this rank's, and those of them that pass its questions on.
+        # The ranks that ask before this rank. The ranks among them that pass its questions on are `above`.
         order = [*dict.fromkeys([*self.askers, *self.own])]
         self.before = order[: order.index(rank)]
         far: Sequence[int] = self.askers if rank in self.own[:2] else []
@@ -63,7 +63,7 @@ def open_connections(comm: Comm, nodes: Sequence[Sequence[int]]) -> None:
     if rank in connections.askers:
         requests += [comm.Irecv(nothing, other, message_tags.CONNECTIONS) for other in far]
     with limited("opening connections to ranks of other nodes"):
-        # Wait for one at a time, because the error of several together does not tell a failed rank.
+        # Wait for one at a time, because an error of several requests does not name the failed rank.
         for request in requests:
             request.Wait()
 

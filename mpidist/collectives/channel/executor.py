@@ -83,9 +83,9 @@ class Executor:
         self._warn_after: float = settings.WARN_AFTER.read()
         self._revoke = revoke
         self._works: deque[Operation[object]] = deque()
-        # Operations run while the state is OPEN. The reason is that of another state, for errors.
+        # Operations run while the state is OPEN. For errors, `reason` says why it is not OPEN.
         self.state, self.reason = ChannelState.OPEN, ""
-        # Rest of a failed collective, which this rank finishes at its end.
+        # The remaining steps of a failed collective. This rank runs them when its program ends.
         self._unfinished: Steps[object] | None = None
         # Error that cut off an exchange: MPI_Finalize would hang. Its frames hold buffers to which MPI may still write.
         self._cut_off: BaseException | None = None
@@ -238,7 +238,7 @@ class Executor:
         return None if self._completes else self.oldest_work()
 
     def status(self) -> ChannelStatus:
-        """Return what this rank does."""
+        """Return the status of this rank."""
         (number, text), waits, fast = self._last, self._waits, self.fast.last()
         if fast is not None:
             number, text = self.issued, fast.text
@@ -316,7 +316,7 @@ class Executor:
     # Inside, while the lock is held -----------------------------------------------------------------------------
 
     def _observed(self, operation: Operation[object], steps: Steps[T]) -> Steps[T]:
-        """Run the steps of an operation with its local changes, and tell observers."""
+        """Run the steps of an operation with its local changes, and notify observers."""
         if operation.changes is not None:
             self._handshake.changes = operation.changes
         for tell in self._observers.began:

@@ -1,7 +1,7 @@
 """The fast path: collectives that run in the node's core, without an Operation.
 
-The core recognizes calls whose signature the general path has cached. Fast-path calls bypass observers, pending works
-and local changes. So one flag disables the fast path while any of these exist, or after a failure. If peers are late or
+The general path caches signatures, and the core recognizes them. Fast-path calls bypass observers, pending works and
+local changes. So one flag disables the fast path while any of these exist, or after a failure. If peers are late or
 their calls differ, the core hands the call over, and the general path resumes it.
 """
 
@@ -47,7 +47,7 @@ class FastPath:
         self._cells[_DISABLED] |= _BY_PYTHON
 
     def open(self, take: Callable[..., Array], resume: Resume) -> FastCalls:
-        """Return the functions of the fast path. ``resume`` finishes calls whose peers are late or differ."""
+        """Return the functions of the fast path. ``resume`` finishes a call if its peers are late or differ."""
         return NO_FAST_CALLS if self._core is None else self._core.open_fast_calls(take, resume)
 
     def lock(self) -> bool:
@@ -127,7 +127,7 @@ class ChannelLock:
 
     def __init__(self, fast: FastPath) -> None:
         self._fast = fast
-        # The first tells threads of the program from the progress thread, which takes the second alone.
+        # Threads of the program take both locks. The progress thread takes only the second.
         self._program = Lock()
         self._anyone = Lock()
         self._is_over = False

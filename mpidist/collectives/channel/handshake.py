@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 _ID_BITS = 40
 FAILED, SHUT_DOWN = "failed", "left"
-"""Notices that a rank sends in place of a plan."""
+"""Notices that a rank sends instead of a plan."""
 
 Start = Callable[[int], None]
 """Begins a call of the core with the id of the handshake."""
 
 
 class _ByReduction:
-    """Exchange of ids without a native core, in whose place a handshake uses it."""
+    """Exchange of ids without a native core, with the same methods."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         mpi = import_mpi()

@@ -31,7 +31,7 @@ FOR_COMMUNICATORS = Advice(
     "Make this call on every rank, even if only one rank needs the result. Put only the printing under "
     "`if mpidist.rank() == 0:`."
 )
-# Number of differing calls of which a rank prints its traceback, besides rank 0.
+# Besides rank 0, at most this many ranks print a traceback, each for another call.
 _MOST_PRINTED = 4
 # Kind of a rank's message ("plan" or a notice), its text, and the line of its program.
 Told = tuple[str, str, str]
@@ -94,7 +94,7 @@ def news_text(everyone: Sequence[Told]) -> str:
 # except for a chance of one in 2**60. Random weights keep rows too many from balancing rows too few.
 _BITS = 62
 _MOST_PAIRS, _LONGEST_TEXT = 4, 120
-# The first ranks that send other rows than expected, with both numbers; the number of such ranks; the line.
+# The first ranks that send other rows than expected (with both numbers), the number of such ranks, and the line.
 _Rows = tuple[list[tuple[int, int, int]], int, str]
 
 

@@ -149,8 +149,8 @@ class Operation(Generic[T_co]):
         algorithms: Names of the algorithms that it used.
         error: Its error, while observers see its end.
         hopeless: Reason why a message can never arrive, set by an observer.
-        timeout: Seconds before it fails, less the time that callers have waited with a timeout of their own. By default
-            that of the communicator.
+        timeout: Seconds before it fails, less the time that callers have waited with a timeout of their own. The
+            default is the timeout of the communicator.
         changes: Local changes of this rank that the ranks compare at its start.
         is_resumed: Whether it finishes a call that the fast path began.
         is_done: Whether it has ended.
@@ -193,7 +193,7 @@ class Operation(Generic[T_co]):
         return self  # type: ignore[return-value]  # its type is that of its result, which changes here
 
     def add(self, function: Callable[..., object]) -> None:
-        """Apply ``function``, whose type is unchecked, as `then` does."""
+        """Apply ``function`` as `then` does, without a check of its type."""
         self._then = (*self._then, function)
 
     def finished(self, result: object) -> T_co:

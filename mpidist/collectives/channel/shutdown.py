@@ -1,4 +1,4 @@
-"""Shutdown: what this process does at its end, and the refusal of forked children."""
+"""Shutdown: the acts of this process at its end, and the refusal of forked children."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ os.register_at_fork(after_in_child=_disown)
 
 
 def check_not_forked() -> None:
-    """Raise RuntimeError in a forked child of a rank, whose MPI belongs to its parent."""
+    """Raise RuntimeError in a forked child of a rank, because MPI belongs to its parent."""
     if _forked:
         raise RuntimeError(FORKED)
 

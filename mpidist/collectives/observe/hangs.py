@@ -208,7 +208,7 @@ class HangObserver(Observer):
         return self._endpoint.is_open and self._hearers.get(question) is hearers
 
     def _end(self, question: Question, report: Report) -> None:
-        """Pass a report to those that wait for it. The first one counts."""
+        """Pass a report to all that wait for it. The first report counts."""
         if question.purpose in (PRINT, REPORT):
             report = self._reports.setdefault(question, report)
         for hear in self._hearers.pop(question, []):
