@@ -52,7 +52,8 @@ class Answer(NamedTuple):
     wait_state: WaitState | None = None  # for a question about deadlocks
     where: str = ""  # current line of the program
     process: str = ""
-    is_reported: bool = False  # whether it has the report already
+    wants_report: bool = False
+    printing_rank: int | None = None  # of the report that it has already
 
 
 # A rank's answer, or the reason why it could not be asked.

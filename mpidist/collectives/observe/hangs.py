@@ -76,7 +76,7 @@ class Report(NamedTuple):
 
     text: str = ""
     hopeless: str = ""  # reason why a message can never arrive, if so
-    printing_rank: int = 0  # first of the ranks that wait for the collective
+    printing_rank: int = 0
 
 
 Hear = Callable[[Report], object]
@@ -209,9 +209,14 @@ class HangObserver(Observer):
 
     def _end(self, question: Question, report: Report) -> None:
         """Pass a report to all that wait for it. The first report counts."""
+        hearers = self._hearers.pop(question, [])
         if question.purpose in (PRINT, REPORT):
             report = self._reports.setdefault(question, report)
-        for hear in self._hearers.pop(question, []):
+        if question.purpose == PRINT and hearers and report.printing_rank == self._rank:
+            folder = settings.FLIGHT_RECORD.read()
+            more = "" if folder is None else f"\n  what came before: python -m mpidist flight {folder}"
+            tell_user(f"{report.text}{more}")
+        for hear in hearers:
             hear(report)
 
     def _ask(self, question: Question, hearers: list[Hear]) -> None:
@@ -224,8 +229,8 @@ class HangObserver(Observer):
 
         def conclude(found: Answers) -> None:
             # Otherwise another rank has reported.
-            if self._is_open(question, hearers) and (report := self._report(question, found)) is not None:
-                self._end(question, report)
+            if self._is_open(question, hearers):
+                self._end(question, self._report(question, found))
 
         def query(place: int) -> None:
             for node in nodes:
@@ -251,12 +256,10 @@ class HangObserver(Observer):
         self._service.later(_NEXT_SECONDS, gathering.end)
 
     def _query(self, reply: Reply, question: Question, asker: int) -> None:
-        """Answer. Leave the question to an asker before this rank. An asker after this rank leaves the print to it."""
+        """Answer, and leave the question to an asker before this rank."""
         if asker in self._connections.before:
             self._asked_before.add(question)
             self._service.later(_TURN_SECONDS[-1], lambda: self._asked_before.discard(question))
-        elif question.purpose == PRINT:
-            self._inquire(question, lambda _: None)
         status, frame = self._channel.executor.status(), main_thread_frame()
         where = "" if frame is None else program_line(frame)[-_LONGEST_TEXT:]
         answer = Answer(
@@ -264,12 +267,13 @@ class HangObserver(Observer):
             wait_state(where) if question.purpose == DEADLOCK else None,
             where,
             f"process {os.getpid()} on {socket.gethostname()}",
-            question in self._reports,
+            question in self._hearers,
+            self._reports[question].printing_rank if question in self._reports else None,
         )
         send_answers(reply, [(self._rank, answer)])
 
-    def _report(self, question: Question, answers: Answers) -> Report | None:
-        """Return a report. Return None to leave a report that must be printed to another rank."""
+    def _report(self, question: Question, answers: Answers) -> Report:
+        """Return the answer to a question."""
         if question.purpose == DEADLOCK:
             waits = [each.wait_state for each in answers.values() if each.wait_state is not None]
             deadlock = find_deadlock(self._channel.name, question.number, waits)
@@ -287,19 +291,12 @@ class HangObserver(Observer):
             is_hopeless = left and len(left) >= len(ranks) - (question.other is None)
             hopeless = f"{numbered_ranks(left)} {'have' if len(left) > 1 else 'has'} ended the program"
             return Report(places_text(found, ranks)[:_LONGEST_MESSAGE], hopeless if is_hopeless else "")
-        text = report_text(question.number, found, self._size)
-        if question.purpose == REPORT:
-            statuses = ((rank, answer.status) for rank, answer in answers.items())
-            waiting = [rank for rank, each in statuses if each.waits and each.number == question.number]
-            return Report(text[:_LONGEST_MESSAGE], printing_rank=min(waiting, default=0))
-        if not answers.keys().isdisjoint(self._connections.before):
-            return None
-        # A rank that was stopped finds that another one has printed the report.
-        if not any(each.is_reported for each in answers.values()):
-            folder = settings.FLIGHT_RECORD.read()
-            more = "" if folder is None else f"\n  what came before: python -m mpidist flight {folder}"
-            tell_user(f"{text}{more}")
-        return Report()
+        # A rank that was stopped finds that others have a report already.
+        known = [each.printing_rank for each in answers.values() if each.printing_rank is not None]
+        asking = {rank: each.status for rank, each in answers.items() if each.wants_report}
+        waiting = [rank for rank, each in asking.items() if each.waits and each.number == question.number]
+        text = report_text(question.number, found, self._size)[:_LONGEST_MESSAGE]
+        return Report(text, printing_rank=min(known or waiting or asking, default=self._rank))
 
     def spread(self, deadlock: Deadlock) -> None:
         """Fail the collectives of a deadlock on all ranks, here and on its other communicators."""
