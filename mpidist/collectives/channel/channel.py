@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from mpidist.collectives.channel import shutdown
 from mpidist.collectives.channel.connections import check_descriptors, open_connections
-from mpidist.collectives.channel.executor import ChannelState, Executor
+from mpidist.collectives.channel.executor import Executor
 from mpidist.collectives.channel.handshake import FAILED, SHUT_DOWN, Handshake, Start
 from mpidist.collectives.channel.mismatch import FOR_COMMUNICATORS, Advice
 from mpidist.collectives.channel.observers import OTHERS, Chunk, Observers
@@ -112,7 +112,7 @@ class Channel:
     @property
     def is_usable(self) -> bool:
         """Whether collectives can still run on it."""
-        return self.executor.state is ChannelState.OPEN and not self.handshake.has_left
+        return not self.executor.reason and not self.handshake.has_left
 
     @property
     def current(self) -> Operation[object]:

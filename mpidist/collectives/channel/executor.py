@@ -6,7 +6,6 @@ import errno
 import time
 from collections import deque
 from collections.abc import Callable
-from enum import Enum
 from functools import partial
 from typing import NamedTuple, NoReturn, TypeVar
 
@@ -49,14 +48,6 @@ class ChannelStatus(NamedTuple):
     ended: bool  # whether the program has ended
 
 
-class ChannelState(Enum):
-    """The life cycle of a channel: OPEN, then CLOSED or FAILED. At the end of the program, it may be any of them."""
-
-    OPEN = "open"
-    CLOSED = "closed by all ranks"
-    FAILED = "failed on this rank"
-
-
 class Executor:
     """Runs the operations of one channel, one at a time, also in the background.
 
@@ -83,8 +74,8 @@ class Executor:
         self._warn_after: float = settings.WARN_AFTER.read()
         self._revoke = revoke
         self._works: deque[Operation[object]] = deque()
-        # Operations run while the state is OPEN. For errors, `reason` says why it is not OPEN.
-        self.state, self.reason = ChannelState.OPEN, ""
+        self.reason = ""
+        """Reason why no more operations can run. Empty until the channel is closed or fails."""
         # The remaining steps of a failed collective. This rank runs them when its program ends.
         self._unfinished: Steps[object] | None = None
         # Error that cut off an exchange: MPI_Finalize would hang. Its frames hold buffers to which MPI may still write.
@@ -132,7 +123,7 @@ class Executor:
         return not (
             self._works
             or self._changes is not None
-            or self.state is not ChannelState.OPEN
+            or self.reason
             or self._handshake.has_left
             or self._observers.see_calls
         )
@@ -258,7 +249,7 @@ class Executor:
 
         At the end of the program, this rank finishes its part of them as far as other ranks have arrived.
         """
-        if self.state is ChannelState.OPEN:
+        if not self.reason:
             self._aborted = PeerError(f"this {self._owner} can no longer be used: {_ABORTED}")
             self.fail(_ABORTED)
         # A thread that holds the lock longer waits in an operation. It ends all operations at its next check.
@@ -270,9 +261,9 @@ class Executor:
         """Leave the background progress, because all ranks close the channel."""
         also_moved.remove(self.move)
         progress.forget(self.move)
+        self.reason = self.reason or "it has been closed"
+        # After the reason, because a thread that releases the channel in between would enable the fast path again.
         self.fast.lock()
-        if self.state is ChannelState.OPEN:
-            self.state, self.reason = ChannelState.CLOSED, "it has been closed"
 
     def disown(self) -> None:
         """Refuse all operations in a forked child, which lacks the holder of the lock."""
@@ -382,7 +373,7 @@ class Executor:
             return result
         except BaseException as error:
             # A common error may come from another channel's work. This channel's call is then unfinished.
-            is_unfinished = self._core is not None and self._core.waits and self.state is ChannelState.OPEN
+            is_unfinished = self._core is not None and self._core.waits and not self.reason
             if is_common(error) and not is_unfinished:
                 raise
             self.fail_in(operation.text, error)
@@ -429,9 +420,8 @@ class Executor:
         ``unfinished`` is the rest of a collective, which this rank finishes at its end. ``cut_off`` is an error that
         cut off an exchange with other ranks.
         """
-        is_first = self.state is ChannelState.OPEN
-        if is_first:
-            self.state, self.reason = ChannelState.FAILED, reason
+        is_first = not self.reason
+        self.reason = self.reason or reason
         self._unfinished, self._cut_off = unfinished or self._unfinished, cut_off or self._cut_off
         self.fast.update()
         # The caller may use its arrays as soon as it has the error.
@@ -487,7 +477,7 @@ class Executor:
         """Raise an error if no more operations can run."""
         if self.fast.is_abandoned and not is_resumed:
             self.fail(_INTERRUPTED)
-        if self.state is not ChannelState.OPEN:
+        if self.reason:
             raise RuntimeError(f"this {self._owner} can no longer be used: {self.reason}")
         if self._handshake.has_left:
             left = numbered_ranks(self._handshake.has_left)
