@@ -29,7 +29,7 @@ from mpidist.core.errors import PeerError, RankLostError
 from mpidist.core.message_tags import DATA_OF_PROGRAMS, HEADS_OF_PROGRAMS
 from mpidist.core.text import tell_user, user_call_site
 from mpidist.topology import import_mpi
-from mpidist.topology.exit import revoke, revoking
+from mpidist.topology.exit import revoking
 from mpidist.topology.start import duplicate, limited
 
 T = TypeVar("T")
@@ -85,9 +85,7 @@ class Channel:
         self.handshake = Handshake(self.comm, self.node, advice)
         self.observers = Observers()
         self.timeout: float = timeout or settings.TIMEOUT.read()
-        self.executor = Executor(
-            owner, self.comm, self.node, self.handshake, self.observers, self.timeout, self._revoke
-        )
+        self.executor = Executor(owner, self.comm, self.node, self.handshake, self.observers, self.timeout)
         self.at_exit: list[Callable[[], None]] = []
         """Functions to call if the program ends without closing it, after the last exchange with other ranks."""
         self.message_counts: list[MessageCount] = []
@@ -237,13 +235,9 @@ class Channel:
                 # The other ranks free their part, too, and wait for this one.
                 _log.exception("mpidist: an observer of the %s failed when it was closed", self.owner)
 
-    def _revoke(self) -> None:
-        for comm in (self.comm, self.node.comm):
-            revoke(comm)
-
     def lose(self) -> None:
         """Fail for good after the loss of a rank (local)."""
-        self._revoke()
+        self.executor.revoke()
         self.executor.fail("a rank was lost", RankLostError("a rank was lost"))
         self._remove()
         self.executor.close()

@@ -24,7 +24,7 @@ from mpidist.core import settings
 from mpidist.core.concurrency import Deadline, Stopwatch
 from mpidist.core.errors import CollectiveTimeoutError, MismatchError, PeerError, RankLostError, shared_error
 from mpidist.core.text import numbered_ranks, tell_user, user_call_site
-from mpidist.topology.exit import can_go_on, says_rank_is_lost
+from mpidist.topology.exit import can_go_on, revoke, says_rank_is_lost
 
 T = TypeVar("T")
 
@@ -49,11 +49,7 @@ class ChannelStatus(NamedTuple):
 
 
 class Executor:
-    """Runs the operations of one channel, one at a time, also in the background.
-
-    ``owner`` is the name of the channel's owner, for messages. ``revoke`` ends the waits of other ranks after the loss
-    of a rank.
-    """
+    """Runs the operations of one channel, one at a time, also in the background. ``owner`` names its owner."""
 
     def __init__(
         self,
@@ -63,16 +59,15 @@ class Executor:
         handshake: Handshake,
         observers: Observers,
         timeout: float,
-        revoke: Callable[[], None],
     ) -> None:
         self._owner = owner
+        self._comms = comm, node.comm
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         self._core = node.core
         self._handshake = handshake
         self._observers = observers
         self._timeout = timeout
         self._warn_after: float = settings.WARN_AFTER.read()
-        self._revoke = revoke
         self._works: deque[Operation[object]] = deque()
         self.reason = ""
         """Reason why no more operations can run. Empty until the channel is closed or fails."""
@@ -458,7 +453,7 @@ class Executor:
         if says_rank_is_lost(error) or (has_ended and can_go_on()):
             failed = RankLostError(f"a rank was lost while rank {self._rank} was in {text}: {error}")
             self.fail(str(failed), failed, cut_off=error)
-            self._revoke()
+            self.revoke()
             raise failed from error
         if no_access is not None:
             advice = "Restart the job" if has_ended else "Set MPIDIST_READ_NEIGHBOURS=0"
@@ -472,6 +467,11 @@ class Executor:
         failed.__cause__ = error
         self.fail(reason, failed, cut_off=error)
         raise error
+
+    def revoke(self) -> None:
+        """End the waits of the other ranks after the loss of a rank."""
+        for comm in self._comms:
+            revoke(comm)
 
     def check_usable(self, is_resumed: bool = False) -> None:
         """Raise an error if no more operations can run."""
