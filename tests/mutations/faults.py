@@ -416,7 +416,7 @@ _COLLECTIVES = (
     Fault(
         "local changes of a rank are not compared with the other ranks'",
         "mpidist/collectives/channel/handshake.py",
-        "identity ^= self.changes.checksum",
+        "identity ^= operation.changes.checksum",
         "identity ^= 0",
         ("tests/strategies/test_drift.py",),
         ranks=2,

@@ -141,7 +141,7 @@ class Channel:
         """Open a collective with a handshake. ``start`` begins a call of the core in the same exchange."""
         if self.observers.phase:
             self.phase(OTHERS)
-        if not self.handshake.begin(description.id, start):
+        if not self.handshake.begin(description.id, self.current, start):
             yield from self.handshake.finish(description.text, self.current)
         for tell in self.observers.met:
             tell(self.current)
@@ -180,7 +180,7 @@ class Channel:
         call_site = user_call_site()
         notice = self.handshake.notify(FAILED, f"raised {type(error).__name__}: {error}", call_site)
         telling = Operation(notice, describe("telling the other ranks", f"{type(error).__name__} in {doing}"))
-        telling.is_async, telling.call_site, self.executor.changes = True, call_site, None
+        telling.is_async, telling.call_site = True, call_site
         # Observers see only its beginning, because one of them may have failed.
         self.executor.start(telling)
         try:

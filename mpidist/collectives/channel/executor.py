@@ -132,7 +132,7 @@ class Executor:
             self._number(operation)
             while self._works:
                 self._finish_oldest()
-            if operation.changes is not None or self._observers.see_steps:
+            if self._observers.see_steps:
                 operation.steps = self._observed(operation, operation.steps)
             result = self._drive(operation.steps, operation, operation.timeout or self._timeout)
             if operation.fast_call is not None:
@@ -147,7 +147,7 @@ class Executor:
         with self._lock:
             self.check_usable()
             self._number(operation)
-            if self._works or operation.changes is not None or self._observers.see_steps:
+            if self._works or self._observers.see_steps:
                 # Behind other works, observers may be added before its first step.
                 operation.steps = self._observed(operation, operation.steps)
             self._works.append(operation)
@@ -302,9 +302,7 @@ class Executor:
     # Inside, while the lock is held -----------------------------------------------------------------------------
 
     def _observed(self, operation: Operation[object], steps: Steps[T]) -> Steps[T]:
-        """Run the steps of an operation with its local changes, and notify observers."""
-        if operation.changes is not None:
-            self._handshake.changes = operation.changes
+        """Run the steps of an operation, and notify observers."""
         for tell in self._observers.began:
             tell(operation)
         try:

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpidist.collectives.channel.changes import LocalChanges
-from mpidist.collectives.channel.mismatch import Advice, mismatch_text, news_text, printing_ranks
+from mpidist.collectives.channel.mismatch import Advice, Told, mismatch_text, news_text, printing_ranks
 from mpidist.collectives.channel.operation import Operation, plan_id
 from mpidist.collectives.mpi.exchange import gather_equal_objects
 from mpidist.collectives.mpi.waiting import Steps, until_done
@@ -86,8 +85,6 @@ class Handshake:
     def __init__(self, comm: MPI.Intracomm, node: Node, advice: Advice) -> None:
         self._comm, self.advice = comm, advice
         self._core: Core | _ByReduction = node.core or _ByReduction(comm)
-        self.changes: LocalChanges | None = None
-        """Local changes that the next handshake compares."""
         self.has_left: list[int] = []
         """Ranks that have shut down: no exchange is possible any more."""
 
@@ -96,19 +93,19 @@ class Handshake:
         if isinstance(self._core, _ByReduction):
             self._core.free()
 
-    def begin(self, identity: int, start: Start | None = None) -> bool:
-        """Begin a handshake; return whether it is over. If not, ``finish`` must follow (collective)."""
-        if self.changes is not None:
-            identity ^= self.changes.checksum
+    def begin(self, identity: int, operation: Operation[object], start: Start | None = None) -> bool:
+        """Begin a handshake, and return whether it is over. If not, ``finish`` must follow (collective)."""
+        if operation.changes is not None:
+            identity ^= operation.changes.checksum
         core = self._core
         (start or core.meet)(identity)
         if core.state in WAITING or core.state == MISMATCH:
             return False
-        self.changes = None
+        operation.changes = None
         return True
 
     def _all_agree(self) -> Steps[bool]:
-        """Yield until all ids have arrived; return whether they are equal."""
+        """Yield until all ids have arrived. Return whether they are equal."""
         yield from self._core.go_on()
         return self._core.state != MISMATCH
 
@@ -118,27 +115,26 @@ class Handshake:
         Raises MismatchError if another rank made another call, and PeerError if it has failed or shut down.
         """
         all_agree = yield from self._all_agree()
-        changes, self.changes = self.changes, None
+        changes, operation.changes = operation.changes, None
         if not all_agree:
             yield from self._compare(text if changes is None else f"{text}, after {changes.text}", operation)
 
     def notify(self, kind: str, text: str, call_site: str) -> Steps[None]:
         """Send a notice instead of a plan: ``FAILED`` or ``SHUT_DOWN``. Ranks with a plan raise PeerError."""
-        identity, self.changes = plan_id(kind), None
-        if self.begin(identity):
-            return
+        self._core.meet(plan_id(kind))
         if not (yield from self._all_agree()):
-            everyone = yield from gather_equal_objects(self._comm, (kind, text, call_site))
-            self._note_left(everyone)
+            yield from self._exchange((kind, text, call_site))
 
-    def _note_left(self, everyone: list[tuple[str, str, str]]) -> None:
+    def _exchange(self, mine: Told) -> Steps[list[Told]]:
+        """Gather the calls and notices of all ranks."""
+        everyone = yield from gather_equal_objects(self._comm, mine)
         self.has_left = [rank for rank, (kind, _, _) in enumerate(everyone) if kind == SHUT_DOWN]
+        return everyone
 
     def _compare(self, text: str, operation: Operation[object]) -> Steps[None]:
         # A started operation has its call site when its program has left the first step.
         mine = ("plan", text, operation.call_site or user_call_site())
-        everyone = yield from gather_equal_objects(self._comm, mine)
-        self._note_left(everyone)
+        everyone = yield from self._exchange(mine)
         news = news_text(everyone)
         prints = self._comm.Get_rank() in printing_ranks(everyone)
         if news:
