@@ -87,7 +87,7 @@ class Channel:
         self.timeout: float = timeout or settings.TIMEOUT.read()
         self.executor = Executor(owner, self.comm, self.node, self.handshake, self.observers, self.timeout)
         self.at_exit: list[Callable[[], None]] = []
-        """Functions to call if the program ends without closing it, after the last exchange with other ranks."""
+        """Functions to call if the program ends without closing it. They must not communicate with other ranks."""
         self.message_counts: list[MessageCount] = []
         """Counts of its point-to-point messages. All must arrive before the communicator is freed."""
         open_channels.append(self)

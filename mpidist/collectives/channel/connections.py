@@ -69,7 +69,10 @@ def open_connections(comm: Comm, nodes: Sequence[Sequence[int]]) -> None:
 
 
 def check_descriptors(comm: Comm) -> None:
-    """Raise OSError on ranks of ``comm`` that cannot open some more files, and PeerError on others (collective)."""
+    """Check that all ranks can open some more files (collective).
+
+    Raises OSError on the ranks that cannot, and PeerError on the others.
+    """
     rank, lacks = comm.Get_rank(), not _can_open(_NEEDED)
     lacking = int(comm.allreduce(rank if lacks else -1, op=import_mpi().MAX))
     lack = f"has fewer than {_NEEDED} file descriptors left, too few to make a communicator. Run: ulimit -n 4096"

@@ -487,7 +487,7 @@ also_moved: list[Callable[[], object]] = []
 
 
 def move_works() -> None:
-    """Advance all works and messages of this process, because ranks may wait for them in different orders."""
+    """Advance all works and messages. Ranks may wait for them in different orders."""
     for move in list(also_moved):
         move()
 

@@ -44,7 +44,7 @@ class Observer:
     """
 
     sees_fast_path = False
-    """Whether it sees calls of the fast path in another way, so that they need not take the general path."""
+    """Whether it sees calls of the fast path in another way. If so, the fast path stays enabled."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}, an observer>"

@@ -1,4 +1,4 @@
-"""The answers of ranks to a hang query, the report that is made of them, and deadlocks.
+"""Hang reports: the answers of ranks to a query, the report about them, and deadlocks.
 
 In a deadlock, ranks wait for one another in different communicators: one rank waits in a collective of communicator A.
 Another has not reached it, and waits in communicator B for the first. A wait ends only when all ranks arrive, so waits

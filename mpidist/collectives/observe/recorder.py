@@ -1,4 +1,4 @@
-"""Recorder: the flight record, the trace and the totals of this process, and the report of all ranks' totals."""
+"""Recorder: flight record, trace and totals of this process, and the report of all totals."""
 
 from __future__ import annotations
 
