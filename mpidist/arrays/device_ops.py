@@ -21,8 +21,8 @@ import numpy as np
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.host_ops import DeviceOps as DeviceOps
 from mpidist.arrays.host_ops import check_copy
-from mpidist.arrays.kernels import Kernels
-from mpidist.arrays.streams import MOST_STAGED_BYTES, CurrentDevice, Event, Stream, require_cupy
+from mpidist.arrays.kernels import CastKernels
+from mpidist.arrays.streams import MOST_STAGED_BYTES, CurrentDevice, Event, Staging, Stream, require_cupy
 from mpidist.core.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -145,13 +145,14 @@ class CupyStream(Stream):
         self._current.leave(device)
 
 
-class CupyOps(Kernels, DeviceOps):
-    """Implement operations on CuPy arrays. Packing and unpacking are CUDA kernels."""
+class CupyOps(CastKernels, DeviceOps):
+    """Implement operations on CuPy arrays. Casts are CUDA kernels."""
 
     kind = "gpu"
 
     def __init__(self, cupy: ModuleType) -> None:
         super().__init__(cupy)
+        self._staging = Staging(cupy)
         self._current = CurrentDevice(cupy)
         # Keyed by device and number.
         self._of_others: dict[tuple[int, int], CupyStream] = {}
@@ -289,11 +290,6 @@ class CupyOps(Kernels, DeviceOps):
         check_copy(target, source)
         with self.on(self.device_of(target)):
             target.data.copy_from_host_async(source.ctypes.data, source.nbytes, stream.raw)  # type: ignore[attr-defined]
-
-    def blank(self, array: Array, stream: Stream) -> None:
-        """Enqueue a fill of a contiguous array with 0."""
-        with self.on(self.device_of(array)):
-            array.data.memset_async(0, array.nbytes, stream.raw)  # type: ignore[attr-defined]
 
 
 def _arrive(copy: tuple[CupyEvent, Array, Array]) -> int:

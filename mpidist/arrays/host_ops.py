@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate
-from typing import TypeAlias
 
 import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType, is_half
 from mpidist.arrays.streams import Stream
-
-# Offsets of arrays in a flat buffer. None means one after the other.
-Starts: TypeAlias = "Sequence[int] | None"
 
 
 class DeviceOps:
@@ -103,48 +98,22 @@ class DeviceOps:
     def compile(self, source: DType, target: DType, divides: bool) -> None:
         """Compile the kernel of a cast for the current device in advance."""
 
-    def blank(self, array: Array, stream: Stream) -> None:
-        """Fill a contiguous array with 0."""
-        array[...] = 0
-
-    def pack(self, sources: Sequence[Array], flat: Array, stream: Stream, starts: Starts = None) -> None:
-        """Copy and cast contiguous arrays into ``flat``, consecutively or at ``starts``."""
-        for source, piece in pieces(sources, flat, starts):
-            np.copyto(piece, source.reshape(-1), casting="unsafe")
-
-    def unpack(
-        self, flat: Array, targets: Sequence[Array], divisor: float | None, stream: Stream, starts: Starts = None
+    def cast(
+        self, sources: Sequence[Array], targets: Sequence[Array], stream: Stream, divisor: float | None = None
     ) -> None:
-        """Copy ``flat`` into contiguous arrays, divided by ``divisor`` and cast."""
-        for target, piece in pieces(targets, flat, starts):
+        """Cast contiguous arrays into contiguous ``targets`` of their sizes, divided by ``divisor`` before.
+
+        A target may be its own source. 16-bit floats are divided in float32, to round only once.
+        """
+        for source, target in zip(sources, targets, strict=True):
+            value = source.reshape(-1)
             if divisor is not None:
-                # Divide halves in float32, as on a GPU, to round only once.
-                wide = piece.astype(np.float32) if is_half(piece.dtype) else piece
-                piece = np.true_divide(wide, wide.dtype.type(divisor))
-            np.copyto(target.reshape(-1), piece, casting="unsafe")
+                value = value.astype(np.float32) if is_half(value.dtype) else value
+                value = np.true_divide(value, value.dtype.type(divisor))
+            np.copyto(target.reshape(-1), value, casting="unsafe")
 
 
 _STREAM = Stream()
-
-
-def pieces(arrays: Sequence[Array], flat: Array, starts: Starts = None) -> Iterator[tuple[Array, Array]]:
-    """Yield each array with its part of ``flat``, one after the other or at ``starts``."""
-    for array, start in zip(arrays, starts_of(arrays) if starts is None else starts, strict=True):
-        if not array.flags.c_contiguous:
-            raise ValueError(f"an array of shape {array.shape} to pack is not contiguous. Pass arrays in C order")
-        end = start + array.size
-        if end > flat.size:
-            raise ValueError(f"the arrays to pack have at least {end} elements, but the buffer has only {flat.size}")
-        yield array, flat[start:end]
-
-
-def starts_of(arrays: Sequence[Array]) -> list[int]:
-    """Return the offset of each array in a flat buffer.
-
-    >>> starts_of([np.zeros(3), np.zeros((2, 2)), np.zeros(1)])
-    [0, 3, 7]
-    """
-    return list(accumulate((array.size for array in arrays[:-1]), initial=0)) if arrays else []
 
 
 def check_copy(target: Array, source: Array) -> None:

@@ -29,9 +29,8 @@ from mpidist.collectives.channel.operation import (
     which_on_device,
 )
 from mpidist.collectives.engine import Engine
-from mpidist.collectives.gpu.device_move import DeviceMovement, MovementCall
+from mpidist.collectives.gpu.device_move import DeviceMovement, MovementCall, on_host
 from mpidist.collectives.gpu.device_streams import DeviceCall, ReductionCall
-from mpidist.collectives.gpu.staging import on_host
 from mpidist.collectives.move.move import BroadcastPlan, DealPlan, GatherPlan
 from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.node.core import Resume
@@ -212,7 +211,7 @@ class ArrayCollectives:
             with self.shared_errors("all_reduce"):
                 choice = self._engine.choice_for("all_reduce", arrays if out is None else [*arrays, *out])
                 seconds = self._timeout_of(options) or self._channel.timeout
-                call = ReductionCall(plan, arrays, out, choice.streams, choice.multiple, seconds)
+                call = ReductionCall(plan, arrays, out, choice.packs_of(plan), choice.streams, seconds)
         steps = self._engine.all_reduce(plan, arrays, out, call, more)
         operation = self._operation(steps, plan.description, options, call)
         if options is None and plan.may_be_short and divisor == self.size and not more:

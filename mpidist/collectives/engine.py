@@ -13,7 +13,6 @@ from mpidist.collectives.channel.observers import PACK, REDUCE, UNPACK
 from mpidist.collectives.channel.operation import Description
 from mpidist.collectives.gpu.device_move import DeviceMovement
 from mpidist.collectives.gpu.device_streams import (
-    DeviceReduction,
     DeviceStreams,
     QueuePlace,
     ReductionCall,
@@ -184,7 +183,7 @@ class Engine:
         """Whether all arrays are reduced in one call that allows results over inputs."""
         # The core detects overlaps. A single rank on its node allows an array that is its own result, and any overlap
         # of small arrays, which are read completely first.
-        if len(plan.packs) > 1 or plan.device_packs:
+        if len(plan.packs) > 1 or plan.device_groups:
             return False
         pack = plan.packs[0]
         names = self._names_for(plan, pack)
@@ -239,7 +238,7 @@ class Engine:
             yield from channel.open(plan.description)
         if call is not None:
             # The device continues while arrays in host memory are reduced.
-            yield from self._reduce_on_device(plan, call, results)
+            yield from self._reduce_on_device(plan, call)
         if is_alone:
             # The fast path of later calls needs the shared memory.
             yield from channel.node.make_room(channel.comm)
@@ -275,18 +274,18 @@ class Engine:
                 pack.deliver(pieces, results, are_given=out is not None)
         return results
 
-    def _reduce_on_device(self, plan: ReductionPlan, call: ReductionCall, results: list[Array]) -> Steps[None]:
+    def _reduce_on_device(self, plan: ReductionPlan, call: ReductionCall) -> Steps[None]:
         choice = self._on_device
         assert choice is not None
         yield from call.wait_until_first()
         yield from choice.settle()
-        for number, pack in enumerate(plan.device_packs):
+        for reduction in call.reductions:
             self.channel.phase(REDUCE)
-            names = choice.names_for_pack(pack, plan.options)
+            names = choice.names_for_pack(reduction.pack, plan.options)
             algorithm = choice.made(names) or (yield from choice.make(names))
-            pieces = yield from algorithm.all_reduce(DeviceReduction(call, number))
+            yield from algorithm.all_reduce(reduction)
+            call.store(reduction)
             self._took(choice.first_working(names))
-            pack.deliver(pieces, results)
         call.leave()
 
     def _took(self, algorithm: str) -> None:
@@ -322,7 +321,9 @@ class Engine:
 
     def scatters_on_device(self, plan: ReductionPlan) -> bool:
         """Whether NCCL supports a ``reduce_scatter`` with its options."""
-        return not _asks_for_more(plan) and bool(plan.device_packs) and plan.device_packs[0].suits_nccl
+        assert self._on_device is not None
+        packs = self._on_device.packs_of(plan)
+        return not _asks_for_more(plan) and bool(packs) and packs[0].suits_nccl
 
     def reduce_scatter(
         self, plan: ReductionPlan, array: Array, rows: Sequence[int], out: Array | None

@@ -131,7 +131,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
             return None
         if self._local is None or self._local.devices != devices:
             self.close()
-            self._local = LocalAllReduce(devices, self.num_packs)
+            self._local = LocalAllReduce(devices, self.num_packs > 0)
         if not self._local.suits(columns, op):
             return None
         reduced = self._local.all_reduce(columns, op, divisor)

@@ -197,7 +197,9 @@ def _local_gpus(library: str) -> None:
             local = LocalNccl([0, 2, 1])
         arrays = [ops.from_host(np.full(5, place, "f4"), device) for place, device in enumerate(local.devices)]
         streams = [ops.stream(device) for device in local.devices]
-        local.all_reduce(arrays, ReduceOp.SUM, streams)
+        with local.group():
+            for comm, array, stream in zip(local.comms, arrays, streams, strict=True):
+                comm.all_reduce(array, array, ReduceOp.SUM, stream)
         assert [ops.to_host(array).tolist() for array in arrays] == [[3.0] * 5] * 3
         local.close()
         local.close()

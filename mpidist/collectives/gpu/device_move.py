@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 
+from mpidist.arrays.device_ops import ops_of
 from mpidist.arrays.dtypes import Array
 from mpidist.arrays.streams import Stream
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.observers import MOVE
-from mpidist.collectives.channel.operation import Signature
+from mpidist.collectives.channel.operation import Signature, which_on_device
 from mpidist.collectives.gpu.device_streams import DeviceCall, DeviceStreams
 from mpidist.collectives.gpu.nccl_comm import NcclComm
 from mpidist.collectives.gpu.reduce import DeviceChoice
@@ -87,20 +88,19 @@ class DeviceMovement:
 
     def reduce_scatter(self, plan: ReductionPlan, call: MovementCall) -> Steps[list[Array]]:
         """Return this rank's rows of the reduction."""
-        (pack,), streams, result = plan.device_packs, call.streams, call.results[0]
-        op = ReduceOp.SUM if plan.op is ReduceOp.MEAN else plan.op
+        (pack,), streams, result = self._choice.packs_of(plan), call.streams, call.results[0]
         with _finishing(call):
             nccl = yield from self._begin(plan, call)
             with streams.on():
-                source, target = call.inputs[0].reshape(-1), result
-                if not pack.is_plain:
+                source, target, cast = call.inputs[0].reshape(-1), result, streams.ops.cast
+                if pack.together:
                     source, target = streams.empty(source.size, pack.dtype), streams.empty(result.size, pack.dtype)
-                    pack.load(streams.ops, list(call.inputs.values()), source, streams.stream)
+                    cast([call.inputs[0]], [source], streams.stream)
                 rows, row_size = plan.shapes[0][0], source.size // plan.shapes[0][0]
                 cuts = [(start * row_size, stop * row_size) for start, stop in slices(rows, nccl.size)]
-                _reduce_scatter(nccl, source, target, cuts, op, streams.stream)
+                _reduce_scatter(nccl, source, target, cuts, pack.op, streams.stream)
                 if plan.divisor is not None or target is not result:
-                    streams.ops.unpack(target, [result], plan.divisor, streams.stream)
+                    cast([target], [result], streams.stream, plan.divisor)
             return [result]
 
     def _begin(self, plan: GatherPlan | BroadcastPlan | ReductionPlan, call: MovementCall) -> Steps[NcclComm]:
@@ -155,3 +155,37 @@ def _reduce_scatter(
     with nccl.group():
         for root, (start, stop) in enumerate(cuts):
             nccl.reduce(source[start:stop], target if root == nccl.rank else None, op, root, stream)
+
+
+# Copies for collectives in host memory --------------------------------------------------------------------------------
+
+
+BringBack = Callable[[list[Array]], list[Array]]
+
+
+def on_host(arrays: Sequence[Array]) -> tuple[Sequence[Array], BringBack]:
+    """Return copies in host memory, and a function that copies results back to the GPU.
+
+    Blocks until the copies are complete.
+
+    >>> import numpy as np
+    >>> arrays, bring_back = on_host([np.ones(2)])
+    >>> bring_back([2 * arrays[0]])
+    [array([2., 2.])]
+    """
+    if not which_on_device(arrays):
+        return arrays, lambda results: results
+    homes = [(ops, ops.device_of(array)) for ops, array in ((ops_of(array), array) for array in arrays)]
+    copies = list(arrays)
+    for ops, device in {home for home in homes if home[0].kind != "cpu"}:
+        there = [index for index, home in enumerate(homes) if home == (ops, device)]
+        for index, copy in zip(there, ops.all_to_host([arrays[index] for index in there]), strict=True):
+            copies[index] = copy
+
+    def bring_back(results: list[Array]) -> list[Array]:
+        return [
+            ops.from_host(result, device) if ops.kind != "cpu" else result
+            for (ops, device), result in zip(homes, results, strict=True)
+        ]
+
+    return copies, bring_back

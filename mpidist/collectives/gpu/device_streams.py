@@ -20,12 +20,14 @@ failed, because results already returned will never be correct.
 from __future__ import annotations
 
 import atexit
+import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -33,16 +35,15 @@ import numpy as np
 from mpidist.arrays.device_ops import DeviceOps, device_name, is_device_array, ops_of
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.streams import Event, Stream
-from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.gpu.nccl_comm import NcclComm, nccl_dtype
 from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, relax
-from mpidist.collectives.node.memory import Pool
-from mpidist.collectives.node.packing import overlaps
+from mpidist.collectives.node.memory import Pool, pieces
+from mpidist.collectives.node.packing import Pack, overlaps
 from mpidist.collectives.reduce.choice import Choice
-from mpidist.collectives.reduce.device_packs import DevicePack
-from mpidist.collectives.reduce.plan import ReductionPlan
+from mpidist.collectives.reduce.plan import DeviceGroup, ReductionPlan
 from mpidist.collectives.reduce.registry import Algorithm, Site
 from mpidist.core.concurrency import DaemonThread, Deadline
-from mpidist.core.options import ReduceOp
+from mpidist.core.options import CommunicationOptions, ReduceOp
 from mpidist.core.text import tell_user
 from mpidist.topology import end_job, import_mpi
 
@@ -312,18 +313,126 @@ def device_of_arrays(arrays: Sequence[Array]) -> tuple[str, int]:
     return devices.pop()
 
 
-class Flat(NamedTuple):
-    """Hold the flat memory of a pack during an algorithm.
+# Reductions -----------------------------------------------------------------------------------------------------------
+
+
+# NCCL reduces an array of this size about as fast as a copy kernel packs it.
+SMALL_BYTES = 64 << 10
+
+
+class HostChunk(NamedTuple):
+    """A chunk of a pack in host memory, and its spans: piece, start and stop there, and start in the chunk."""
+
+    pack: Pack
+    spans: list[tuple[int, int, int, int]]
+
+
+class DevicePack:
+    """Arrays of one dtype: large ones are reduced in place, the others in one flat array.
+
+    Arrays of less than ``small_bytes`` are packed, and all arrays that NCCL or the rounding require to cast.
 
     Attributes:
-        source, target: Flat input and reduction, often the same array.
-        spread, starts: Arrays to copy ``target`` into and their offsets. None if the results are views of ``target``.
+        op: Operation. A mean is a SUM that is divided by ``divisor``.
+        dtype: Dtype in transit: wider than the dtype of the reduction if NCCL lacks that one.
+        suits_nccl: Whether NCCL can reduce the arrays.
+        apart: Indices of the arrays that are reduced in place.
+        together: Indices of the arrays in the flat array, of ``flat_count`` elements.
+        residuals: Rounding errors of the last call, keyed by chunk.
     """
 
-    source: Array
-    target: Array
-    spread: list[Array] | None
-    starts: Sequence[int] | None
+    def __init__(
+        self,
+        group: DeviceGroup,
+        shapes: Sequence[tuple[int, ...]],
+        op: ReduceOp,
+        divisor: int | None,
+        small_bytes: int,
+        options: CommunicationOptions | None = None,
+    ) -> None:
+        self.group, self.divisor = group, divisor
+        self.options = options or CommunicationOptions()
+        self.op = ReduceOp.SUM if op is ReduceOp.MEAN else op
+        nccl = nccl_dtype(group.formed, op)
+        self.suits_nccl = nccl is not None
+        self.dtype = group.formed if nccl is None else nccl
+        sizes = {index: math.prod(shapes[index]) for index in group.indices}
+        casts = not group.source == self.dtype == group.result
+        self.together = [i for i in sizes if casts or sizes[i] * self.dtype.itemsize < small_bytes]
+        if len(self.together) == 1 and not casts:
+            self.together = []
+        packed = set(self.together)
+        self.apart = [index for index in sizes if index not in packed]
+        self._borders = list(accumulate((sizes[index] for index in self.together), initial=0))
+        self.flat_count = self._borders[-1]
+        flat = [self.flat_count] if self.together else []
+        self._counts = (*flat, *(sizes[index] for index in self.apart))
+        self.nbytes = sum(self._counts) * self.dtype.itemsize
+        self.residuals: dict[int, Array] = {}
+        self._on_host: list[HostChunk] = []
+
+    def parts(self, flat: Array) -> list[Array]:
+        """Return the parts of the flat array, in the order of ``together``."""
+        return [flat[start:stop] for start, stop in pairwise(self._borders)]
+
+    def compile(self, ops: DeviceOps) -> None:
+        """Compile the kernels of a call on the current device, before the other ranks wait for them."""
+        divides = self.divisor is not None
+        if self.together:
+            ops.compile(self.group.source, self.dtype, divides=False)
+            ops.compile(self.dtype, self.group.result, divides)
+        elif divides:
+            ops.compile(self.dtype, self.dtype, divides)
+
+    def on_host(self, per_chunk: int) -> list[HostChunk]:
+        """Return cached chunks of at most ``per_chunk`` elements for host memory."""
+        if not self._on_host:
+            for start in range(0, sum(self._counts), per_chunk):
+                found = pieces(self._counts, start, start + per_chunk, per_chunk)
+                spans = [(piece, first, first + count, at - start) for piece, first, count, at in found]
+                size = sum(count for _, _, count, _ in found)
+                self._on_host.append(HostChunk(Pack([0], [(size,)], self.dtype, self.dtype, self.dtype), spans))
+        return self._on_host
+
+
+class DeviceReduction:
+    """Hold the arrays of one pack during a call.
+
+    Attributes:
+        pieces: Flat source and target of each piece to reduce, often the same array.
+    """
+
+    def __init__(
+        self,
+        pack: DevicePack,
+        inputs: Mapping[int, Array],
+        results: Mapping[int, Array],
+        flat: Array,
+        ops: DeviceOps,
+        stream: Stream,
+    ) -> None:
+        self.pack, self._ops, self._stream = pack, ops, stream
+        self._inputs = [inputs[index] for index in pack.together]
+        self._parts = pack.parts(flat)
+        self._outputs = [results[index] for index in pack.together]
+        in_place = [(inputs[index].reshape(-1), results[index].reshape(-1)) for index in pack.apart]
+        self.pieces = [(flat, flat), *in_place] if pack.together else in_place
+
+    def load(self) -> None:
+        """Copy the inputs into the flat array."""
+        self._ops.cast(self._inputs, self._parts, self._stream)
+
+    def copy(self) -> None:
+        """Copy the sources to the targets unless they share an address."""
+        pointer = self._ops.pointer
+        moved = [(source, target) for source, target in self.pieces if pointer(source) != pointer(target)]
+        self._ops.cast([source for source, _ in moved], [target for _, target in moved], self._stream)
+
+    def store(self) -> None:
+        """Divide the reduced pieces if needed, and copy the flat array to its results."""
+        divisor, first = self.pack.divisor, int(bool(self.pack.together))
+        in_place = [] if divisor is None else [target for _, target in self.pieces[first:]]
+        self._ops.cast([*self._parts, *in_place], [*self._outputs, *in_place], self._stream, divisor)
 
 
 class ReductionCall(DeviceCall):
@@ -332,7 +441,7 @@ class ReductionCall(DeviceCall):
     Args:
         arrays: All arrays of the call, also those on the host.
         out: Output arrays, or None to allocate them.
-        multiple: Flat arrays are padded to a multiple of this number of bytes.
+        packs: Packs of the arrays on the device.
     """
 
     def __init__(
@@ -340,49 +449,48 @@ class ReductionCall(DeviceCall):
         plan: ReductionPlan,
         arrays: Sequence[Array],
         out: Sequence[Array] | None,
+        packs: Sequence[DevicePack],
         streams: DeviceStreams,
-        multiple: int,
         timeout: float,
     ) -> None:
         super().__init__(streams, timeout)
-        self.plan = plan
         self._out = out
         self._delivered: Event | None = None
         indices = [index for index, is_on_device in enumerate(plan.on_device) if is_on_device]
         ops = streams.ops
         with streams.on():
             self.inputs = {index: arrays[index] for index in indices}
-            written_early = self._written_early()
+            written_early = self._written_early(packs)
             for index in indices:
                 if index in written_early or not ops.is_contiguous(arrays[index]):
                     self.inputs[index] = ops.copy(arrays[index])
-            self.flats = [self._flat(pack, multiple) for pack in plan.device_packs]
-            for index in indices:
-                if index not in self.results:
-                    self.results[index] = self._result(index)
+            self.results = {index: self._result(index, *plan.result_signature[index]) for index in indices}
+            flats = [streams.empty(pack.flat_count, pack.dtype) for pack in packs]
+            self.reductions = [
+                DeviceReduction(pack, self.inputs, self.results, flat, ops, streams.stream)
+                for pack, flat in zip(packs, flats, strict=True)
+            ]
             self.follow_caller()
-            for pack in plan.device_packs:
-                pack.compile(ops, divides=plan.divisor is not None)
-            for pack, flat in zip(plan.device_packs, self.flats, strict=True):
-                self.load(pack, flat)
+            for pack in packs:
+                pack.compile(ops)
+            self.load()
         self.enter()
 
-    def _written_early(self) -> set[int]:
+    def _written_early(self, packs: Sequence[DevicePack]) -> set[int]:
         """Return the inputs that a result may overwrite before they are read.
 
-        That happens if another result, or their own at another address, overlaps them. Packs with a flat copy are safe.
+        That happens if another result, or their own at another address, overlaps them. Packed inputs are safe.
         """
         out = self._out
         if out is None:
             return set()
-        plain = [index for pack in self.plan.device_packs if pack.is_plain for index in pack.indices]
-        moved = [index for index in plain if self.inputs[index] is not out[index]]
-        if not moved:
+        apart = [index for pack in packs for index in pack.apart if self.inputs[index] is not out[index]]
+        if not apart:
             return set()
-        counts = overlaps([self.inputs[index] for index in moved], [out[index] for index in self.inputs])
+        counts = overlaps([self.inputs[index] for index in apart], [out[index] for index in self.inputs])
         return {
             index
-            for index, count in zip(moved, counts, strict=True)
+            for index, count in zip(apart, counts, strict=True)
             if count > 1 or (count and not self._is_same(self.inputs[index], out[index]))
         }
 
@@ -390,36 +498,21 @@ class ReductionCall(DeviceCall):
         pointer = self.streams.ops.pointer
         return pointer(array) == pointer(other) and (array.strides, array.dtype) == (other.strides, other.dtype)
 
-    def _result(self, index: int) -> Array:
+    def _result(self, index: int, shape: tuple[int, ...], dtype: DType) -> Array:
         if self._out is not None and self.streams.ops.is_contiguous(self._out[index]):
             return self._out[index]
-        shape, dtype = self.plan.result_signature[index]
         return self.streams.ops.empty(shape, dtype, self.streams.device)
 
-    def _flat(self, pack: DevicePack, multiple: int) -> Flat:
-        streams, itemsize = self.streams, pack.dtype.itemsize
-        length = -(-pack.nbytes // multiple) * multiple // itemsize
-        if pack.is_plain and length == pack.count:
-            (index,) = pack.indices
-            self.results[index] = result = self._result(index)
-            return Flat(self.inputs[index].reshape(-1), result.reshape(-1), None, None)
-        if self._out is not None:
-            spread = [self._result(index) for index in pack.indices]
-            self.results.update(zip(pack.indices, spread, strict=True))
-            flat = streams.empty(length, pack.dtype)
-            return Flat(flat, flat, spread, pack.starts)
-        block = streams.ops.empty((length,), pack.result_dtype, streams.device)
-        self.results.update(zip(pack.indices, pack.parts(block, self.plan.shapes), strict=True))
-        if pack.dtype == pack.result_dtype:
-            return Flat(block, block, None, None)
-        flat = streams.empty(length, pack.dtype)
-        return Flat(flat, flat, [block], None)
+    def load(self) -> None:
+        """Copy the inputs into the flat arrays."""
+        for reduction in self.reductions:
+            reduction.load()
 
-    def load(self, pack: DevicePack, flat: Flat) -> None:
-        """Copy the inputs of a pack into its flat array, if it has one."""
-        if flat.source is flat.target:
-            inputs = [self.inputs[index] for index in pack.indices]
-            pack.load(self.streams.ops, inputs, flat.source, self.streams.stream)
+    def store(self, reduction: DeviceReduction) -> None:
+        """Finish a reduction whose work is enqueued."""
+        with self.streams.on():
+            reduction.store()
+            self.streams.finish(self)
 
     def join(self, results: list[Array]) -> list[Array]:
         """Copy results into ``out`` unless they were computed there, then join."""
@@ -430,7 +523,6 @@ class ReductionCall(DeviceCall):
                 self.wait_here()
                 for index in apart:
                     np.copyto(out[index], self.results[index])
-                    results[index] = out[index]
                 self._delivered = streams.ops.current_stream(streams.device).record()
             return super().join(results)
 
@@ -441,42 +533,7 @@ class ReductionCall(DeviceCall):
     def let_go(self) -> None:
         """Drop the arrays."""
         super().let_go()
-        self.flats = []
-
-
-class DeviceReduction:
-    """Hold one pack of a call for an algorithm.
-
-    Attributes:
-        op: Operation. A mean is a SUM with a division in ``store``.
-        source, target: Flat input and reduction, often the same array.
-    """
-
-    def __init__(self, call: ReductionCall, number: int) -> None:
-        plan, self.call = call.plan, call
-        self.pack = pack = plan.device_packs[number]
-        self.op = ReduceOp.SUM if plan.op is ReduceOp.MEAN else plan.op
-        self.options = plan.options
-        self.residuals = pack.residuals if plan.options.error_feedback else None
-        self.nbytes, self.dtype = pack.nbytes, pack.dtype
-        self._flat = call.flats[number]
-        self.source, self.target = self._flat.source, self._flat.target
-
-    def copy(self) -> None:
-        """Copy the source to the target unless they share an address."""
-        streams = self.call.streams
-        if self.source is not self.target and streams.ops.pointer(self.source) != streams.ops.pointer(self.target):
-            streams.ops.unpack(self.source, [self.target], None, streams.stream)
-
-    def store(self) -> list[Array]:
-        """Divide the reduction in ``target`` if needed, and return the results."""
-        streams, flat, divisor = self.call.streams, self._flat, self.call.plan.divisor
-        if flat.spread is not None:
-            streams.ops.unpack(flat.target, flat.spread, divisor, streams.stream, flat.starts)
-        elif divisor is not None:
-            streams.ops.unpack(flat.target, [flat.target], divisor, streams.stream)
-        streams.finish(self.call)
-        return [self.call.results[index] for index in self.pack.indices]
+        self.reductions = []
 
 
 @dataclass(frozen=True)
@@ -491,7 +548,7 @@ class DeviceSite(Site):
 class DeviceAlgorithm(Protocol):
     """Define the interface of an all-reduce algorithm for GPU arrays."""
 
-    def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
+    def all_reduce(self, job: DeviceReduction) -> Steps[None]:
         """Reduce over all ranks after the handshake. Return once all work is enqueued."""
 
     def close(self) -> None:

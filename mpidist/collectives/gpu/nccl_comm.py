@@ -5,13 +5,16 @@ CuPy's binding checks no arguments, so every call is checked here. A wrong call 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from types import ModuleType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
+
+import numpy as np
 
 from mpidist.arrays.device_ops import DeviceOps, ops_for
-from mpidist.arrays.dtypes import Array
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.streams import Stream
 from mpidist.collectives.gpu.nccl_start import (
     IN_PROGRESS,
@@ -24,9 +27,93 @@ from mpidist.collectives.gpu.nccl_start import (
     started,
 )
 from mpidist.collectives.mpi.waiting import Comm, Steps
-from mpidist.collectives.reduce.device_packs import BYTES, nccl_reduction
 from mpidist.core.errors import DeviceError, NcclFailure
 from mpidist.core.options import ReduceOp
+
+# Dtypes and operations ------------------------------------------------------------------------------------------------
+
+
+# ncclDataType_t and ncclRedOp_t, part of NCCL's binary interface. By name, because extension dtypes share type letters.
+_INTEGERS = {"int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5}
+_FLOATS = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
+_COMPLEX = {"complex64": 7, "complex128": 8}
+_WIDER = {"int16": "int32", "uint16": "uint32"}
+_OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
+BYTES = 1
+"""ncclUint8, to send any dtype as bytes."""
+
+
+class NcclCode(NamedTuple):
+    """A reduction in the codes of NCCL."""
+
+    datatype: int
+    """The ncclDataType_t."""
+    op: int
+    """The ncclRedOp_t."""
+    numbers: int
+    """Numbers of that type per element: two for complex elements."""
+
+
+@lru_cache(maxsize=256)
+def nccl_reduction(dtype: DType, op: ReduceOp) -> NcclCode:
+    """Return NCCL's codes of a reduction, or raise TypeError if NCCL does not support it.
+
+    A mean is a SUM that is divided afterwards. NCCL adds and multiplies float16 and bfloat16 in their own precision,
+    and its MIN and MAX of floating point ignore NaN.
+
+    >>> nccl_reduction(np.dtype("complex64"), ReduceOp.SUM)
+    NcclCode(datatype=7, op=0, numbers=2)
+    """
+    name = dtype.name
+    if not dtype.isnative:
+        raise TypeError(f"NCCL does not support dtype {dtype!r}. Convert it to native byte order")
+    if op is ReduceOp.MEAN:
+        raise TypeError("NCCL has no MEAN. Use SUM, and divide the result")
+    if op.is_bitwise:
+        raise TypeError(f"NCCL has no {op.name}")
+    if name in _COMPLEX and op is ReduceOp.SUM:
+        return NcclCode(_COMPLEX[name], _OPS[op], 2)
+    if name in _FLOATS:
+        return NcclCode(_FLOATS[name], _OPS[op], 1)
+    if name in _INTEGERS:
+        return NcclCode(_INTEGERS[name], _OPS[op], 1)
+    raise TypeError(f"NCCL has no {op.name} of {name}. {_instead(name)}")
+
+
+def _instead(name: str) -> str:
+    if name in _COMPLEX:
+        return "It supports SUM of complex numbers only"
+    if name in _WIDER:
+        return f"Cast to {_WIDER[name]} first"
+    if name == "bool":
+        return "Cast to uint8 first, for which MAX is 'any' and MIN is 'all'"
+    return f"Use one of {', '.join([*_INTEGERS, *_FLOATS, *_COMPLEX])}"
+
+
+@lru_cache(maxsize=256)
+def nccl_dtype(dtype: DType, op: ReduceOp) -> DType | None:
+    """Return the dtype in which NCCL reduces ``dtype`` by ``op``, or None.
+
+    The values must be cast to it, and back. None for MIN and MAX of floating point, because NCCL ignores NaN and NumPy
+    does not. A mean counts as SUM.
+
+    >>> nccl_dtype(np.dtype("int16"), ReduceOp.SUM)
+    dtype('int32')
+    >>> nccl_dtype(np.dtype("float32"), ReduceOp.MAX) is None
+    True
+    """
+    summed = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    if dtype.name in _FLOATS and op in (ReduceOp.MIN, ReduceOp.MAX):
+        return None
+    target = np.dtype(_WIDER[dtype.name]) if dtype.name in _WIDER and dtype.isnative else dtype
+    try:
+        nccl_reduction(target, summed)
+    except TypeError:
+        return None
+    return target
+
+
+# Communicators --------------------------------------------------------------------------------------------------------
 
 
 class NcclComm:
@@ -286,9 +373,6 @@ def _kind(value: object) -> str:
 class LocalNccl:
     """Join the GPUs of one process with NCCL, without other processes. Close it before dropping it.
 
-    Methods expect one array and one stream per GPU, in the order of ``devices``. They enqueue and return early, so keep
-    the arrays alive and unchanged until the streams are past the call.
-
     Args:
         devices: Distinct GPU numbers.
 
@@ -320,41 +404,14 @@ class LocalNccl:
         state = ", closed" if self.comms[0].is_closed else ""
         return f"<LocalNccl of GPUs {self.devices}{state}>"
 
-    def all_reduce(
-        self,
-        arrays: Sequence[Array],
-        op: ReduceOp,
-        streams: Sequence[Stream],
-        targets: Sequence[Array] | None = None,
-    ) -> None:
-        """Reduce ``arrays`` into each of ``targets``, or in place."""
-        targets = arrays if targets is None else targets
-        self._check("all_reduce", streams, arrays, targets)
-        nccl_reduction(arrays[0].dtype, op)
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Start the calls of all GPUs together (see ``NcclComm.group``)."""
         with self._on_first(), self.comms[0].group():
-            for comm, array, target, stream in zip(self.comms, arrays, targets, streams, strict=True):
-                comm.all_reduce(array, target, op, stream)
+            yield
 
     def close(self) -> None:
         """Release it when all enqueued work is done (idempotent)."""
-        with self._on_first(), self.comms[0].group():
+        with self.group():
             for comm in self.comms:
                 comm.close()
-
-    def _check(self, name: str, streams: Sequence[Stream], *lists: Sequence[Array]) -> None:
-        # Check before the group starts, because calls already made in a group would wait for the rest.
-        for items in (streams, *lists):
-            if len(items) != len(self.comms):
-                raise ValueError(
-                    f"{name}: {len(items)} arrays or streams were given for {len(self.comms)} GPUs. Pass one of each "
-                    "per GPU"
-                )
-        first = lists[0][0]
-        for arrays in lists:
-            for comm, array in zip(self.comms, arrays, strict=True):
-                comm.address(name, f"array {comm.rank}", array)
-                if (array.size, array.dtype) != (first.size, first.dtype):
-                    raise ValueError(
-                        f"{name}: array {comm.rank} has {array.size} elements of {array.dtype}, array 0 has "
-                        f"{first.size} of {first.dtype}. Pass arrays of one size and dtype"
-                    )

@@ -24,11 +24,9 @@ from mpidist.arrays.streams import find_cupy, require_cupy
 from mpidist.collectives.mpi.communicator_names import ranks_in_job
 from mpidist.collectives.mpi.exchange import broadcast_pickle, gather_objects, problems_of
 from mpidist.collectives.mpi.waiting import Comm, Steps, relax, until_done
-from mpidist.collectives.reduce.device_packs import nccl_reduction
 from mpidist.core.concurrency import Stopwatch, start_daemon
 from mpidist.core.errors import NcclFailure
 from mpidist.core.message_tags import NCCL_START
-from mpidist.core.options import ReduceOp
 from mpidist.core.text import groups_of, names_text, numbered_ranks
 from mpidist.topology import import_mpi
 
@@ -319,9 +317,8 @@ class _Start:
         self._raw = self._binding.NcclCommunicator(self._size, self._unique_id, self._rank)
         if self._is_abandoned:
             return 0.0
-        datatype, op, count = nccl_reduction(number.dtype, ReduceOp.SUM)
-        pointer = ops.pointer(number)
-        self._raw.allReduce(pointer, pointer, count, datatype, op, stream.handle)
+        pointer, binding = ops.pointer(number), self._binding
+        self._raw.allReduce(pointer, pointer, 1, binding.NCCL_FLOAT32, binding.NCCL_SUM, stream.handle)
         self._leave_nccl()
         stream.synchronize()
         return float(ops.to_host(number)[0])

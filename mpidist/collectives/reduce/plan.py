@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,6 @@ from mpidist.arrays.dtypes import Array, DType, is_half, reduction_dtypes
 from mpidist.collectives.channel.operation import Signature, describe, note_text, signature_text
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import Pack, PackedReduction, copies_of_overlapping, group_by_size
-from mpidist.collectives.reduce.device_packs import DevicePack
 from mpidist.core.nest import flat_kind
 from mpidist.core.options import CommunicationOptions, ReduceOp
 
@@ -29,6 +29,15 @@ def _options_text(options: CommunicationOptions) -> str:
         if getattr(options, name)
     ]
     return f" with {', '.join(shown)}" if shown else ""
+
+
+class DeviceGroup(NamedTuple):
+    """Arrays of a call on a GPU that have the same dtypes: of the array, of the reduction, and of the result."""
+
+    indices: list[int]
+    source: DType
+    formed: DType
+    result: DType
 
 
 class ReductionPlan:
@@ -84,7 +93,7 @@ class ReductionPlan:
         self._counts = [int(np.prod(shape)) for shape in self.shapes]
         self._has_no_blanks = 0 not in self._counts
         self.packs: list[Pack] = []
-        self.device_packs: list[DevicePack] = []
+        self.device_groups: list[DeviceGroup] = []
         self._make_packs(signature, formed, options.bytes_per_pack, not by_core)
         needs_no_cast = [(dtype, dtype) for _, dtype in signature] == formed
         is_one_pack = len(self.packs) == 1 and len(self.packs[0].indices) == len(signature)
@@ -110,8 +119,7 @@ class ReductionPlan:
             for group in group_by_size(sizes, bytes_per_pack):
                 members = [indices[k] for k in group]
                 if is_on_device:
-                    pack = DevicePack(members, self.shapes, dtype, source_dtype, result_dtype, self.op)
-                    self.device_packs.append(pack)
+                    self.device_groups.append(DeviceGroup(members, source_dtype, dtype, result_dtype))
                 else:
                     self.packs.append(Pack(members, self.shapes, dtype, source_dtype, result_dtype, joins_small))
 
