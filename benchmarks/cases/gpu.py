@@ -14,7 +14,7 @@ from benchmarks.measuring.timing import Case
 from mpidist.arrays.device_ops import ops_for
 from mpidist.arrays.streams import require_cupy
 from mpidist.collectives.gpu.device_streams import DeviceStreams
-from mpidist.collectives.gpu.nccl_comm import NcclComm, nccl_reduction
+from mpidist.collectives.gpu.nccl import make_nccl, nccl_reduction
 from mpidist.collectives.gpu.probes import staging_bytes
 from mpidist.collectives.gpu.reduce import StagingRing
 from mpidist.collectives.mpi.waiting import drive
@@ -81,7 +81,7 @@ def run_nccl_call(session: Session) -> None:
     cupy: Any = require_cupy()
     ops, device = ops_for("gpu"), int(cupy.cuda.Device().id)
     base = MPI.COMM_SELF.Dup()
-    made = drive(NcclComm.made(base, device), lambda: Deadline(None, _failure, _LIMIT_SECONDS))
+    made = drive(make_nccl(base, device), lambda: Deadline(None, _failure, _LIMIT_SECONDS))
     if isinstance(made, str):
         session.skipped.append(f"calls of NCCL: {made}")
         base.Free()

@@ -15,7 +15,7 @@ from mpidist.arrays.convert import restorer, to_array
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives import Communicator
-from mpidist.collectives.gpu.nccl_start import nccl_problem
+from mpidist.collectives.gpu.nccl import nccl_problem
 from mpidist.core.options import CallOptions, CommunicationOptions, ReduceOp
 from mpidist.core.text import parse_device
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps, Pairs

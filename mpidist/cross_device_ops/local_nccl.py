@@ -10,7 +10,7 @@ from mpidist.arrays.device_ops import DeviceOps, ops_for
 from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
 from mpidist.arrays.streams import Event, Stream
 from mpidist.collectives.gpu.device_streams import SMALL_BYTES, DevicePack, DeviceReduction
-from mpidist.collectives.gpu.nccl_comm import LocalNccl, nccl_dtype
+from mpidist.collectives.gpu.nccl import LocalNccl, nccl_dtype
 from mpidist.collectives.reduce.plan import DeviceGroup
 from mpidist.core.errors import DeviceError, NcclFailure
 from mpidist.core.options import ReduceOp

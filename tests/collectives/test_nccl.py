@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpidist.collectives.gpu.nccl_comm import nccl_dtype, nccl_reduction
+from mpidist.collectives.gpu.nccl import nccl_dtype, nccl_reduction
 from mpidist.core.errors import NcclFailure
 from mpidist.core.options import ReduceOp
 from mpidist.topology import import_mpi

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpidist.arrays.device_ops import ops_for
-from mpidist.collectives.gpu.nccl_comm import LocalNccl
+from mpidist.collectives.gpu.nccl import LocalNccl
 from mpidist.core.errors import DeviceError, NcclFailure
 from mpidist.core.options import ReduceOp
 from tests.support.fake_cupy import nccl as fake_nccl

@@ -13,7 +13,7 @@ from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.observers import MOVE
 from mpidist.collectives.channel.operation import Signature, which_on_device
 from mpidist.collectives.gpu.device_streams import DeviceCall, DeviceStreams
-from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.gpu.nccl import NcclComm
 from mpidist.collectives.gpu.reduce import DeviceChoice
 from mpidist.collectives.move.move import BroadcastPlan, GatherPlan
 from mpidist.collectives.mpi import exchange

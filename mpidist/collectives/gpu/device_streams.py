@@ -35,7 +35,7 @@ import numpy as np
 from mpidist.arrays.device_ops import DeviceOps, device_name, is_device_array, ops_of
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.streams import Event, Stream
-from mpidist.collectives.gpu.nccl_comm import NcclComm, nccl_dtype
+from mpidist.collectives.gpu.nccl import NcclComm, nccl_dtype
 from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, relax
 from mpidist.collectives.node.memory import Pool, pieces
 from mpidist.collectives.node.packing import Pack, overlaps

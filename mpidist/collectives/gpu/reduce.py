@@ -35,7 +35,7 @@ from mpidist.collectives.gpu.device_streams import (
     DeviceStreams,
     HostChunk,
 )
-from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.gpu.nccl import NcclComm, make_nccl
 from mpidist.collectives.gpu.probes import agreed_staging_bytes, rdma_everywhere, rdma_fabric, takes_device_memory
 from mpidist.collectives.mpi.exchange import problems_of
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
@@ -79,7 +79,7 @@ class Nccl:
     def made(cls, site: DeviceSite) -> Steps[Nccl]:
         """Start NCCL, or raise AlgorithmError on all ranks (collective)."""
         streams = site.streams
-        made = yield from NcclComm.made(site.comm, streams.device, has_given_up=streams.has_given_up)
+        made = yield from make_nccl(site.comm, streams.device, has_given_up=streams.has_given_up)
         if isinstance(made, str):
             raise AlgorithmError(f"algorithm 'nccl' does not work here: {made}")
         streams.watch(made)
@@ -371,7 +371,7 @@ class DeviceHierarchical:
         slice_bytes = yield from agreed_staging_bytes(comm)
         made: NcclComm | str | None = None
         if node.size > 1:
-            made = yield from NcclComm.made(node.comm, streams.device, has_given_up=streams.has_given_up)
+            made = yield from make_nccl(node.comm, streams.device, has_given_up=streams.has_given_up)
         nccl, problem = (None, made) if isinstance(made, str) else (made, None)
         try:
             # A slot on the device holds a segment of a slice, which may be one element longer than others.
