@@ -50,12 +50,8 @@ class CupyEvent(Event):
 
     @property
     def is_done(self) -> bool:
-        """Return True if all work before the event is done.
-
-        Returns False if CUDA rejects the query while a graph is recorded. Raises CUDARuntimeError if the device
-        failed, for example after an illegal memory access.
-        """
-        # CuPy's Event.done hides errors and would stay False.
+        """Return True if all work before the event is done. Raises CUDARuntimeError if the device failed."""
+        # CuPy's Event.done hides errors and would stay False. While a graph is recorded CUDA rejects the query.
         with self._on_device():
             status = int(self._runtime.eventQuery(self.raw.ptr))
         if status == _NOT_READY or status in _NOT_KNOWN:

@@ -25,10 +25,7 @@ class DeviceOps:
         return 0
 
     def on(self, device: int) -> AbstractContextManager[None]:
-        """Return a context in which ``device`` is current in this thread. Enter it once.
-
-        On exit the previous device is current again, unless this process does not use it.
-        """
+        """Return a context in which ``device`` is current in this thread. Enter it once."""
         return nullcontext()
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
@@ -52,10 +49,7 @@ class DeviceOps:
         return [self.to_host(array) for array in arrays]
 
     def copy(self, array: Array, device: int | None = None) -> Array:
-        """Copy in C order to ``device``, by default the device of ``array``.
-
-        Work on the current stream of its device may change or free ``array`` after the return.
-        """
+        """Copy in C order to ``device``, in the order of the current stream of the array's device."""
         return np.array(array, order="C")
 
     def pointer(self, array: Array) -> int:
@@ -67,10 +61,7 @@ class DeviceOps:
         return bool(array.flags.c_contiguous)
 
     def pinned(self, nbytes: int) -> Array:
-        """Allocate page-locked host memory as an array of uint8.
-
-        The pool rounds up to a power of two. The device that uses the memory must be current.
-        """
+        """Allocate page-locked host memory as an array of uint8. The device that uses it must be current."""
         return np.empty(nbytes, np.uint8)
 
     def stream(self, device: int, *, is_urgent: bool = False) -> Stream:

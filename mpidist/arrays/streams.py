@@ -30,13 +30,7 @@ _NO_DEVICES = ("", "-1", "NoDevFiles")
 
 
 class CupyState(NamedTuple):
-    """Describe the CuPy of this process, or why it cannot be used.
-
-    Attributes:
-        module: Module ``cupy``, or None if it cannot be used.
-        problem: Reason and fix, or "" if CuPy can be used.
-        is_installed: True if CuPy is installed.
-    """
+    """Describe the CuPy of this process. ``problem`` has the reason and fix if it cannot be used."""
 
     module: ModuleType | None
     problem: str
@@ -155,10 +149,7 @@ class CudaDriver:
         return True
 
     def relax_capture_mode(self) -> None:
-        """Relax the capture mode of this thread.
-
-        While another thread records a CUDA graph, some calls would otherwise fail and invalidate the graph.
-        """
+        """Relax the capture mode of this thread, so that its calls do not invalidate a CUDA graph of another thread."""
         mode = ctypes.c_int(_RELAXED)
         status = self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         _check("cuThreadExchangeStreamCaptureMode", status)
@@ -184,10 +175,7 @@ class CurrentDevice:
         self._driver = CudaDriver()
 
     def on(self, device: int) -> _Block:
-        """Return a context in which ``device`` is current. Enter it once.
-
-        On exit the previous device is current again, if this process has a context there.
-        """
+        """Return a context in which ``device`` is current. Enter it once."""
         return _Block(self, device)
 
     def enter(self, device: int) -> int:
@@ -203,7 +191,7 @@ class CurrentDevice:
         return device if is_first and before == 0 else before
 
     def leave(self, before: int) -> None:
-        """Restore the device ``before``."""
+        """Restore the device ``before``, if this process has a context there."""
         if self._runtime.getDevice() != before and self._driver.has_context(before):
             self._runtime.setDevice(before)
 
@@ -240,12 +228,7 @@ class Event:
 
 
 class Stream:
-    """Order the work of a device. ``with stream:`` makes it current. The CPU's stream is always idle.
-
-    Attributes:
-        device: Device number.
-        raw: CuPy's stream, or None for the CPU.
-    """
+    """Order the work of a device. ``with stream:`` makes it current. The CPU's stream is always idle."""
 
     device: int = 0
     raw: object = None

@@ -26,13 +26,7 @@ from mpidist.core.options import ReduceOp
 
 
 class MovementCall(DeviceCall):
-    """Hold a call that moves arrays of one device.
-
-    Args:
-        travelling: Arrays to send, for example transposed to put the gather axis first.
-        results: Shapes and dtypes that are known before the handshake.
-        streams, timeout: See ``DeviceCall``.
-    """
+    """Hold a call that moves arrays of one device. ``results`` are those known before the handshake."""
 
     def __init__(self, travelling: Sequence[Array], results: Signature, streams: DeviceStreams, timeout: float) -> None:
         super().__init__(streams, timeout)

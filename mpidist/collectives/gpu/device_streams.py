@@ -1,4 +1,4 @@
-"""Order the device work of a communicator: streams, queue, calls and watchdog.
+"""Order the device work of a communicator: streams, queue, watchdog and reductions.
 
 A communicator orders all its device work on one stream. Two more streams copy to and from the host. CuPy's pool reuses
 memory per stream, so an array allocated on a stream may be freed as soon as its last use is enqueued there.
@@ -12,9 +12,8 @@ thread. The caller's stream waits for the results, never the host. Steps that ca
 allocation, run before the handshake, because afterwards the other ranks wait on their devices.
 
 The host does not wait for NCCL, so it cannot cancel a call either. If a rank dies, the kernels of the others never
-finish, and a thread that reads a result blocks inside CUDA, beyond any deadline. A watchdog thread checks the
-oldest call of each communicator. It reports long waits, and ends the job after the deadline or when the device has
-failed, because results already returned will never be correct.
+finish, and a thread that reads a result blocks inside CUDA, beyond any deadline. A watchdog thread checks the oldest
+call of each communicator. It reports long waits, and ends the job after the deadline or when the device has failed.
 """
 
 from __future__ import annotations
@@ -53,22 +52,17 @@ _LOOK_SECONDS = 0.25
 class DeviceStreams:
     """Hold the streams of a communicator on one device.
 
-    Args:
-        ops: Operations on arrays of the device.
-        device: Device number.
-        has_given_up: Returns True if the communicator skips calls that other ranks make.
-
     Attributes:
+        has_given_up: Returns True if the communicator skips calls that other ranks make.
         stream: Orders all work.
         to_host, to_device: Copy streams. All three have priority over the program's work, because other ranks wait.
+        nccl: NCCL communicators to check for errors.
     """
 
     def __init__(self, ops: DeviceOps, device: int, has_given_up: Callable[[], bool] = lambda: False) -> None:
-        self.ops = ops
-        self.device = device
-        self.has_given_up = has_given_up
-        self._nccl: list[NcclComm] = []
-        with ops.on(device):
+        self.ops, self.device, self.has_given_up = ops, device, has_given_up
+        self.nccl: list[NcclComm] = []
+        with self.on():
             self.stream, self.to_host, self.to_device = [ops.stream(device, is_urgent=True) for _ in range(3)]
         self._in_flight: deque[tuple[Event, DeviceCall]] = deque()
         self._lock = threading.Lock()
@@ -90,10 +84,6 @@ class DeviceStreams:
             self._in_flight.append((call.done, call))
         self.oldest()
 
-    def watch(self, nccl: NcclComm) -> None:
-        """Check an NCCL communicator for errors from now on."""
-        self._nccl.append(nccl)
-
     def oldest(self) -> tuple[Event, DeviceCall] | None:
         """Return the oldest unfinished call and its event, or None (thread-safe)."""
         with self.on(), self._lock:
@@ -105,18 +95,18 @@ class DeviceStreams:
         return None
 
     def check_in_step(self) -> None:
-        """Raise RuntimeError if a sharer of an NCCL communicator failed (see ``NcclShare``)."""
-        for nccl in self._nccl:
+        """Raise RuntimeError if a sharer of an NCCL communicator failed."""
+        for nccl in self.nccl:
             nccl.check_in_step()
 
     def raise_if_failed(self) -> None:
         """Raise NcclFailure if NCCL reports an error (thread-safe)."""
-        for nccl in self._nccl:
+        for nccl in self.nccl:
             nccl.check_async_error()
 
     def abandon(self) -> None:
         """Abort NCCL and lose unfinished results. May block until other ranks abort too."""
-        for nccl in self._nccl:
+        for nccl in self.nccl:
             nccl.abort()
 
     def close(self) -> None:
@@ -126,11 +116,14 @@ class DeviceStreams:
                 stream.synchronize()
         self._in_flight.clear()
         device_watch.forget(self)
-        self._nccl.clear()
+        self.nccl.clear()
+
+
+# The queue of a device ------------------------------------------------------------------------------------------------
 
 
 class DeviceQueue:
-    """Queue the calls of one device that are not enqueued on it yet."""
+    """Queue the calls of one device that are not enqueued on it yet. ``last`` is the last call that was."""
 
     def __init__(self) -> None:
         self.calls: deque[weakref.ref[QueuePlace]] = deque()
@@ -238,11 +231,21 @@ class DeviceCall(QueuePlace):
         self.inputs, self.results = {}, {}
 
 
+def device_of_arrays(arrays: Sequence[Array]) -> tuple[str, int]:
+    """Return the kind and number of the device of the non-host ``arrays``, or raise ValueError."""
+    on_device = [array for array in arrays if is_device_array(array)]
+    devices = {(ops_of(array).kind, ops_of(array).device_of(array)) for array in on_device}
+    if len(devices) > 1:
+        names = " and ".join(sorted({device_name(array) for array in on_device}))
+        raise ValueError(f"one call has arrays on {names}. Pass arrays on one device")
+    return devices.pop()
+
+
 # The watchdog thread --------------------------------------------------------------------------------------------------
 
 
 class DeviceWatch(DaemonThread[DeviceStreams]):
-    """Watch the devices while any communicator has streams."""
+    """Watch the devices while any communicator has streams. End the job if a call is late or failed."""
 
     def __init__(self) -> None:
         super().__init__("device-watch")
@@ -250,14 +253,17 @@ class DeviceWatch(DaemonThread[DeviceStreams]):
         self._oldest: weakref.WeakKeyDictionary[DeviceStreams, tuple[Event, Deadline]] = weakref.WeakKeyDictionary()
 
     def look(self) -> float:
-        """Check the oldest calls. End the job if a call is late or failed."""
+        """Check the oldest calls."""
         for streams in list(self.watched):
             try:
                 self._look_at(streams)
-            except _Late as error:
-                self._end_job(streams, str(error))
             except Exception as error:
-                self._end_job(streams, f"a collective on its GPU failed: {type(error).__name__}: {error}")
+                failed = f"a collective on its GPU failed: {type(error).__name__}: {error}"
+                if streams in self.watched:
+                    tell_user(f"{_rank()} ends the job: {error if isinstance(error, _Late) else failed}")
+                    # Do not abort NCCL first. Its abort may wait for all ranks, and the program would continue with
+                    # wrong data.
+                    end_job()
         return _LOOK_SECONDS
 
     def _look_at(self, streams: DeviceStreams) -> None:
@@ -270,12 +276,6 @@ class DeviceWatch(DaemonThread[DeviceStreams]):
         else:
             streams.raise_if_failed()
             deadline.check()
-
-    def _end_job(self, streams: DeviceStreams, why: str) -> None:
-        if streams in self.watched:
-            tell_user(f"{_rank()} ends the job: {why}")
-            # Do not abort NCCL first. Its abort may wait for all ranks, and the program would continue with wrong data.
-            end_job()
 
 
 class _Late(Exception):
@@ -302,15 +302,6 @@ def _rank() -> str:
 
 device_watch = DeviceWatch()
 atexit.register(device_watch.stop)
-
-
-def device_of_arrays(arrays: Sequence[Array]) -> tuple[str, int]:
-    """Return the kind and number of the device of the non-host ``arrays``, or raise ValueError."""
-    devices = {(ops_of(array).kind, ops_of(array).device_of(array)) for array in arrays if is_device_array(array)}
-    if len(devices) > 1:
-        names = " and ".join(sorted({device_name(array) for array in arrays if is_device_array(array)}))
-        raise ValueError(f"one call has arrays on {names}. Pass arrays on one device")
-    return devices.pop()
 
 
 # Reductions -----------------------------------------------------------------------------------------------------------

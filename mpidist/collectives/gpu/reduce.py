@@ -4,12 +4,11 @@
 NCCL and supports any dtype. ``hierarchical`` uses NCCL inside each node and MPI between nodes, like Horovod's
 NCCLHierarchicalAllreduce, but in chunks that overlap.
 
-``hierarchical`` cuts the flat array into chunks, and each chunk into one slice per *rail* (see ``two_level``). NCCL
-reduces each slice to one rank of the node. That rank exchanges it with its rail through page-locked memory, or directly
-if MPI accepts device memory. NCCL then copies the slices to all ranks of the node. The host waits for the device only
-when MPI needs the bytes. All ranks of a node make the same NCCL calls in the same order: first the reductions of all
-chunks, then the copies chunk by chunk. A ring sums on the GPU. Small slices, and slices in a wire dtype, are summed on
-the host.
+``hierarchical`` cuts each piece into chunks, and each chunk into one slice per *rail* (see ``two_level``). NCCL reduces
+each slice to one rank of the node. That rank exchanges it with its rail through page-locked memory, or directly if MPI
+accepts device memory. NCCL then copies the slices to all ranks of the node. NCCL and MPI never use the same memory at
+once. All ranks of a node make the same NCCL calls in the same order: first the reductions of all chunks, then the
+copies chunk by chunk. A ring sums on the GPU. Small slices, and slices in a wire dtype, are summed on the host.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class Nccl:
         made = yield from make_nccl(site.comm, streams.device, has_given_up=streams.has_given_up)
         if isinstance(made, str):
             raise AlgorithmError(f"algorithm 'nccl' does not work here: {made}")
-        streams.watch(made)
+        streams.nccl.append(made)
         return cls(made, streams)
 
     def all_reduce(self, job: DeviceReduction) -> Steps[None]:
@@ -208,16 +207,10 @@ _SLICE_ALIGNMENT = 128
 
 
 class PinnedBuffer:
-    """Hold one chunk.
-
-    Args:
-        memory: Bytes on the host.
-        received: Bytes on the device, for a part of the chunk.
-    """
+    """Hold one chunk in host memory, and a part of it on the device."""
 
     def __init__(self, memory: Array, received: Array) -> None:
-        self._memory = memory
-        self._received = received
+        self._memory, self._received = memory, received
         self.free_after: Event | None = None  # after its last content was copied
 
     def array(self, count: int, dtype: DType) -> Array:
@@ -230,12 +223,9 @@ class PinnedBuffer:
 
 
 class StagingRing:
-    """Keep a few slots, each reused after its last content was copied.
+    """Keep a few slots of ``nbytes``, a power of two, each reused after its last content was copied.
 
-    Args:
-        streams: Streams of the device.
-        nbytes: Bytes of a slot, a power of two.
-        received_bytes: Bytes of a slot on the device. Use them on ``streams.to_device`` after ``is_made``.
+    Use their memory on the device on ``streams.to_device`` after ``is_made``.
     """
 
     def __init__(self, streams: DeviceStreams, nbytes: int, received_bytes: int = 0) -> None:
@@ -262,30 +252,18 @@ class StagingRing:
 
 
 class DeviceRing(Rail):
-    """All-reduce arrays on GPUs over a ring of ranks.
-
-    Args:
-        comm, ranks, position: See ``Rail``.
-        streams: Streams of the device.
-        takes_device_memory: True if MPI accepts device pointers.
-    """
+    """All-reduce arrays on GPUs over a ring of ranks, by device pointers if MPI accepts them."""
 
     def __init__(
         self, comm: Comm, ranks: list[int], position: int, streams: DeviceStreams, takes_device_memory: bool
     ) -> None:
         super().__init__(comm, ranks, position)
-        self._streams = streams
-        self.takes_device_memory = takes_device_memory
+        self._streams, self.takes_device_memory = streams, takes_device_memory
 
     def all_reduce(self, flat: Array, op: ReduceOp, chunk: int, slot: PinnedBuffer, filled: Event) -> Steps[Event]:
         """Reduce ``flat`` in place over all ranks, and return its event on ``streams.to_device``.
 
-        Args:
-            flat: Contiguous array on the device.
-            op: Operation.
-            chunk: Number that distinguishes chunks in flight.
-            slot: Slot that is in use until the event.
-            filled: Event after which ``flat`` is filled. Must be done if MPI accepts device memory.
+        ``filled`` is the event after which ``flat`` is filled. It must be done if MPI accepts device memory.
         """
         n, me, streams = len(self._ranks), self._position, self._streams
         before, after = (me - 1) % n, (me + 1) % n
@@ -344,16 +322,7 @@ class DeviceRing(Rail):
 
 @dataclass(frozen=True)
 class DeviceHierarchical:
-    """Reduce with NCCL inside nodes and MPI between them.
-
-    Args:
-        node: Node of this rank.
-        level: NCCL inside the node.
-        wires: Inter-node algorithms for host memory.
-        ring: Inter-node algorithm for device memory.
-        streams: Streams of the device.
-        staging: Page-locked memory of slices in flight.
-    """
+    """Reduce with NCCL inside nodes and MPI between them: ``wires`` on host memory, ``ring`` on device memory."""
 
     node: Node
     level: _InNode
@@ -384,7 +353,7 @@ class DeviceHierarchical:
                 nccl.close()
             raise AlgorithmError(f"algorithm 'hierarchical' does not work here for arrays on GPUs: {problem}")
         if nccl is not None:
-            streams.watch(nccl)
+            streams.nccl.append(nccl)
         level = _InNode(nccl, node.rank, node.rails, streams.stream)
         rail = [ranks[min(node.rank, len(ranks) - 1)] for ranks in node.ranks]
         ring = DeviceRing(comm, rail, node.topology.node_index, streams, aware)
@@ -425,14 +394,7 @@ def _ring_on_device(nodes: int, count: int) -> list[Round]:
 
 @dataclass(frozen=True)
 class _InNode:
-    """Run NCCL inside one node.
-
-    Args:
-        nccl: Communicator of the node, or None for a rank alone on its node.
-        rank: Rank in the node.
-        rails: Number of ranks with a slice.
-        stream: Stream of the calls.
-    """
+    """Run NCCL inside one node, unless the rank is alone there. The first ``rails`` ranks have a slice."""
 
     nccl: NcclComm | None
     rank: int
@@ -474,13 +436,7 @@ class _InNode:
 
 
 class _Run:
-    """Track one reduction and its chunks.
-
-    Args:
-        job: Reduction to run.
-        algorithm: Algorithm with its streams and memory.
-        wire: Inter-node algorithm for host memory. None to use the ring on the device.
-    """
+    """Track one reduction and its chunks. ``wire`` is None to use the ring on the device."""
 
     def __init__(self, job: DeviceReduction, algorithm: DeviceHierarchical, wire: Wire | None) -> None:
         self._job, self._wire, self._ring = job, wire, algorithm.ring
