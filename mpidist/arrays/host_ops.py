@@ -49,7 +49,7 @@ class DeviceOps:
         return [self.to_host(array) for array in arrays]
 
     def copy(self, array: Array, device: int | None = None) -> Array:
-        """Copy in C order to ``device``, in the order of the current stream of the array's device."""
+        """Copy in C order to ``device``, ordered on the current stream of the array's device."""
         return np.array(array, order="C")
 
     def pointer(self, array: Array) -> int:

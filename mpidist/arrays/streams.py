@@ -149,7 +149,7 @@ class CudaDriver:
         return True
 
     def relax_capture_mode(self) -> None:
-        """Relax the capture mode of this thread, so that its calls do not invalidate a CUDA graph of another thread."""
+        """Relax the capture mode of this thread. Its calls could invalidate another thread's CUDA graph."""
         mode = ctypes.c_int(_RELAXED)
         status = self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         _check("cuThreadExchangeStreamCaptureMode", status)

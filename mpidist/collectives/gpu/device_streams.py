@@ -312,14 +312,14 @@ SMALL_BYTES = 64 << 10
 
 
 class HostChunk(NamedTuple):
-    """A chunk of a pack in host memory, and its spans: piece, start and stop there, and start in the chunk."""
+    """A chunk of a pack in host memory. Its spans are piece, start, stop, and start in the chunk."""
 
     pack: Pack
     spans: list[tuple[int, int, int, int]]
 
 
 class DevicePack:
-    """Arrays of one dtype: large ones are reduced in place, the others in one flat array.
+    """Arrays of one dtype. Large ones are reduced in place, the others in one flat array.
 
     Arrays of less than ``small_bytes`` are packed, and all arrays that NCCL or the rounding require to cast.
 
@@ -367,7 +367,7 @@ class DevicePack:
         return [flat[start:stop] for start, stop in pairwise(self._borders)]
 
     def compile(self, ops: DeviceOps) -> None:
-        """Compile the kernels of a call on the current device, before the other ranks wait for them."""
+        """Compile the kernels of a call on the current device, before other ranks wait."""
         divides = self.divisor is not None
         if self.together:
             ops.compile(self.group.source, self.dtype, divides=False)

@@ -84,7 +84,7 @@ def nccl_version(binding: ModuleType) -> str:
 
 
 def failure(binding: ModuleType, doing: str, error: Exception) -> NcclFailure:
-    """Convert an error of the binding, which raises KeyError for a status that it cannot name."""
+    """Convert an error of the binding. It raises KeyError for a status without a name."""
     if isinstance(error, binding.NcclError):
         return NcclFailure(f"{doing}: {error}", error.status)
     status = error.args[0]
@@ -279,7 +279,7 @@ class NcclComm:
                 raise
 
     def check_in_step(self) -> None:
-        """Raise RuntimeError after the end, or if another user of a shared communicator failed on this rank.
+        """Raise RuntimeError after the end, or if another user of it failed on this rank.
 
         Other ranks may still make its calls. NCCL would match them with ours, and both results would be wrong.
         """
@@ -451,7 +451,7 @@ def forget_shares() -> None:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Describe a rank before the start, with the identities of its communicators of the same ranks."""
+    """Describe a rank before the start. ``open`` has its communicators of the same ranks."""
 
     problem: str | None
     version: str = ""
@@ -473,7 +473,7 @@ def make_nccl(
     start_seconds: float = _START_SECONDS,
     has_given_up: Callable[[], bool] = lambda: False,
 ) -> Steps[NcclComm | str]:
-    """Create or share a communicator, or return on every rank the same reason for failure (collective).
+    """Create or share a communicator, or return the same problem on every rank (collective).
 
     NCCL starts only when every rank can start it, because it blocks until all ranks have. CuPy cannot interrupt it, so
     it starts in a thread, together with a first all-reduce, which makes NCCL connect. If it fails or times out on one

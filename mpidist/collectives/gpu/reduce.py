@@ -223,7 +223,7 @@ class PinnedBuffer:
 
 
 class StagingRing:
-    """Keep a few slots of ``nbytes``, a power of two, each reused after its last content was copied.
+    """Keep a few slots of ``nbytes``, each reused after its last content was copied.
 
     Use their memory on the device on ``streams.to_device`` after ``is_made``.
     """
@@ -252,7 +252,7 @@ class StagingRing:
 
 
 class DeviceRing(Rail):
-    """All-reduce arrays on GPUs over a ring of ranks, by device pointers if MPI accepts them."""
+    """All-reduce arrays on GPUs over a ring of ranks. MPI may accept device pointers."""
 
     def __init__(
         self, comm: Comm, ranks: list[int], position: int, streams: DeviceStreams, takes_device_memory: bool
@@ -322,7 +322,7 @@ class DeviceRing(Rail):
 
 @dataclass(frozen=True)
 class DeviceHierarchical:
-    """Reduce with NCCL inside nodes and MPI between them: ``wires`` on host memory, ``ring`` on device memory."""
+    """Reduce with NCCL inside nodes and MPI between them. ``ring`` works on device memory, ``wires`` on host memory."""
 
     node: Node
     level: _InNode
@@ -402,7 +402,7 @@ class _InNode:
     stream: Stream
 
     def slices(self, chunk: Array) -> list[Array]:
-        """Return one slice of a chunk per rail, from an address that allows NCCL wide loads."""
+        """Return one slice of a chunk per rail. Its address allows NCCL wide loads."""
         unit = _SLICE_ALIGNMENT // chunk.itemsize
         return [chunk[a * unit : b * unit] for a, b in slices(-(-chunk.size // unit), self.rails)]
 
