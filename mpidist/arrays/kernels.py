@@ -133,7 +133,7 @@ class CastKernels:
     def cast(
         self, sources: Sequence[Array], targets: Sequence[Array], stream: Stream, divisor: float | None = None
     ) -> None:
-        """Enqueue what ``DeviceOps.cast`` does. The arrays must live until then."""
+        """Enqueue ``DeviceOps.cast`` on ``stream``. Keep the arrays alive until it has run."""
         rows: dict[str, list[tuple[int, int, int]]] = {}
         for source, target in zip(sources, targets, strict=True):
             if source.size != target.size or not (source.flags.c_contiguous and target.flags.c_contiguous):

@@ -500,7 +500,7 @@ class ReductionCall(DeviceCall):
             reduction.load()
 
     def store(self, reduction: DeviceReduction) -> None:
-        """Finish a reduction whose work is enqueued."""
+        """Finish a reduction after its algorithm has enqueued all work."""
         with self.streams.on():
             reduction.store()
             self.streams.finish(self)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -36,20 +36,10 @@ from mpidist.core.options import ReduceOp
 from mpidist.core.text import groups_of, names_text, numbered_ranks
 from mpidist.topology import import_mpi
 
+if TYPE_CHECKING:
+    from cupy.cuda.nccl import NcclCommunicator
+
 # The library ----------------------------------------------------------------------------------------------------------
-
-
-class NcclCommunicator(Protocol):
-    """Type CuPy's NcclCommunicator, one rank's end."""
-
-    allReduce: Callable[..., None]  # noqa: N815
-    allGather: Callable[..., None]  # noqa: N815
-    reduceScatter: Callable[..., None]  # noqa: N815
-    reduce: Callable[..., None]
-    broadcast: Callable[..., None]
-    check_async_error: Callable[[], None]
-    abort: Callable[[], None]
-    destroy: Callable[[], None]
 
 
 def nccl_problem() -> str | None:
@@ -101,6 +91,9 @@ _COMPLEX = {"complex64": 7, "complex128": 8}
 _WIDER = {"int16": "int32", "uint16": "uint32"}
 _OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
 _BYTES = 1  # ncclUint8, to send any dtype as bytes
+# CuPy's names of calls.
+_NAMES = {"all_reduce": "allReduce", "reduce_scatter": "reduceScatter", "all_gather": "allGather"}
+_NAMES["an earlier call"] = "check_async_error"
 
 
 class NcclCode(NamedTuple):
@@ -210,42 +203,27 @@ class NcclComm:
 
     def all_reduce(self, source: Array, target: Array, op: ReduceOp, stream: Stream) -> None:
         """Reduce ``source`` of all ranks into ``target`` of every rank. Both may be one array."""
-        code = nccl_reduction(source.dtype, op)
-        addresses = self._addresses("all_reduce", source, target)
-        self._check_size("all_reduce", "target", target.size, source.size)
-        self._call("all_reduce", "allReduce", *addresses, source.size * code.numbers, *code[:2], stream.handle)
+        self._issue("all_reduce", source, target, stream, op)
 
     def reduce_scatter(self, source: Array, target: Array, op: ReduceOp, stream: Stream) -> None:
         """Reduce ``source`` of all ranks, and write this rank's slice into ``target``."""
-        code = nccl_reduction(source.dtype, op)
-        addresses = self._addresses("reduce_scatter", source, target)
-        self._check_size("reduce_scatter", "source", source.size, target.size, "target")
-        self._call("reduce_scatter", "reduceScatter", *addresses, target.size * code.numbers, *code[:2], stream.handle)
+        self._issue("reduce_scatter", source, target, stream, op, parts=(self.size, 1))
 
     def all_gather(self, source: Array, target: Array, stream: Stream) -> None:
         """Concatenate ``source`` of all ranks in ``target``. ``source`` may be this rank's part of ``target``."""
-        addresses = self._addresses("all_gather", source, target)
-        self._check_size("all_gather", "target", target.size, source.size, "source")
-        self._call("all_gather", "allGather", *addresses, source.nbytes, _BYTES, stream.handle)
+        self._issue("all_gather", source, target, stream, parts=(1, self.size))
 
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, stream: Stream) -> None:
         """Reduce ``source`` of all ranks into ``target`` of rank ``root``. Other ranks may pass None."""
-        self._check_root("reduce", root)
         if target is None and self.rank == root:
             raise ValueError(f"reduce: target is None on the root, rank {root}. Pass an array like the source")
-        code = nccl_reduction(source.dtype, op)
-        from_, to = self._addresses("reduce", source, source if target is None else target)
-        self._check_size("reduce", "target", source.size if target is None else target.size, source.size)
-        to = 0 if target is None else to
-        self._call("reduce", "reduce", from_, to, source.size * code.numbers, *code[:2], root, stream.handle)
+        # NCCL ignores the target of other ranks.
+        self._issue("reduce", source, source if target is None else target, stream, op, root)
 
     def broadcast(self, source: Array | None, target: Array, root: int, stream: Stream) -> None:
         """Copy ``source`` of rank ``root``, or its ``target`` for None, into ``target`` of every rank."""
-        self._check_root("broadcast", root)
         source = target if source is None or self.rank != root else source
-        addresses = self._addresses("broadcast", source, target)
-        self._check_size("broadcast", "target", target.size, source.size)
-        self._call("broadcast", "broadcast", *addresses, target.nbytes, _BYTES, root, stream.handle)
+        self._issue("broadcast", source, target, stream, root=root)
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -273,7 +251,7 @@ class NcclComm:
     def check_async_error(self) -> None:
         """Raise NcclFailure if NCCL found an error, such as a lost rank or network."""
         try:
-            self._call_raw("an earlier call", "check_async_error")
+            self._call("an earlier call")
         except NcclFailure as error:
             if error.status != _IN_PROGRESS:
                 raise
@@ -312,25 +290,44 @@ class NcclComm:
 
     # Checks -----------------------------------------------------------------------------------------------------
 
-    def _call(self, name: str, function: str, from_: int, to: int, count: int, *arguments: int) -> None:
-        self.check_in_step()
-        if count:
-            self._call_raw(name, function, from_, to, count, *arguments)
-
-    def _call_raw(self, name: str, function: str, *arguments: int) -> None:
-        if self._end:
-            self.check_in_step()
-        try:
-            getattr(self._raw, function)(*arguments)
-        except (self._binding.NcclError, KeyError) as error:
-            doing = f"NCCL failed in {name} on rank {self.rank} of {self.size} (gpu:{self.device})"
-            raise failure(self._binding, doing, error) from error
-
-    def _addresses(self, name: str, source: Array, target: Array) -> tuple[int, int]:
+    def _issue(
+        self,
+        name: str,
+        source: Array,
+        target: Array,
+        stream: Stream,
+        op: ReduceOp | None = None,
+        root: int | None = None,
+        parts: tuple[int, int] = (1, 1),
+    ) -> None:
+        """Check a call and enqueue it. ``parts``: equal parts of the source and of the target, of one size."""
+        if root is not None and not 0 <= root < self.size:
+            raise ValueError(f"{name}: root is {root}; expected a rank of 0 to {self.size - 1}")
+        # Elements that are only moved are sent as bytes.
+        code = NcclCode(_BYTES, 0, source.dtype.itemsize) if op is None else nccl_reduction(source.dtype, op)
         from_, to = self._address(name, "source", source), self._address(name, "target", target)
         if source.dtype != target.dtype:
             raise TypeError(f"{name}: source is {source.dtype} and target is {target.dtype}. Use one dtype")
-        return from_, to
+        expected = source.size / parts[0] * parts[1]
+        if target.size != expected:
+            raise ValueError(
+                f"{name}: target has {target.size} elements; expected {expected:g} for {source.size} of the source and "
+                f"{self.size} ranks"
+            )
+        self.check_in_step()
+        if source.size:
+            codes = [code.datatype] if op is None else [code.datatype, code.op]
+            last = [stream.handle] if root is None else [root, stream.handle]
+            self._call(name, from_, to, source.size // parts[0] * code.numbers, *codes, *last)
+
+    def _call(self, name: str, *arguments: int) -> None:
+        if self._end:
+            self.check_in_step()
+        try:
+            getattr(self._raw, _NAMES.get(name, name))(*arguments)
+        except (self._binding.NcclError, KeyError) as error:
+            doing = f"NCCL failed in {name} on rank {self.rank} of {self.size} (gpu:{self.device})"
+            raise failure(self._binding, doing, error) from error
 
     def _address(self, name: str, role: str, array: Array) -> int:
         ops = self._ops
@@ -347,17 +344,6 @@ class NcclComm:
                 "cupy.ascontiguousarray(...)"
             )
         return ops.pointer(array)
-
-    def _check_root(self, name: str, root: int) -> None:
-        if not 0 <= root < self.size:
-            raise ValueError(f"{name}: root is {root}; expected a rank of 0 to {self.size - 1}")
-
-    def _check_size(self, name: str, role: str, size: int, count: int, per_rank_of: str | None = None) -> None:
-        expected, why = count, "as many as the source"
-        if per_rank_of is not None:
-            expected, why = count * self.size, f"{self.size} ranks x {count} of the {per_rank_of}"
-        if size != expected:
-            raise ValueError(f"{name}: {role} has {size} elements; expected {expected}, {why}")
 
 
 class LocalNccl:

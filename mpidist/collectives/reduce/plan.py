@@ -32,7 +32,7 @@ def _options_text(options: CommunicationOptions) -> str:
 
 
 class DeviceGroup(NamedTuple):
-    """Arrays of a call on a GPU with the same dtypes of array, reduction and result."""
+    """Group arrays on a GPU by the dtypes of source, reduction and result."""
 
     indices: list[int]
     source: DType
