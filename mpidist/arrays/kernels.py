@@ -143,8 +143,8 @@ class CastKernels:
             if source.size:
                 name = kernel_name(source.dtype, target.dtype, divisor is not None)
                 rows.setdefault(name, []).append((source.data.ptr, target.data.ptr, source.size))  # type: ignore[attr-defined]
-        with stream:
-            for name, all_rows in rows.items():
+        for name, all_rows in rows.items():
+            with stream:
                 for start in range(0, len(all_rows), ROWS):
                     self._launch(name, all_rows[start : start + ROWS], divisor)
 

@@ -81,7 +81,7 @@ class LocalAllReduce:
                 given = {i: columns[i][k] for i in pack.group.indices}
                 inputs = {i: array if ops.is_contiguous(array) else ops.copy(array) for i, array in given.items()}
                 results.append({i: ops.empty(array.shape, pack.group.result, device) for i, array in given.items()})
-                flat = ops.empty((pack.flat_count,), pack.dtype, device)
+                flat = ops.empty((pack.flat_count,), pack.dtype, device) if pack.together else None
                 reductions.append(DeviceReduction(pack, inputs, results[k], flat, ops, streams[k]))
                 reductions[k].load()
         with self._nccl.group():

@@ -398,16 +398,16 @@ class DeviceReduction:
         pack: DevicePack,
         inputs: Mapping[int, Array],
         results: Mapping[int, Array],
-        flat: Array,
+        flat: Array | None,
         ops: DeviceOps,
         stream: Stream,
     ) -> None:
         self.pack, self._ops, self._stream = pack, ops, stream
         self._inputs = [inputs[index] for index in pack.together]
-        self._parts = pack.parts(flat)
+        self._parts = [] if flat is None else pack.parts(flat)
         self._outputs = [results[index] for index in pack.together]
         in_place = [(inputs[index].reshape(-1), results[index].reshape(-1)) for index in pack.apart]
-        self.pieces = [(flat, flat), *in_place] if pack.together else in_place
+        self.pieces = in_place if flat is None else [(flat, flat), *in_place]
 
     def load(self) -> None:
         """Copy the inputs into the flat array."""
@@ -456,7 +456,7 @@ class ReductionCall(DeviceCall):
                 if index in written_early or not ops.is_contiguous(arrays[index]):
                     self.inputs[index] = ops.copy(arrays[index])
             self.results = {index: self._result(index, *plan.result_signature[index]) for index in indices}
-            flats = [streams.empty(pack.flat_count, pack.dtype) for pack in packs]
+            flats = [streams.empty(pack.flat_count, pack.dtype) if pack.together else None for pack in packs]
             self.reductions = [
                 DeviceReduction(pack, self.inputs, self.results, flat, ops, streams.stream)
                 for pack, flat in zip(packs, flats, strict=True)
