@@ -260,7 +260,7 @@ class DeviceWatch(DaemonThread[DeviceStreams]):
             except Exception as error:
                 failed = f"a collective on its GPU failed: {type(error).__name__}: {error}"
                 if streams in self.watched:
-                    tell_user(f"{_rank()} ends the job: {error if isinstance(error, _Late) else failed}")
+                    tell_user(f"{_rank()} ends the job: {error if isinstance(error, TimeoutError) else failed}")
                     # Do not abort NCCL first. Its abort may wait for all ranks, and the program would continue with
                     # wrong data.
                     end_job()
@@ -278,17 +278,13 @@ class DeviceWatch(DaemonThread[DeviceStreams]):
             deadline.check()
 
 
-class _Late(Exception):
-    """Signal a call that missed its deadline."""
-
-
 def _deadline(timeout: float) -> Deadline:
     return Deadline(
         lambda waited: (
             f"{_rank()} has waited {waited:.0f} s for a collective on its GPU to end; another rank may have died, or "
             "may not have used its GPU"
         ),
-        lambda _: _Late(
+        lambda _: TimeoutError(
             f"a collective on its GPU did not end within {timeout:g} s. Look for a rank that died or hangs; to allow "
             "more time set MPIDIST_TIMEOUT=SECONDS"
         ),

@@ -446,13 +446,6 @@ class _Candidate:
     open: tuple[Hashable, ...] = ()
 
 
-class _Problem(NamedTuple):
-    """Why NCCL did not start, and whether a rank may still be starting."""
-
-    text: str
-    is_late: bool
-
-
 def make_nccl(
     comm: Comm,
     device: int | None,
@@ -464,7 +457,7 @@ def make_nccl(
     NCCL starts only when every rank can start it, because it blocks until all ranks have. CuPy cannot interrupt it, so
     it starts in a thread, together with a first all-reduce, which makes NCCL connect. If it fails or times out on one
     rank, all ranks abandon it. A thread that is still inside NCCL stays there, with its memory, until NCCL fails or the
-    process ends. After a failure the start is retried once without the memory that CuPy caches.
+    process ends.
 
     If a rank dies, the others wait in MPI until the launcher ends the job or until their deadline.
 
@@ -486,12 +479,8 @@ def make_nccl(
     if not found:
         shared_gpu = _shared_gpus(everyone)
         made = yield from _attempt(comm, device, start_seconds)
-        if isinstance(made, _Problem) and not made.is_late and shared_gpu is None:
-            with ops_for("gpu").on(device):
-                require_cupy().get_default_memory_pool().free_all_blocks()
-            made = yield from _attempt(comm, device, start_seconds)
-        if isinstance(made, _Problem):
-            return made.text if shared_gpu is None else f"{shared_gpu} NCCL reported: {made.text}"
+        if isinstance(made, str):
+            return made if shared_gpu is None else f"{shared_gpu} NCCL reported: {made}"
         found = [_Shared(key, *made)]
         _open.extend(found)
     return NcclComm(found[0].raw, device, rank, size, found[0], has_given_up)
@@ -541,7 +530,7 @@ def _shared_gpus(everyone: list[_Candidate]) -> str | None:
     return None
 
 
-def _attempt(comm: Comm, device: int, start_seconds: float) -> Steps[tuple[NcclCommunicator, UniqueId] | _Problem]:
+def _attempt(comm: Comm, device: int, start_seconds: float) -> Steps[tuple[NcclCommunicator, UniqueId] | str]:
     """Return an NcclCommunicator and its unique id, or on every rank the same problem (collective)."""
     binding = nccl_binding()
     mine: UniqueId | str = ""
@@ -553,7 +542,7 @@ def _attempt(comm: Comm, device: int, start_seconds: float) -> Steps[tuple[NcclC
             mine = str(failure(binding, doing, error))
     unique_id: UniqueId | str = yield from broadcast_pickle(comm, pickle.dumps(mine), 0)
     if isinstance(unique_id, str):
-        return _Problem(unique_id, is_late=False)
+        return unique_id
     start = _Start(binding, device, comm.Get_rank(), comm.Get_size(), unique_id)
     try:
         problem = yield from _agreed_outcome(comm, start, start_seconds)
@@ -562,7 +551,7 @@ def _attempt(comm: Comm, device: int, start_seconds: float) -> Steps[tuple[NcclC
         start.abandon()
 
 
-def _agreed_outcome(comm: Comm, start: _Start, start_seconds: float) -> Steps[_Problem | None]:
+def _agreed_outcome(comm: Comm, start: _Start, start_seconds: float) -> Steps[str | None]:
     """Return the problem of the lowest rank on every rank, or None if NCCL started."""
     rank, size, stopwatch = comm.Get_rank(), comm.Get_size(), Stopwatch()
     has_failed_peer, is_late, failed_polls = False, False, 0
@@ -573,17 +562,16 @@ def _agreed_outcome(comm: Comm, start: _Start, start_seconds: float) -> Steps[_P
         failed_polls += 1
         relax(failed_polls, 0)
         yield
-    problem = None if start.problem is None else _Problem(start.problem, is_late=False)
+    problem = start.problem
     if is_late and not start.is_over:
-        problem = _Problem(f"NCCL was not ready on rank {rank} of {size} after {start_seconds:g} s", is_late=True)
+        problem = f"NCCL was not ready on rank {rank} of {size} after {start_seconds:g} s"
     nothing, others = [np.empty(0, np.uint8), 0, import_mpi().BYTE], [other for other in range(size) if other != rank]
     requests = [] if problem is None else [comm.Isend(nothing, other, NCCL_START) for other in others]
     problems = yield from problems_of(comm, problem)
     requests += [comm.Irecv(nothing, other, NCCL_START) for other in problems if other != rank]
     for request in requests:
         yield from until_done(request)
-    found = list(problems.values())
-    return _Problem(found[0].text, any(problem.is_late for problem in found)) if found else None
+    return next(iter(problems.values()), None)
 
 
 class _Start:
@@ -624,6 +612,8 @@ class _Start:
         doing = f"NCCL did not start on rank {self._rank} of {self._size} (gpu:{self._device})"
         try:
             with self._ops.on(self._device):
+                # NCCL has its own memory, which CuPy may have cached.
+                require_cupy().get_default_memory_pool().free_all_blocks()
                 total = self._sum_of_ones()
             if total != self._size:
                 self.problem = f"{doing}: it added {self._size} ones to {total}"
