@@ -13,6 +13,7 @@ from mpidist import HierarchicalCopyAllReduce, IndexedSlices, NcclAllReduce, Red
 from mpidist.cross_device_ops import select_cross_device_ops
 from mpidist.experimental import CommunicationOptions
 from mpidist.values import Mirrored, PerReplica
+from tests.support import fake_cupy
 
 CLASSES = [
     ReductionToOneDevice,
@@ -88,12 +89,16 @@ def test_results_go_to_their_destinations(make: Any, fake_gpus: Any) -> None:
     ops.close()
 
 
-def test_one_array_travels_as_it_is(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_array_travels_as_it_is(fake_gpus: Any) -> None:
     ops = NcclAllReduce()
     value = on_devices(fake_gpus, [np.full(3, k, "float32") for k in range(2)])
-    monkeypatch.setattr("mpidist.arrays.device_ops.CupyOps.pack", None)
-    for op, expected in (("SUM", [1.0] * 3), ("MEAN", [0.5] * 3)):
-        assert [array.get().tolist() for array in ops.reduce(op, value, value).values] == [expected] * 2
+    ops.reduce("SUM", value, value)
+    # On each GPU one launch of NCCL, and one that divides.
+    for op, expected, launches in (("SUM", [1.0] * 3, 2), ("MEAN", [0.5] * 3, 4)):
+        fake_cupy.counts().clear()
+        results = ops.reduce(op, value, value).values
+        assert fake_cupy.counts().launches == launches
+        assert [array.get().tolist() for array in results] == [expected] * 2
     assert [array.get().tolist() for array in value.values] == [[0.0] * 3, [1.0] * 3]
     ops.close()
 
