@@ -10,7 +10,7 @@ from mpidist.arrays.device_ops import DeviceOps, ops_for
 from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
 from mpidist.arrays.streams import Event, Stream
 from mpidist.collectives.gpu.device_streams import SMALL_BYTES, DevicePack, DeviceReduction
-from mpidist.collectives.gpu.nccl import LocalNccl, nccl_dtype
+from mpidist.collectives.gpu.nccl import NcclComm, join_local_gpus, nccl_dtype
 from mpidist.collectives.reduce.plan import DeviceGroup
 from mpidist.core.errors import DeviceError, NcclFailure
 from mpidist.core.options import ReduceOp
@@ -34,19 +34,18 @@ class LocalAllReduce:
         self.devices = list(devices)
         self._small_bytes = SMALL_BYTES if packs_small else 0
         self._ops: DeviceOps = ops_for("gpu")
-        self._nccl: LocalNccl | None = None
+        self._comms: list[NcclComm] = []
         self._last: list[Event] = []
-        self._release: weakref.finalize[[LocalNccl, Sequence[Event]], LocalAllReduce] | None = None
         try:
-            self._nccl = LocalNccl(self.devices)
-            # CuPy would destroy it during garbage collection, even with work in flight.
-            self._release = weakref.finalize(self, _free, self._nccl, self._last)
+            self._comms = join_local_gpus(self.devices)
         except (DeviceError, NcclFailure) as error:
             _log.warning("mpidist: %s. The GPUs %s are reduced by copies to the first of them", error, self.devices)
+        # CuPy would destroy NCCL's communicators during garbage collection, even with work in flight.
+        self._release = weakref.finalize(self, _free, self._comms, self._last)
 
     def suits(self, columns: Columns, op: ReduceOp) -> bool:
         """Return True if NCCL can reduce values: columns of an array per GPU, in order."""
-        return self._nccl is not None and all(
+        return bool(self._comms) and all(
             [self._ops.device_of(array) for array in column] == self.devices
             and nccl_dtype(reduction_dtypes(column[0].dtype, op)[0], op) is not None
             for column in columns
@@ -74,7 +73,6 @@ class LocalAllReduce:
 
     def _reduce_pack(self, pack: DevicePack, columns: Columns, streams: Sequence[Stream]) -> list[dict[int, Array]]:
         """Return the results of each GPU by index."""
-        assert self._nccl is not None
         ops, results, reductions = self._ops, [], []
         for k, device in enumerate(self.devices):
             with ops.on(device):
@@ -84,8 +82,8 @@ class LocalAllReduce:
                 flat = ops.empty((pack.flat_count,), pack.dtype, device) if pack.together else None
                 reductions.append(DeviceReduction(pack, inputs, results[k], flat, ops, streams[k]))
                 reductions[k].load()
-        with self._nccl.group():
-            for comm, reduction, stream in zip(self._nccl.comms, reductions, streams, strict=True):
+        with ops.on(self.devices[0]), self._comms[0].group():
+            for comm, reduction, stream in zip(self._comms, reductions, streams, strict=True):
                 for source, target in reduction.pieces:
                     comm.all_reduce(source, target, pack.op, stream)
         for device, reduction in zip(self.devices, reductions, strict=True):
@@ -95,12 +93,14 @@ class LocalAllReduce:
 
     def close(self) -> None:
         """Free NCCL's resources, once its work is done (idempotent)."""
-        if self._release is not None:
-            self._release()
-        self._nccl = None
+        self._release()
 
 
-def _free(nccl: LocalNccl, last: Sequence[Event]) -> None:
+def _free(comms: list[NcclComm], last: Sequence[Event]) -> None:
     for event in last:
         event.synchronize()
-    nccl.close()
+    if comms:
+        with ops_for("gpu").on(comms[0].device), comms[0].group():
+            for comm in comms:
+                comm.close()
+        comms.clear()

@@ -22,7 +22,7 @@ import pytest
 
 from mpidist.arrays.device_ops import CupyOps
 from mpidist.collectives.gpu import nccl as nccl_module
-from mpidist.collectives.gpu.nccl import LocalNccl, NcclComm, make_nccl, nccl_version
+from mpidist.collectives.gpu.nccl import NcclComm, join_local_gpus, make_nccl, nccl_version
 from mpidist.core.errors import NcclFailure
 from mpidist.core.options import ReduceOp
 from tests.collectives.nccl_ranks import finished, private_world
@@ -192,15 +192,15 @@ def _local_gpus(library: str) -> None:
     with _binding(library) as (nccl, ops):
         changes = {"nccl_binding": lambda: nccl, "nccl_problem": lambda: None, "ops_for": lambda _: ops}
         with mock.patch.multiple(nccl_module, **changes):
-            local = LocalNccl([0, 2, 1])
-        arrays = [ops.from_host(np.full(5, place, "f4"), device) for place, device in enumerate(local.devices)]
-        streams = [ops.stream(device) for device in local.devices]
-        with local.group():
-            for comm, array, stream in zip(local.comms, arrays, streams, strict=True):
+            comms = join_local_gpus([0, 2, 1])
+        arrays = [ops.from_host(np.full(5, place, "f4"), device) for place, device in enumerate([0, 2, 1])]
+        streams = [ops.stream(comm.device) for comm in comms]
+        with comms[0].group():
+            for comm, array, stream in zip(comms, arrays, streams, strict=True):
                 comm.all_reduce(array, array, ReduceOp.SUM, stream)
         assert [ops.to_host(array).tolist() for array in arrays] == [[3.0] * 5] * 3
-        local.close()
-        local.close()
+        for comm in comms:
+            comm.close()
 
 
 def _names(text: str) -> list[str]:

@@ -8,7 +8,6 @@ from itertools import accumulate, pairwise
 
 from mpidist.arrays.device_ops import ops_of
 from mpidist.arrays.dtypes import Array
-from mpidist.arrays.streams import Stream
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.observers import MOVE
 from mpidist.collectives.channel.operation import Signature, which_on_device
@@ -22,7 +21,6 @@ from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, r
 from mpidist.collectives.node.memory import slices
 from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.core.errors import PeerError
-from mpidist.core.options import ReduceOp
 
 
 class MovementCall(DeviceCall):
@@ -66,8 +64,9 @@ class DeviceMovement:
             with call.streams.on():
                 with nccl.group():
                     for index, array in enumerate(arrays):
-                        counts = [row[index] * plan.row_sizes[index] for row in rows]
-                        _gather(nccl, array.reshape(-1), call.results[index].reshape(-1), counts, stream)
+                        ends = accumulate([row[index] * plan.row_sizes[index] for row in rows], initial=0)
+                        whole = call.results[index].reshape(-1)
+                        nccl.all_gather(array.reshape(-1), whole, stream, [*pairwise(ends)])
                 return [plan.result(index, whole) for index, whole in call.results.items()]
 
     def broadcast(self, plan: BroadcastPlan, call: MovementCall) -> Steps[list[Array]]:
@@ -92,7 +91,7 @@ class DeviceMovement:
                     cast([call.inputs[0]], [source], streams.stream)
                 rows, row_size = plan.shapes[0][0], source.size // plan.shapes[0][0]
                 cuts = [(start * row_size, stop * row_size) for start, stop in slices(rows, nccl.size)]
-                _reduce_scatter(nccl, source, target, cuts, pack.op, streams.stream)
+                nccl.reduce_scatter(source, target, pack.op, streams.stream, cuts)
                 if plan.divisor is not None or target is not result:
                     cast([target], [result], streams.stream, plan.divisor)
             return [result]
@@ -128,27 +127,6 @@ def _finishing(call: MovementCall) -> Iterator[None]:
             call.streams.finish(call)
     finally:
         call.leave()
-
-
-def _gather(nccl: NcclComm, mine: Array, whole: Array, counts: Sequence[int], stream: Stream) -> None:
-    """Concatenate the flat arrays of all ranks, of ``counts`` elements, in ``whole``."""
-    if len({*counts}) == 1:
-        nccl.all_gather(mine, whole, stream)
-        return
-    for root, (start, stop) in enumerate(pairwise(accumulate(counts, initial=0))):
-        nccl.broadcast(mine if root == nccl.rank else None, whole[start:stop], root, stream)
-
-
-def _reduce_scatter(
-    nccl: NcclComm, source: Array, target: Array, cuts: Sequence[tuple[int, int]], op: ReduceOp, stream: Stream
-) -> None:
-    """Reduce this rank's cut into ``target``."""
-    if len({stop - start for start, stop in cuts}) == 1:
-        nccl.reduce_scatter(source, target, op, stream)
-        return
-    with nccl.group():
-        for root, (start, stop) in enumerate(cuts):
-            nccl.reduce(source[start:stop], target if root == nccl.rank else None, op, root, stream)
 
 
 # Copies for collectives in host memory --------------------------------------------------------------------------------

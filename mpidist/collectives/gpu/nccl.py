@@ -39,6 +39,9 @@ from mpidist.topology import import_mpi
 if TYPE_CHECKING:
     from cupy.cuda.nccl import NcclCommunicator
 
+# First and last element of each rank's slice. The last ranks may have none.
+Cuts = Sequence[tuple[int, int]]
+
 # The library ----------------------------------------------------------------------------------------------------------
 
 
@@ -85,9 +88,10 @@ def failure(binding: ModuleType, doing: str, error: Exception) -> NcclFailure:
 
 
 # ncclDataType_t and ncclRedOp_t, part of NCCL's binary interface. By name, because extension dtypes share type letters.
-_INTEGERS = {"int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5}
 _FLOATS = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
 _COMPLEX = {"complex64": 7, "complex128": 8}
+_INTEGERS = {"int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5}
+_DATATYPES = {**_INTEGERS, **_FLOATS, **_COMPLEX}
 _WIDER = {"int16": "int32", "uint16": "uint32"}
 _OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
 _BYTES = 1  # ncclUint8, to send any dtype as bytes
@@ -111,29 +115,10 @@ def nccl_reduction(dtype: DType, op: ReduceOp) -> NcclCode:
     >>> nccl_reduction(np.dtype("complex64"), ReduceOp.SUM)
     NcclCode(datatype=7, op=0, numbers=2)
     """
-    name = dtype.name
-    if not dtype.isnative:
-        raise TypeError(f"NCCL does not support dtype {dtype!r}. Convert it to native byte order")
-    if op is ReduceOp.MEAN:
-        raise TypeError("NCCL has no MEAN. Use SUM, and divide the result")
-    if op.is_bitwise:
-        raise TypeError(f"NCCL has no {op.name}")
-    if name in _COMPLEX and op is ReduceOp.SUM:
-        return NcclCode(_COMPLEX[name], _OPS[op], 2)
-    code = (_FLOATS | _INTEGERS).get(name)
-    if code is None:
-        raise TypeError(f"NCCL has no {op.name} of {name}. {_instead(name)}")
-    return NcclCode(code, _OPS[op], 1)
-
-
-def _instead(name: str) -> str:
-    if name in _COMPLEX:
-        return "It supports SUM of complex numbers only"
-    if name in _WIDER:
-        return f"Cast to {_WIDER[name]} first"
-    if name == "bool":
-        return "Cast to uint8 first, for which MAX is 'any' and MIN is 'all'"
-    return f"Use one of {', '.join([*_INTEGERS, *_FLOATS, *_COMPLEX])}"
+    name, is_complex = dtype.name, dtype.name in _COMPLEX
+    if not dtype.isnative or name not in _DATATYPES or op not in _OPS or (is_complex and op is not ReduceOp.SUM):
+        raise TypeError(f"NCCL has no {op.name} of {dtype}. Cast to the dtype that nccl_dtype() returns")
+    return NcclCode(_DATATYPES[name], _OPS[op], 2 if is_complex else 1)
 
 
 @lru_cache(maxsize=256)
@@ -205,13 +190,25 @@ class NcclComm:
         """Reduce ``source`` of all ranks into ``target`` of every rank. Both may be one array."""
         self._issue("all_reduce", source, target, stream, op)
 
-    def reduce_scatter(self, source: Array, target: Array, op: ReduceOp, stream: Stream) -> None:
-        """Reduce ``source`` of all ranks, and write this rank's slice into ``target``."""
-        self._issue("reduce_scatter", source, target, stream, op, parts=(self.size, 1))
+    def reduce_scatter(
+        self, source: Array, target: Array, op: ReduceOp, stream: Stream, cuts: Cuts | None = None
+    ) -> None:
+        """Reduce ``source`` of all ranks, and write this rank's slice into ``target``. Slices are equal by default."""
+        if self._are_equal(cuts):
+            self._issue("reduce_scatter", source, target, stream, op, parts=(self.size, 1))
+            return
+        with self.group():
+            for root, (start, stop) in enumerate(cuts or ()):
+                self.reduce(source[start:stop], target if root == self.rank else None, op, root, stream)
 
-    def all_gather(self, source: Array, target: Array, stream: Stream) -> None:
+    def all_gather(self, source: Array, target: Array, stream: Stream, cuts: Cuts | None = None) -> None:
         """Concatenate ``source`` of all ranks in ``target``. ``source`` may be this rank's part of ``target``."""
-        self._issue("all_gather", source, target, stream, parts=(1, self.size))
+        if self._are_equal(cuts):
+            self._issue("all_gather", source, target, stream, parts=(1, self.size))
+            return
+        with self.group():
+            for root, (start, stop) in enumerate(cuts or ()):
+                self.broadcast(source if root == self.rank else None, target[start:stop], root, stream)
 
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, stream: Stream) -> None:
         """Reduce ``source`` of all ranks into ``target`` of rank ``root``. Other ranks may pass None."""
@@ -290,6 +287,10 @@ class NcclComm:
 
     # Checks -----------------------------------------------------------------------------------------------------
 
+    def _are_equal(self, cuts: Cuts | None) -> bool:
+        """Return True if every rank has a slice, all of one size."""
+        return cuts is None or (len(cuts) == self.size and len({stop - start for start, stop in cuts}) == 1)
+
     def _issue(
         self,
         name: str,
@@ -346,47 +347,21 @@ class NcclComm:
         return ops.pointer(array)
 
 
-class LocalNccl:
-    """Join the GPUs of one process with NCCL, without other processes. Close it before dropping it.
+def join_local_gpus(devices: Sequence[int]) -> list[NcclComm]:
+    """Join distinct GPUs of this process, without other processes. Call the ends inside one ``group()``.
 
     Raises DeviceError if NCCL cannot be used in this process, and NcclFailure if it reports an error.
-
-    Attributes:
-        devices: Distinct GPU numbers.
-        comms: The end of the communicator on each GPU. Call several of them inside one ``group()``.
     """
-
-    def __init__(self, devices: Sequence[int]) -> None:
-        self.devices = [int(device) for device in devices]
-        if not self.devices or len(set(self.devices)) < len(self.devices):
-            raise ValueError(f"devices are {self.devices}. Pass at least one GPU, each once")
-        problem = nccl_problem()
-        if problem is not None:
-            raise DeviceError(problem)
-        binding, size = nccl_binding(), len(self.devices)
-        self._on_first = partial(ops_for("gpu").on, self.devices[0])
-        try:
-            with self._on_first():
-                raw = binding.NcclCommunicator.initAll(self.devices)
-        except (binding.NcclError, KeyError) as error:
-            raise failure(binding, f"NCCL could not join the GPUs {self.devices} of one process", error) from error
-        self.comms = [NcclComm(raw[i], device, i, size) for i, device in enumerate(self.devices)]
-
-    def __repr__(self) -> str:
-        state = ", closed" if self.comms[0].is_closed else ""
-        return f"<LocalNccl of GPUs {self.devices}{state}>"
-
-    @contextmanager
-    def group(self) -> Iterator[None]:
-        """Start the calls of all GPUs together (see ``NcclComm.group``)."""
-        with self._on_first(), self.comms[0].group():
-            yield
-
-    def close(self) -> None:
-        """Release it when all enqueued work is done (idempotent)."""
-        with self.group():
-            for comm in self.comms:
-                comm.close()
+    problem = nccl_problem()
+    if problem is not None:
+        raise DeviceError(problem)
+    binding = nccl_binding()
+    try:
+        with ops_for("gpu").on(devices[0]):
+            raw = binding.NcclCommunicator.initAll(devices)
+    except (binding.NcclError, KeyError) as error:
+        raise failure(binding, f"NCCL could not join the GPUs {devices} of one process", error) from error
+    return [NcclComm(raw[i], device, i, len(devices)) for i, device in enumerate(devices)]
 
 
 # The start ------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType
-from mpidist.arrays.streams import Event, Stream
+from mpidist.arrays.streams import Event
 from mpidist.collectives.gpu.device_streams import (
     SMALL_BYTES,
     DeviceAlgorithm,
@@ -325,7 +325,7 @@ class DeviceHierarchical:
     """Reduce with NCCL inside nodes and MPI between them. ``ring`` works on device memory, ``wires`` on host memory."""
 
     node: Node
-    level: _InNode
+    nccl: NcclComm | None
     wires: Wires
     ring: DeviceRing
     streams: DeviceStreams
@@ -354,12 +354,11 @@ class DeviceHierarchical:
             raise AlgorithmError(f"algorithm 'hierarchical' does not work here for arrays on GPUs: {problem}")
         if nccl is not None:
             streams.nccl.append(nccl)
-        level = _InNode(nccl, node.rank, node.rails, streams.stream)
         rail = [ranks[min(node.rank, len(ranks) - 1)] for ranks in node.ranks]
         ring = DeviceRing(comm, rail, node.topology.node_index, streams, aware)
         # Earlier work of a stream may still use the allocated memory, and MPI does not wait for it.
         yield from until_event(staging.is_made)
-        return cls(node, level, wires, ring, streams, staging)
+        return cls(node, nccl, wires, ring, streams, staging)
 
     def all_reduce(self, job: DeviceReduction) -> Steps[None]:
         """Reduce in overlapping chunks."""
@@ -380,8 +379,8 @@ class DeviceHierarchical:
 
     def close(self) -> None:
         """Destroy the NCCL communicator (collective over the node)."""
-        if self.level.nccl is not None:
-            self.level.nccl.close()
+        if self.nccl is not None:
+            self.nccl.close()
 
 
 def _ring_on_device(nodes: int, count: int) -> list[Round]:
@@ -392,55 +391,13 @@ def _ring_on_device(nodes: int, count: int) -> list[Round]:
     ]
 
 
-@dataclass(frozen=True)
-class _InNode:
-    """Run NCCL inside one node, unless the rank is alone there. The first ``rails`` ranks have a slice."""
-
-    nccl: NcclComm | None
-    rank: int
-    rails: int
-    stream: Stream
-
-    def slices(self, chunk: Array) -> list[Array]:
-        """Return one slice of a chunk per rail. Its address allows NCCL wide loads."""
-        unit = _SLICE_ALIGNMENT // chunk.itemsize
-        return [chunk[a * unit : b * unit] for a, b in slices(-(-chunk.size // unit), self.rails)]
-
-    def reduce(self, op: ReduceOp, source: Array, target: Array) -> None:
-        """Reduce each slice of a chunk to its rank."""
-        nccl, targets = self.nccl, self.slices(target)
-        if nccl is None:
-            return
-        if self._is_even(targets):
-            nccl.reduce_scatter(source, targets[self.rank], op, self.stream)
-        else:
-            with nccl.group():
-                for root, part in enumerate(self.slices(source)):
-                    nccl.reduce(part, targets[root], op, root, self.stream)
-
-    def spread(self, chunk: Array) -> None:
-        """Copy all slices of a chunk to every rank."""
-        nccl, parts = self.nccl, self.slices(chunk)
-        if nccl is None:
-            return
-        if self._is_even(parts):
-            nccl.all_gather(parts[self.rank], chunk, self.stream)
-        else:
-            with nccl.group():
-                for root, part in enumerate(parts):
-                    nccl.broadcast(part, part, root, self.stream)
-
-    def _is_even(self, parts: Sequence[Array]) -> bool:
-        """Return True if every rank of the node has a slice, all of one size."""
-        return self.nccl is not None and self.nccl.size == self.rails and parts[0].size == parts[-1].size
-
-
 class _Run:
     """Track one reduction and its chunks. ``wire`` is None to use the ring on the device."""
 
     def __init__(self, job: DeviceReduction, algorithm: DeviceHierarchical, wire: Wire | None) -> None:
         self._job, self._wire, self._ring = job, wire, algorithm.ring
-        self._level, self._staging, self._streams = algorithm.level, algorithm.staging, algorithm.streams
+        self._node, self._nccl = algorithm.node, algorithm.nccl
+        self._staging, self._streams = algorithm.staging, algorithm.streams
         self._is_mpi_on_device = wire is None and algorithm.ring.takes_device_memory
         self._chunks: list[Array] = []
         self._reduced: list[Event] = []
@@ -451,16 +408,28 @@ class _Run:
 
     def start(self, per_slice: int) -> None:
         """Cut the pieces into chunks, and reduce all of them in the node."""
-        level, streams, job = self._level, self._streams, self._job
-        per_chunk = per_slice * level.rails
-        if level.nccl is None:
+        nccl, stream, job = self._nccl, self._streams.stream, self._job
+        per_chunk = per_slice * self._node.rails
+        if nccl is None:
             job.copy()
         for source, target in job.pieces:
             for start in range(0, target.size, per_chunk):
                 chunk = target[start : start + per_chunk]
-                level.reduce(job.pack.op, source[start : start + per_chunk], chunk)
+                if nccl is not None:
+                    cuts = self._cuts(chunk)
+                    nccl.reduce_scatter(source[start : start + per_chunk], self._mine(chunk), job.pack.op, stream, cuts)
                 self._chunks.append(chunk)
-                self._reduced.append(streams.stream.record())
+                self._reduced.append(stream.record())
+
+    def _cuts(self, chunk: Array) -> list[tuple[int, int]]:
+        """Return one slice of a chunk per rail. Its address allows NCCL wide loads."""
+        unit, size = _SLICE_ALIGNMENT // chunk.itemsize, chunk.size
+        return [(min(a * unit, size), min(b * unit, size)) for a, b in slices(-(-size // unit), self._node.rails)]
+
+    def _mine(self, chunk: Array) -> Array:
+        """Return the slice of this rank, empty if it has no rail."""
+        start, stop = (*self._cuts(chunk)[self._node.rank :], (0, 0))[0]
+        return chunk[start:stop]
 
     @property
     def is_over(self) -> bool:
@@ -475,7 +444,9 @@ class _Run:
             self._in_flight.popleft()
             if self._spread in self._arrived:
                 self._streams.stream.wait(self._arrived.pop(self._spread))
-            self._level.spread(self._chunks[self._spread])
+            if self._nccl is not None:
+                chunk = self._chunks[self._spread]
+                self._nccl.all_gather(self._mine(chunk), chunk, self._streams.stream, self._cuts(chunk))
             self._spread += 1
             has_moved = True
         return has_moved
@@ -495,14 +466,14 @@ class _Run:
         if chunk == len(self._chunks):
             return False
         steps: Steps[None] | None = None
-        parts = self._level.slices(self._chunks[chunk])[self._level.rank :][:1]
-        if parts and parts[0].size:
+        part = self._mine(self._chunks[chunk])
+        if part.size:
             if self._is_mpi_on_device and not self._nccl_is_done():
                 return False
             slot = self._staging.take()
             if slot is None:
                 return False
-            steps = self._crossing(slot, parts[0], chunk)
+            steps = self._crossing(slot, part, chunk)
         self._in_flight.append(steps)
         self._begun += 1
         return True
