@@ -11,7 +11,7 @@ from benchmarks.measuring.inputs import count_wrong, input_of, sum_of_inputs
 from benchmarks.measuring.rows import ALONE, COPY, OURS
 from benchmarks.measuring.session import Session
 from benchmarks.measuring.timing import Case
-from mpidist.arrays.device_ops import ops_for
+from mpidist.arrays.device_ops import gpu_ops
 from mpidist.arrays.streams import require_cupy
 from mpidist.collectives.gpu.device_streams import DeviceStreams
 from mpidist.collectives.gpu.nccl import make_nccl, nccl_reduction
@@ -31,8 +31,8 @@ _HIERARCHICAL = CommunicationOptions(algorithm="hierarchical")
 def run_staging(session: Session, nbytes: int) -> None:
     """Time copies to and from the host, whole and through the slots that collectives take (collective)."""
     cupy: Any = require_cupy()
-    ops, device = ops_for("gpu"), int(cupy.cuda.Device().id)
-    streams = DeviceStreams(ops, device)
+    ops, device = gpu_ops(), int(cupy.cuda.Device().id)
+    streams = DeviceStreams(device)
     ring = StagingRing(streams, staging_bytes())
     array = cupy.zeros(nbytes, np.uint8)
     whole = ops.pinned(nbytes)
@@ -79,7 +79,7 @@ def run_nccl_call(session: Session) -> None:
     from mpi4py import MPI
 
     cupy: Any = require_cupy()
-    ops, device = ops_for("gpu"), int(cupy.cuda.Device().id)
+    ops, device = gpu_ops(), int(cupy.cuda.Device().id)
     base = MPI.COMM_SELF.Dup()
     made = drive(make_nccl(base, device), lambda: Deadline(None, _failure, _LIMIT_SECONDS))
     if isinstance(made, str):
@@ -118,7 +118,7 @@ def _failure(waited: float) -> TimeoutError:
 def run_between_nodes(session: Session, nbytes: int) -> None:
     """Time a sum of ``nbytes`` of float32 on the GPU, and its stages on as much page-locked memory (collective)."""
     cupy: Any = require_cupy()
-    ops, device = ops_for("gpu"), int(cupy.cuda.Device().id)
+    ops, device = gpu_ops(), int(cupy.cuda.Device().id)
     count = nbytes // 4
     pinned = ops.pinned(nbytes).view(np.float32)[:count]
     pinned[...] = input_of(session.rank, count)

@@ -1,4 +1,4 @@
-"""Select the operations on NumPy or CuPy arrays, and implement those on CuPy arrays.
+"""Implement the operations on NumPy and CuPy arrays, and select them.
 
 Other packages use arrays of either kind through ``DeviceOps`` and never import CuPy. Asynchronous operations receive a
 stream. Other operations run on the current stream of the array's device.
@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, TypeGuard
@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, TypeGuard
 import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType
-from mpidist.arrays.host_ops import DeviceOps as DeviceOps
-from mpidist.arrays.host_ops import check_copy
 from mpidist.arrays.kernels import CastKernels
 from mpidist.arrays.streams import MOST_STAGED_BYTES, CurrentDevice, Event, Staging, Stream, require_cupy
 from mpidist.core.errors import DeviceError
@@ -141,8 +139,53 @@ class CupyStream(Stream):
         self._current.leave(device)
 
 
+_CPU_STREAM = Stream()
+
+
+class DeviceOps:
+    """Implement the operations on NumPy arrays. The CPU is one device with one stream, and each operation blocks."""
+
+    kind: str = "cpu"  # or "gpu"
+
+    def device_of(self, array: Array) -> int:
+        """Return the device number of ``array``. The CPU is 0."""
+        return 0
+
+    def on(self, device: int) -> AbstractContextManager[None]:
+        """Return a context in which ``device`` is current in this thread. Enter it once."""
+        return nullcontext()
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
+        """Allocate an array."""
+        return np.empty(shape, dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
+        """Allocate an array of zeros."""
+        return np.zeros(shape, dtype)
+
+    def from_host(self, array: Array, device: int) -> Array:
+        """Copy a NumPy array in C order. ``array`` may change after the return."""
+        return np.array(array, order="C")
+
+    def to_host(self, array: Array) -> Array:
+        """Copy to a NumPy array. Blocks until done."""
+        return np.array(array, order="C")
+
+    def copy(self, array: Array, device: int | None = None) -> Array:
+        """Copy in C order to ``device``, ordered on the current stream of the array's device."""
+        return np.array(array, order="C")
+
+    def pointer(self, array: Array) -> int:
+        """Return the address of the first element."""
+        return int(array.ctypes.data)
+
+    def current_stream(self, device: int) -> Stream:
+        """Return the current stream of ``device``. Raises DeviceError for per-thread streams."""
+        return _CPU_STREAM
+
+
 class CupyOps(CastKernels, DeviceOps):
-    """Implement operations on CuPy arrays. Casts are CUDA kernels."""
+    """Implement operations on CuPy arrays. Callers keep each array until the last event of a stream that uses it."""
 
     kind = "gpu"
 
@@ -277,15 +320,23 @@ class CupyOps(CastKernels, DeviceOps):
 
     def copy_to_host(self, target: Array, source: Array, stream: Stream) -> None:
         """Enqueue a copy of ``source`` into ``target``, a NumPy array over pinned memory."""
-        check_copy(target, source)
+        _check_copy(target, source)
         with self.on(self.device_of(source)):
             source.data.copy_to_host_async(target.ctypes.data, source.nbytes, stream.raw)  # type: ignore[attr-defined]
 
     def copy_to_device(self, target: Array, source: Array, stream: Stream) -> None:
         """Enqueue a copy of ``source``, a NumPy array over pinned memory."""
-        check_copy(target, source)
+        _check_copy(target, source)
         with self.on(self.device_of(target)):
             target.data.copy_from_host_async(source.ctypes.data, source.nbytes, stream.raw)  # type: ignore[attr-defined]
+
+
+def _check_copy(target: Array, source: Array) -> None:
+    """Raise ValueError unless both arrays are contiguous and have the same number of bytes."""
+    if target.nbytes != source.nbytes:
+        raise ValueError(f"cannot copy {source.nbytes} bytes into {target.nbytes}. Pass arrays of one size")
+    if not (target.flags.c_contiguous and source.flags.c_contiguous):
+        raise ValueError("an array to copy as bytes is not contiguous. Pass both arrays in C order")
 
 
 def _arrive(copy: tuple[CupyEvent, Array, Array]) -> int:
@@ -313,7 +364,7 @@ def is_device_array(value: object) -> TypeGuard[Array]:
 
 def ops_of(array: Array) -> DeviceOps:
     """Return the operations for ``array``, a NumPy or CuPy array."""
-    return _gpu_ops() if is_device_array(array) else _HOST
+    return gpu_ops() if is_device_array(array) else _HOST
 
 
 def ops_for(kind: str) -> DeviceOps:
@@ -321,7 +372,7 @@ def ops_for(kind: str) -> DeviceOps:
     if kind == "cpu":
         return _HOST
     if kind == "gpu":
-        return _gpu_ops()
+        return gpu_ops()
     raise ValueError(f"unknown kind of device {kind!r}; expected 'cpu' or 'gpu'")
 
 
@@ -331,9 +382,10 @@ def device_name(array: Array) -> str:
     >>> device_name(np.zeros(3))
     'cpu'
     """
-    return f"gpu:{_gpu_ops().device_of(array)}" if is_device_array(array) else "cpu"
+    return f"gpu:{gpu_ops().device_of(array)}" if is_device_array(array) else "cpu"
 
 
 @cache
-def _gpu_ops() -> DeviceOps:
+def gpu_ops() -> CupyOps:
+    """Return the operations for CuPy arrays. Raises DeviceError without a usable GPU."""
     return CupyOps(require_cupy())

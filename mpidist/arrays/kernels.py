@@ -133,7 +133,10 @@ class CastKernels:
     def cast(
         self, sources: Sequence[Array], targets: Sequence[Array], stream: Stream, divisor: float | None = None
     ) -> None:
-        """Enqueue ``DeviceOps.cast`` on ``stream``. Keep the arrays alive until it has run."""
+        """Cast contiguous arrays into contiguous ``targets`` of their sizes, divided by ``divisor`` before.
+
+        A target may be its own source. 16-bit floats are divided in float32, to round only once.
+        """
         rows: dict[str, list[tuple[int, int, int]]] = {}
         for source, target in zip(sources, targets, strict=True):
             if source.size != target.size or not (source.flags.c_contiguous and target.flags.c_contiguous):

@@ -117,7 +117,7 @@ class Engine:
         """Return the choice for arrays on a device, created for the first device."""
         channel = self.channel
         if self._on_device is None:
-            streams = DeviceStreams(ops_for(kind), device, lambda: not channel.is_usable)
+            streams = DeviceStreams(device, lambda: not channel.is_usable)
             channel.at_exit.append(streams.abandon)
             self._on_device = DeviceChoice(self.table, streams, self.choice, self._pool)
         return self._on_device

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 
-from mpidist.arrays.device_ops import DeviceOps, ops_for
+from mpidist.arrays.device_ops import gpu_ops
 from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
 from mpidist.arrays.streams import Event, Stream
 from mpidist.collectives.gpu.device_streams import SMALL_BYTES, DevicePack, DeviceReduction
@@ -33,7 +33,7 @@ class LocalAllReduce:
     def __init__(self, devices: Sequence[int], packs_small: bool) -> None:
         self.devices = list(devices)
         self._small_bytes = SMALL_BYTES if packs_small else 0
-        self._ops: DeviceOps = ops_for("gpu")
+        self._ops = gpu_ops()
         self._comms: list[NcclComm] = []
         self._last: list[Event] = []
         try:
@@ -77,10 +77,10 @@ class LocalAllReduce:
         for k, device in enumerate(self.devices):
             with ops.on(device):
                 given = {i: columns[i][k] for i in pack.group.indices}
-                inputs = {i: array if ops.is_contiguous(array) else ops.copy(array) for i, array in given.items()}
+                inputs = {i: array if array.flags.c_contiguous else ops.copy(array) for i, array in given.items()}
                 results.append({i: ops.empty(array.shape, pack.group.result, device) for i, array in given.items()})
                 flat = ops.empty((pack.flat_count,), pack.dtype, device) if pack.together else None
-                reductions.append(DeviceReduction(pack, inputs, results[k], flat, ops, streams[k]))
+                reductions.append(DeviceReduction(pack, inputs, results[k], flat, streams[k]))
                 reductions[k].load()
         with ops.on(self.devices[0]), self._comms[0].group():
             for comm, reduction, stream in zip(self._comms, reductions, streams, strict=True):
@@ -100,7 +100,7 @@ def _free(comms: list[NcclComm], last: Sequence[Event]) -> None:
     for event in last:
         event.synchronize()
     if comms:
-        with ops_for("gpu").on(comms[0].device), comms[0].group():
+        with gpu_ops().on(comms[0].device), comms[0].group():
             for comm in comms:
                 comm.close()
         comms.clear()

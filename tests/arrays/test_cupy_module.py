@@ -164,7 +164,7 @@ import sys, types
 package = types.ModuleType("mpidist"); package.__path__ = [sys.argv[1]]
 sys.modules["mpidist"] = package
 import numpy as np
-from mpidist.arrays import convert, device_ops, dtypes, host_ops, kernels
+from mpidist.arrays import convert, device_ops, dtypes, kernels
 device_ops.ops_of(np.zeros(3)).copy(convert.to_array([1.0] and np.ones(3)))
 print([name for name in sys.modules if name.partition(".")[0] in ("mpi4py", "cupy", "torch")])
 """

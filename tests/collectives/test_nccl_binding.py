@@ -92,7 +92,7 @@ def _binding(library: str) -> Any:
     def candidate(device: int, ranks: tuple[int, ...]) -> Any:
         return nccl_module._Candidate(None, nccl_version(nccl), "host", str(device))
 
-    found = {"nccl_binding": lambda: nccl, "ops_for": lambda _: ops}
+    found = {"nccl_binding": lambda: nccl, "gpu_ops": lambda: ops}
     starting = {**found, "_candidate": candidate, "require_cupy": mock.MagicMock()}
     with mock.patch.multiple(nccl_module, **starting):
         yield nccl, ops
@@ -190,7 +190,7 @@ def _failing_starts(library: str) -> None:
 
 def _local_gpus(library: str) -> None:
     with _binding(library) as (nccl, ops):
-        changes = {"nccl_binding": lambda: nccl, "nccl_problem": lambda: None, "ops_for": lambda _: ops}
+        changes = {"nccl_binding": lambda: nccl, "nccl_problem": lambda: None, "gpu_ops": lambda: ops}
         with mock.patch.multiple(nccl_module, **changes):
             comms = join_local_gpus([0, 2, 1])
         arrays = [ops.from_host(np.full(5, place, "f4"), device) for place, device in enumerate([0, 2, 1])]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 
-from mpidist.arrays.device_ops import ops_of
+from mpidist.arrays.device_ops import gpu_ops, is_device_array
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.observers import MOVE
@@ -31,7 +31,7 @@ class MovementCall(DeviceCall):
         ops = streams.ops
         with streams.on():
             for index, array in enumerate(travelling):
-                self.inputs[index] = array if ops.is_contiguous(array) else ops.copy(array)
+                self.inputs[index] = array if array.flags.c_contiguous else ops.copy(array)
         self.allocate(results)
         # Enter last, so that an earlier failure does not block the queue.
         self.enter()
@@ -147,17 +147,17 @@ def on_host(arrays: Sequence[Array]) -> tuple[Sequence[Array], BringBack]:
     """
     if not which_on_device(arrays):
         return arrays, lambda results: results
-    homes = [(ops, ops.device_of(array)) for ops, array in ((ops_of(array), array) for array in arrays)]
+    ops = gpu_ops()
+    homes = [ops.device_of(array) if is_device_array(array) else None for array in arrays]
     copies = list(arrays)
-    for ops, device in {home for home in homes if home[0].kind != "cpu"}:
-        there = [index for index, home in enumerate(homes) if home == (ops, device)]
+    for device in {home for home in homes if home is not None}:
+        there = [index for index, home in enumerate(homes) if home == device]
         for index, copy in zip(there, ops.all_to_host([arrays[index] for index in there]), strict=True):
             copies[index] = copy
 
     def bring_back(results: list[Array]) -> list[Array]:
         return [
-            ops.from_host(result, device) if ops.kind != "cpu" else result
-            for (ops, device), result in zip(homes, results, strict=True)
+            result if home is None else ops.from_host(result, home) for home, result in zip(homes, results, strict=True)
         ]
 
     return copies, bring_back

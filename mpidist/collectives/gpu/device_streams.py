@@ -31,7 +31,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from mpidist.arrays.device_ops import DeviceOps, device_name, is_device_array, ops_of
+from mpidist.arrays.device_ops import device_name, gpu_ops, is_device_array, ops_of
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.streams import Event, Stream
 from mpidist.collectives.gpu.nccl import NcclComm, nccl_dtype
@@ -59,11 +59,11 @@ class DeviceStreams:
         nccl: NCCL communicators to check for errors.
     """
 
-    def __init__(self, ops: DeviceOps, device: int, has_given_up: Callable[[], bool] = lambda: False) -> None:
-        self.ops, self.device, self.has_given_up = ops, device, has_given_up
+    def __init__(self, device: int, has_given_up: Callable[[], bool] = lambda: False) -> None:
+        self.ops, self.device, self.has_given_up = gpu_ops(), device, has_given_up
         self.nccl: list[NcclComm] = []
         with self.on():
-            self.stream, self.to_host, self.to_device = [ops.stream(device, is_urgent=True) for _ in range(3)]
+            self.stream, self.to_host, self.to_device = [self.ops.stream(device, is_urgent=True) for _ in range(3)]
         self._in_flight: deque[tuple[Event, DeviceCall]] = deque()
         self._lock = threading.Lock()
         device_watch.watch(self)
@@ -362,14 +362,15 @@ class DevicePack:
         """Return the parts of the flat array, in the order of ``together``."""
         return [flat[start:stop] for start, stop in pairwise(self._borders)]
 
-    def compile(self, ops: DeviceOps) -> None:
+    def compile(self) -> None:
         """Compile the kernels of a call on the current device, before other ranks wait."""
+        compile_cast = gpu_ops().compile
         divides = self.divisor is not None
         if self.together:
-            ops.compile(self.group.source, self.dtype, divides=False)
-            ops.compile(self.dtype, self.group.result, divides)
+            compile_cast(self.group.source, self.dtype, divides=False)
+            compile_cast(self.dtype, self.group.result, divides)
         elif divides:
-            ops.compile(self.dtype, self.dtype, divides)
+            compile_cast(self.dtype, self.dtype, divides)
 
     def on_host(self, per_chunk: int) -> list[HostChunk]:
         """Return cached chunks of at most ``per_chunk`` elements for host memory."""
@@ -395,10 +396,9 @@ class DeviceReduction:
         inputs: Mapping[int, Array],
         results: Mapping[int, Array],
         flat: Array | None,
-        ops: DeviceOps,
         stream: Stream,
     ) -> None:
-        self.pack, self._ops, self._stream = pack, ops, stream
+        self.pack, self._ops, self._stream = pack, gpu_ops(), stream
         self._inputs = [inputs[index] for index in pack.together]
         self._parts = [] if flat is None else pack.parts(flat)
         self._outputs = [results[index] for index in pack.together]
@@ -449,17 +449,17 @@ class ReductionCall(DeviceCall):
             self.inputs = {index: arrays[index] for index in indices}
             written_early = self._written_early(packs)
             for index in indices:
-                if index in written_early or not ops.is_contiguous(arrays[index]):
+                if index in written_early or not arrays[index].flags.c_contiguous:
                     self.inputs[index] = ops.copy(arrays[index])
             self.results = {index: self._result(index, *plan.result_signature[index]) for index in indices}
             flats = [streams.empty(pack.flat_count, pack.dtype) if pack.together else None for pack in packs]
             self.reductions = [
-                DeviceReduction(pack, self.inputs, self.results, flat, ops, streams.stream)
+                DeviceReduction(pack, self.inputs, self.results, flat, streams.stream)
                 for pack, flat in zip(packs, flats, strict=True)
             ]
             self.follow_caller()
             for pack in packs:
-                pack.compile(ops)
+                pack.compile()
             self.load()
         self.enter()
 
@@ -486,7 +486,7 @@ class ReductionCall(DeviceCall):
         return pointer(array) == pointer(other) and (array.strides, array.dtype) == (other.strides, other.dtype)
 
     def _result(self, index: int, shape: tuple[int, ...], dtype: DType) -> Array:
-        if self._out is not None and self.streams.ops.is_contiguous(self._out[index]):
+        if self._out is not None and self._out[index].flags.c_contiguous:
             return self._out[index]
         return self.streams.ops.empty(shape, dtype, self.streams.device)
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mpidist.arrays.device_ops import DeviceOps, ops_for
+from mpidist.arrays.device_ops import gpu_ops
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.streams import Stream, find_cupy, require_cupy
 from mpidist.collectives.mpi.communicator_names import ranks_in_job
@@ -174,7 +174,7 @@ class NcclComm:
         self._raw, self._shared = raw, shared
         self._end = ""
         self._binding = nccl_binding()
-        self._ops = ops_for("gpu")
+        self._ops = gpu_ops()
         # NCCL restores the current device, which must be a device that this process uses.
         self._on_device = partial(self._ops.on, device)
         if shared is not None:
@@ -339,7 +339,7 @@ class NcclComm:
             raise TypeError(f"{name}: {role} is of type {kind}. Pass a CuPy array on gpu:{self.device}") from None
         if device != self.device:
             raise ValueError(f"{name}: {role} is on gpu:{device}. Pass an array on gpu:{self.device}")
-        if not ops.is_contiguous(array):
+        if not array.flags.c_contiguous:
             raise ValueError(
                 f"{name}: {role} of shape {array.shape} and strides {array.strides} is not contiguous. Use "
                 "cupy.ascontiguousarray(...)"
@@ -357,7 +357,7 @@ def join_local_gpus(devices: Sequence[int]) -> list[NcclComm]:
         raise DeviceError(problem)
     binding = nccl_binding()
     try:
-        with ops_for("gpu").on(devices[0]):
+        with gpu_ops().on(devices[0]):
             raw = binding.NcclCommunicator.initAll(devices)
     except (binding.NcclError, KeyError) as error:
         raise failure(binding, f"NCCL could not join the GPUs {devices} of one process", error) from error
@@ -562,7 +562,7 @@ class _Start:
         self.problem: str | None = None
         self._binding, self._device, self._unique_id = binding, device, unique_id
         self._rank, self._size = rank, size
-        self._ops: DeviceOps = ops_for("gpu")
+        self._ops = gpu_ops()
         self._lock = threading.Lock()
         self._raw: NcclCommunicator | None = None
         # Another thread may abort NCCL while the GPU works, but not while a function of NCCL runs.

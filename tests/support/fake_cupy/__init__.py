@@ -91,5 +91,5 @@ def _nccl(there: bool) -> ModuleType:
 
 def _forget() -> None:
     array_streams.find_cupy.cache_clear()
-    device_ops._gpu_ops.cache_clear()
+    device_ops.gpu_ops.cache_clear()
     nccl_module.forget_shares()

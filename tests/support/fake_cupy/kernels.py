@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from mpidist.arrays.dtypes import as_dtype
-from mpidist.arrays.host_ops import DeviceOps
 from mpidist.arrays.kernels import THREADS, TILE
-from mpidist.arrays.streams import Stream
 from tests.support.fake_cupy.devices import cuda_error, machine
+from tests.support.kernel_values import expected
 
 
 def run(name: str, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], device: int) -> None:
@@ -32,8 +31,7 @@ def run(name: str, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[An
         moved = min(elements, (min(end, grid[0]) - first_tile) * TILE)
         if moved > 0:
             values, into = _memory(read, moved, source, device), _memory(written, moved, target, device)
-            with np.errstate(all="ignore"):
-                DeviceOps().cast([values], [into], Stream(), float(divisor) if name.endswith("_divided") else None)
+            into[...] = expected(values, target, float(divisor) if name.endswith("_divided") else None)
 
 
 def _memory(address: int, count: int, name: str, device: int) -> np.ndarray[Any, Any]:
