@@ -172,6 +172,24 @@ def test_many_arrays_are_cast_and_divided(gpu: CupyOps) -> None:
         np.testing.assert_array_equal(gpu.to_host(array), divided, strict=True)
 
 
+def test_each_kernel_is_compiled_once(fake_gpus: Any, gpu: CupyOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, real = [], fake_gpus.RawKernel
+    monkeypatch.setattr(fake_gpus, "RawKernel", lambda code, name: made.append(name) or real(code, name))
+    single, half = gpu.from_host(values("float32", 100), 0), gpu.from_host(values("float16", 100), 0)
+    for _ in range(3):
+        gpu.cast([single], [half], gpu.current_stream(0))
+        gpu.cast([half], [single], gpu.current_stream(0))
+    assert made == ["mpidist_float32_to_float16", "mpidist_float16_to_float32"]
+
+
+def test_kernels_use_memory_of_their_gpu(fake_gpus: Any, gpu: CupyOps) -> None:
+    there, here = gpu.from_host(values("float32", 100), 1), gpu.from_host(values("float32", 100), 0)
+    gpu.current_stream(1).synchronize()
+    gpu.cast([there], [here], gpu.current_stream(0))
+    with pytest.raises(fake_gpus.cuda.runtime.CUDARuntimeError, match="a kernel on gpu:0 was to use 400 bytes at"):
+        gpu.current_stream(0).synchronize()
+
+
 def test_the_cpu_waits_for_an_event_of_a_gpu_and_the_reverse(gpu: CupyOps) -> None:
     cpu = ops_for("cpu")
     stream = gpu.stream(0)
