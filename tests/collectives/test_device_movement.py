@@ -155,6 +155,21 @@ def test_a_rank_with_arrays_on_the_host_is_a_mismatch(cupy: Any) -> None:
 
 @PUNCTUAL
 @pytest.mark.usefixtures("by_nccl")
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_no_memory_for_rows_raises_on_all_ranks(cupy: Any, after: int) -> None:
+    with Communicator(world_topology().world) as comm:
+        value = cupy.ones((comm.size, 2), "f2")
+        comm.reduce_scatter("SUM", value)
+        is_poor = comm.rank == comm.size - 1
+        if is_poor:
+            fake_cupy.fail_allocations(after=after)
+        with pytest.raises(cupy.cuda.memory.OutOfMemoryError if is_poor else PeerError, match="Out of memory"):
+            comm.reduce_scatter("SUM", value)
+        assert comm.reduce_scatter("SUM", value).get().tolist() == [[comm.size] * 2]
+
+
+@PUNCTUAL
+@pytest.mark.usefixtures("by_nccl")
 def test_a_rank_without_memory_for_what_is_gathered_is_an_error_on_all(cupy: Any) -> None:
     with Communicator() as comm:
         mine = cupy.ones(3)

@@ -11,7 +11,7 @@ from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.observers import MOVE
 from mpidist.collectives.channel.operation import Signature, which_on_device
-from mpidist.collectives.gpu.device_streams import DeviceCall, DeviceStreams
+from mpidist.collectives.gpu.device_streams import DeviceCall, DevicePack, DeviceStreams
 from mpidist.collectives.gpu.nccl import NcclComm
 from mpidist.collectives.gpu.reduce import DeviceChoice
 from mpidist.collectives.move.move import BroadcastPlan, GatherPlan
@@ -80,20 +80,33 @@ class DeviceMovement:
             return list(call.results.values())
 
     def reduce_scatter(self, plan: ReductionPlan, call: MovementCall) -> Steps[list[Array]]:
-        """Return this rank's rows of the reduction."""
-        (pack,), streams, result = self._choice.packs_of(plan), call.streams, call.results[0]
+        """Return this rank's rows of the reduction. Allocates before the handshake, because others wait afterwards."""
+        (pack,), streams = self._choice.packs_of(plan), call.streams
+        source, target = call.inputs[0].reshape(-1), call.results[0]
+        try:
+            with self._channel.shared_errors("reduce_scatter"), streams.on():
+                pack.compile()
+                if pack.together:
+                    source, target = streams.empty(source.size, pack.dtype), streams.empty(target.size, pack.dtype)
+        except BaseException:
+            call.leave()
+            raise
+        return self._reduce_scatter(plan, call, pack, source, target)
+
+    def _reduce_scatter(
+        self, plan: ReductionPlan, call: MovementCall, pack: DevicePack, source: Array, target: Array
+    ) -> Steps[list[Array]]:
+        streams, result = call.streams, call.results[0]
         with _finishing(call):
             nccl = yield from self._begin(plan, call)
             with streams.on():
-                source, target, cast = call.inputs[0].reshape(-1), result, streams.ops.cast
                 if pack.together:
-                    source, target = streams.empty(source.size, pack.dtype), streams.empty(result.size, pack.dtype)
-                    cast([call.inputs[0]], [source], streams.stream)
+                    streams.ops.cast([call.inputs[0]], [source], streams.stream)
                 rows, row_size = plan.shapes[0][0], source.size // plan.shapes[0][0]
                 cuts = [(start * row_size, stop * row_size) for start, stop in slices(rows, nccl.size)]
                 nccl.reduce_scatter(source, target, pack.op, streams.stream, cuts)
                 if plan.divisor is not None or target is not result:
-                    cast([target], [result], streams.stream, plan.divisor)
+                    streams.ops.cast([target], [result], streams.stream, plan.divisor)
             return [result]
 
     def _begin(self, plan: GatherPlan | BroadcastPlan | ReductionPlan, call: MovementCall) -> Steps[NcclComm]:
