@@ -68,7 +68,7 @@ def test_arrays_go_to_the_device_and_back(ops: DeviceOps, device: int, dtype: An
     np.testing.assert_array_equal(back, values(dtype, *shape), strict=True)
 
 
-def test_arrays_that_are_not_contiguous_go_to_the_device(ops: DeviceOps, device: int) -> None:
+def test_strided_arrays_go_to_the_device(ops: DeviceOps, device: int) -> None:
     given = values("float32", 4, 6)
     for part in (given.T, given[::2, 1::2], given[::-1], np.asfortranarray(given)):
         array = ops.from_host(part, device)
@@ -108,7 +108,7 @@ def test_pinned_memory_is_bytes(gpu: CupyOps, nbytes: int) -> None:
     assert memory.flags.writeable
 
 
-def test_bytes_go_through_pinned_memory_in_the_order_of_a_stream(gpu: CupyOps) -> None:
+def test_pinned_copies_follow_their_stream(gpu: CupyOps) -> None:
     stream = gpu.stream(1)
     source = gpu.from_host(values("float32", 100), 1)
     stream.wait(gpu.current_stream(1).record())
@@ -125,7 +125,7 @@ def test_bytes_go_through_pinned_memory_in_the_order_of_a_stream(gpu: CupyOps) -
     stream.synchronize()
 
 
-def test_copies_of_other_sizes_and_of_gaps_are_refused(gpu: CupyOps) -> None:
+def test_copies_of_wrong_arrays_raise(gpu: CupyOps) -> None:
     stream = gpu.stream(1)
     array = gpu.zeros((4, 4), np.dtype("float32"), 1)
     with pytest.raises(ValueError, match="cannot copy 64 bytes into 32"):
@@ -190,7 +190,7 @@ def test_kernels_use_memory_of_their_gpu(fake_gpus: Any, gpu: CupyOps) -> None:
         gpu.current_stream(0).synchronize()
 
 
-def test_the_cpu_waits_for_an_event_of_a_gpu_and_the_reverse(gpu: CupyOps) -> None:
+def test_cpu_and_gpu_wait_for_each_others_events(gpu: CupyOps) -> None:
     cpu = ops_for("cpu")
     stream = gpu.stream(0)
     event = stream.record()

@@ -64,7 +64,7 @@ def test_results_land_late(fake_gpus: Any) -> None:
     assert stale > 0
 
 
-def test_a_failed_device_does_nothing_more_and_says_so_for_ever(fake_gpus: Any) -> None:
+def test_failed_device_keeps_failing(fake_gpus: Any) -> None:
     cp = fake_gpus
     runtime = cp.cuda.runtime
     array, before = cp.zeros(100), cp.cuda.Event()
@@ -104,7 +104,7 @@ def test_an_event_is_asked_for_as_cuda_does(fake_gpus: Any, gate: threading.Even
 
 
 @pytest.mark.one_rank
-def test_an_error_that_nobody_saw_is_raised_at_the_end() -> None:
+def test_unseen_errors_are_raised_at_the_end() -> None:
     cp = fake_cupy.install(1)
     cp.cuda.Stream.null.launch_host_func(lambda number: 1 / number, 0)
     with pytest.raises(ZeroDivisionError):
@@ -128,7 +128,7 @@ def test_freed_memory_is_spoiled(fake_gpus: Any) -> None:
     assert (bytes_at(address, 800) == FREED).all()
 
 
-def test_memory_that_another_stream_still_reads_is_lost_with_its_array(fake_gpus: Any, gate: threading.Event) -> None:
+def test_memory_in_use_is_lost_with_its_array(fake_gpus: Any, gate: threading.Event) -> None:
     cp = fake_gpus
     stream = cp.cuda.Stream(non_blocking=True)
     source, target = cp.zeros(100), cp.zeros(100)
@@ -141,7 +141,7 @@ def test_memory_that_another_stream_still_reads_is_lost_with_its_array(fake_gpus
     assert target.get(stream=stream).all()  # not the zeros
 
 
-def test_memory_is_kept_for_the_stream_that_asked_for_it(fake_gpus: Any, gate: threading.Event) -> None:
+def test_memory_is_kept_for_its_stream(fake_gpus: Any, gate: threading.Event) -> None:
     cp = fake_gpus
     stream = cp.cuda.Stream(non_blocking=True)
     with stream:
@@ -155,7 +155,7 @@ def test_memory_is_kept_for_the_stream_that_asked_for_it(fake_gpus: Any, gate: t
         assert not target.get().any()
 
 
-def test_another_stream_takes_no_memory_of_this_one(fake_gpus: Any) -> None:
+def test_streams_do_not_share_freed_memory(fake_gpus: Any) -> None:
     cp = fake_gpus
     array = cp.empty(4096, "u1")
     address = array.data.ptr
@@ -176,7 +176,7 @@ def test_a_gpu_may_run_out_of_memory(fake_gpus: Any) -> None:
     assert (array + 1).get().tolist() == [2, 2]
 
 
-def test_pinned_memory_is_read_late_and_other_memory_at_once(fake_gpus: Any, gate: threading.Event) -> None:
+def test_only_pinned_memory_is_read_late(fake_gpus: Any, gate: threading.Event) -> None:
     import cupyx
 
     cp = fake_gpus

@@ -115,7 +115,7 @@ def test_sparse_values(fake_gpus: Any) -> None:
         assert slices.to_dense().get().tolist() == [[0.5, 0.5], [1.0, 1.0], [0.0, 0.0]]
 
 
-def test_a_function_of_the_users_adds_where_it_is_told(fake_gpus: Any) -> None:
+def test_custom_function_adds_on_its_device(fake_gpus: Any) -> None:
     seen = []
 
     def add(arrays: Any) -> Any:
@@ -136,7 +136,7 @@ def test_nccl_is_chosen_where_it_can_be_used(fake_gpus: Any) -> None:
     assert type(select_cross_device_ops(("gpu:0", "cpu:0"), 2, None)) is ReductionToOneDevice
 
 
-def test_what_is_to_be_deterministic_is_added_in_order(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_sums_are_added_in_order(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = NcclAllReduce()
     monkeypatch.setattr("mpidist.cross_device_ops.kinds.LocalAllReduce", None)
     value = on_devices(fake_gpus, [np.ones(2), np.ones(2)])

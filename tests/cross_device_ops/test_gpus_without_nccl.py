@@ -17,7 +17,7 @@ without_nccl = pytest.mark.parametrize("fake_gpus", [{"devices": 2, "nccl": Fals
 
 
 @without_nccl
-def test_copies_take_its_place_and_the_log_says_so_once(fake_gpus: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_copies_are_used_and_logged_once(fake_gpus: Any, caplog: pytest.LogCaptureFixture) -> None:
     ops = NcclAllReduce()
     for _ in range(2):
         value = on_devices(fake_gpus, [np.ones(2), np.ones(2)])
