@@ -12,9 +12,10 @@ import os
 import sys
 import threading
 from collections import deque
+from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from types import ModuleType, TracebackType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from mpidist.arrays.dtypes import Array
 from mpidist.core.concurrency import is_own_thread
 from mpidist.core.errors import DeviceError
 from mpidist.core.text import pip_install
+
+if TYPE_CHECKING:
+    import cupy
 
 # Files of NVIDIA's driver: the control device, its folder, and the device in WSL.
 _DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
@@ -213,55 +217,109 @@ class _Block:
 
 # Limit for copies in flight between the host and GPUs.
 MOST_STAGED_BYTES = 32 << 20
+_NOT_READY = 600  # cudaErrorNotReady, which CuPy does not define
+# Errors of queries while a graph is recorded: cudaErrorStreamCaptureUnsupported, cudaErrorStreamCaptureInvalidated and
+# cudaErrorCapturedEvent. Queries of the default stream return cudaErrorStreamCaptureImplicit.
+_NOT_KNOWN, _CAPTURE_IMPLICIT = (900, 901, 907), 906
 
 
 class Event:
-    """Mark a point in a stream. On the CPU it has always passed."""
+    """Mark a point in a stream, with a CUDA event."""
+
+    def __init__(self, stream: Stream, raw: cupy.cuda.Event) -> None:
+        self._runtime = stream.cupy.cuda.runtime
+        self._on_device = stream.on_device
+        self.raw = raw
 
     @property
     def is_done(self) -> bool:
-        """Return True if all work before the point is done. Raises if the device failed."""
+        """Return True if all work before the event is done. Raises CUDARuntimeError if the device failed."""
+        # CuPy's Event.done hides errors and would stay False. While a graph is recorded CUDA rejects the query.
+        with self._on_device():
+            status = int(self._runtime.eventQuery(self.raw.ptr))
+        if status == _NOT_READY or status in _NOT_KNOWN:
+            return False
+        if status:
+            raise self._runtime.CUDARuntimeError(status)
         return True
 
     def synchronize(self) -> None:
-        """Block until all work before the point is done."""
+        """Block until all work before the event is done. Other Python threads run."""
+        with self._on_device():
+            self.raw.synchronize()
 
 
 class Stream:
-    """Order the work of a device. ``with stream:`` makes it current. The CPU's stream is always idle."""
+    """Bind a CUDA stream to its device, for any thread. CuPy's default stream has no device.
 
-    device: int = 0
-    raw: object = None
+    ``with stream:`` makes the stream and its device current in this thread.
+    """
+
+    def __init__(self, cupy: ModuleType, current: CurrentDevice, device: int, raw: cupy.cuda.Stream) -> None:
+        self.cupy = cupy
+        self.device = device
+        self._current = current
+        self.raw = raw
+        self._entered = threading.local()
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Return a context in which its device is current."""
+        return self._current.on(self.device)
 
     @property
     def handle(self) -> int:
-        """Return the cudaStream_t as a number, for NCCL."""
-        return 0
+        """Return the cudaStream_t as a number."""
+        return int(self.raw.ptr)
 
     @property
     def is_capturing(self) -> bool:
         """Return True if work on this stream would join or invalidate a CUDA graph."""
-        return False
+        runtime = self.cupy.cuda.runtime
+        with self.on_device():
+            try:
+                return bool(runtime.streamIsCapturing(self.raw.ptr))
+            except runtime.CUDARuntimeError as error:
+                if error.status == _CAPTURE_IMPLICIT:
+                    return True
+                raise
 
     def record(self, *, blocks: bool = False) -> Event:
         """Return an event after all work so far. Waiting for an event that ``blocks`` sleeps."""
-        return Event()
+        # An event is created on the current device, which must be the device of its stream.
+        with self.on_device():
+            event = self.cupy.cuda.Event(block=blocks, disable_timing=True)
+            event.record(self.raw)
+        return Event(self, event)
 
     def wait(self, event: Event) -> None:
-        """Order later work after ``event``, of any device. Only the CPU's stream blocks the caller."""
-        event.synchronize()
+        """Order later work after ``event``, of any device."""
+        with self.on_device():
+            self.raw.wait_event(event.raw)
 
     def synchronize(self) -> None:
         """Block until all work is done."""
+        with self.on_device():
+            self.raw.synchronize()
 
-    def __enter__(self) -> object:
-        """Make the stream and its device current in this thread."""
+    def __enter__(self) -> Stream:
+        # CuPy rejects a stream if its device is not current.
+        device = self._current.enter(self.device)
+        before = self.cupy.cuda.get_current_stream()
+        try:
+            self.raw.use()
+        except BaseException:
+            self._current.leave(device)
+            raise
+        self._entered.__dict__.setdefault("stack", []).append((device, before))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Restore the previous stream and device."""
+        device, before = self._entered.stack.pop()
+        # CuPy's own block would restore the enclosing block's stream, and undo a use() of the program.
+        before.use()
+        self._current.leave(device)
 
 
 class Staging:

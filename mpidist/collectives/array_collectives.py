@@ -13,7 +13,7 @@ from weakref import WeakMethod
 import numpy as np
 
 from mpidist.arrays.convert import graph_error
-from mpidist.arrays.device_ops import is_device_array, ops_of
+from mpidist.arrays.device_ops import gpu_ops, is_device_array, ops_of
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.changes import LocalChanges
 from mpidist.collectives.channel.channel import Channel
@@ -358,7 +358,7 @@ class ArrayCollectives:
         self._check_options(options)
         with self.shared_errors(name):
             for array in arrays:
-                if is_device_array(array) and ops_of(array).current_stream(ops_of(array).device_of(array)).is_capturing:
+                if is_device_array(array) and gpu_ops().current_stream(gpu_ops().device_of(array)).is_capturing:
                     raise graph_error(name)
             if _excludes_nccl(self._options.merge(options)) or not engine.may_move_on_device(arrays):
                 return None

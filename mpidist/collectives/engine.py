@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from mpidist.arrays.convert import graph_error
-from mpidist.arrays.device_ops import is_device_array, ops_for, ops_of
+from mpidist.arrays.device_ops import gpu_ops, is_device_array, ops_of
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.observers import PACK, REDUCE, UNPACK
@@ -102,7 +102,7 @@ class Engine:
         Raises ValueError for another device than before, and RuntimeError while the stream captures a CUDA graph.
         """
         kind, device = device_of_arrays(arrays)
-        if ops_for(kind).current_stream(device).is_capturing:
+        if gpu_ops().current_stream(device).is_capturing:
             raise graph_error(name)
         choice = self.choice_on(kind, device)
         if choice.streams.device != device:

@@ -118,7 +118,7 @@ class _Transfer:
 
     def receive(self, event: Event) -> None:
         """Let the caller's stream wait for a batch."""
-        self.place.ops.current_stream(self.place.number).wait(event)
+        gpu_ops().current_stream(self.place.number).wait(event)
 
 
 class DeviceFeed(Iterator[list[object]]):

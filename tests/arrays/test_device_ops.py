@@ -188,13 +188,3 @@ def test_kernels_use_memory_of_their_gpu(fake_gpus: Any, gpu: CupyOps) -> None:
     gpu.cast([there], [here], gpu.current_stream(0))
     with pytest.raises(fake_gpus.cuda.runtime.CUDARuntimeError, match="a kernel on gpu:0 was to use 400 bytes at"):
         gpu.current_stream(0).synchronize()
-
-
-def test_cpu_and_gpu_wait_for_each_others_events(gpu: CupyOps) -> None:
-    cpu = ops_for("cpu")
-    stream = gpu.stream(0)
-    event = stream.record()
-    cpu.current_stream(0).wait(event)
-    assert event.is_done
-    stream.wait(cpu.current_stream(0).record())
-    stream.synchronize()

@@ -15,6 +15,7 @@ import pytest
 
 from mpidist import Communicator
 from mpidist.arrays import device_ops
+from mpidist.arrays import streams as array_streams
 from mpidist.arrays.device_ops import ops_of
 from mpidist.collectives.gpu import device_streams, reduce
 from mpidist.collectives.mpi.waiting import Steps
@@ -103,13 +104,13 @@ def wrong_rounds(comm: Communicator, cupy: Any, algorithm: str) -> int:
 
 def deaf_in(function: str) -> Callable[[pytest.MonkeyPatch], None]:
     """Let streams not wait for events where ``function`` says so."""
-    wait = device_ops.CupyStream.wait
+    wait = array_streams.Stream.wait
 
     def wait_elsewhere(self: Any, event: Any) -> None:
         if sys._getframe(1).f_code.co_name != function:
             wait(self, event)
 
-    return lambda patch: patch.setattr(device_ops.CupyStream, "wait", wait_elsewhere)
+    return lambda patch: patch.setattr(array_streams.Stream, "wait", wait_elsewhere)
 
 
 def hasty(module: Any) -> Callable[[pytest.MonkeyPatch], None]:
