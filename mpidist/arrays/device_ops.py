@@ -263,7 +263,7 @@ def ops_for(kind: str) -> DeviceOps:
         return _HOST
     if kind == "gpu":
         return gpu_ops()
-    raise ValueError(f"unknown kind of device {kind!r}; expected 'cpu' or 'gpu'")
+    raise ValueError(f"unknown kind of device {kind!r}. Pass 'cpu' or 'gpu'")
 
 
 def device_name(array: Array) -> str:

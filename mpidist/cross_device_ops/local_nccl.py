@@ -21,7 +21,7 @@ Columns = Sequence[Sequence[Array]]
 
 
 class LocalAllReduce:
-    """All-reduce among the GPUs of one process. Logs a warning if NCCL cannot be used; ``suits`` is then False.
+    """All-reduce among the GPUs of one process. If NCCL cannot be used, logs a warning, and ``suits`` is False.
 
     Closes itself when it is dropped, or at the end of the program.
 

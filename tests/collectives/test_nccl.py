@@ -177,7 +177,7 @@ def wrong_calls(me: Rank) -> list[tuple[Any, type[Exception], str]]:
     away = (here + 1) % 4
     elsewhere = me.ops.from_host(np.ones(6, "f4"), away)
     return [
-        (lambda: comm.all_reduce(good, short, total, stream), ValueError, "target has 5 elements; expected 6"),
+        (lambda: comm.all_reduce(good, short, total, stream), ValueError, "target has 5 elements. Pass 6"),
         (lambda: comm.all_reduce(good, double, total, stream), TypeError, "source is float32 and target is float64"),
         (lambda: comm.all_reduce(good, elsewhere, total, stream), ValueError, f"target is on gpu:{away}. .*gpu:{here}"),
         (lambda: comm.all_reduce(grid[:, 1], good, total, stream), ValueError, "source of shape .6,..*not contiguous"),
@@ -186,7 +186,7 @@ def wrong_calls(me: Rank) -> list[tuple[Any, type[Exception], str]]:
         (
             lambda: comm.all_gather(good, me.array(np.ones(6 * n + 1, "f4")), stream),
             ValueError,
-            f"expected {6 * n} ",
+            f"Pass {6 * n}, ",
         ),
         (
             lambda: comm.reduce_scatter(me.array(np.ones(6 * n + 1, "f4")), good, total, stream),
@@ -198,9 +198,9 @@ def wrong_calls(me: Rank) -> list[tuple[Any, type[Exception], str]]:
         (
             lambda: comm.reduce(good, good, total, n, stream),
             ValueError,
-            f"root is {n}; expected a rank of 0 to {n - 1}",
+            f"root is {n}. Pass a rank from 0 to {n - 1}",
         ),
-        (lambda: comm.broadcast(short, good, comm.rank, stream), ValueError, "target has 6 elements; expected 5"),
+        (lambda: comm.broadcast(short, good, comm.rank, stream), ValueError, "target has 6 elements. Pass 5"),
         (lambda: comm.broadcast(None, good, -1, stream), ValueError, "root is -1"),
         (lambda: comm.broadcast(None, grid.T, 0, stream), ValueError, "not contiguous"),
     ]

@@ -303,7 +303,7 @@ class NcclComm:
     ) -> None:
         """Check a call and enqueue it. ``parts``: equal parts of the source and of the target, of one size."""
         if root is not None and not 0 <= root < self.size:
-            raise ValueError(f"{name}: root is {root}; expected a rank of 0 to {self.size - 1}")
+            raise ValueError(f"{name}: root is {root}. Pass a rank from 0 to {self.size - 1}")
         # Elements that are only moved are sent as bytes.
         code = NcclCode(_BYTES, 0, source.dtype.itemsize) if op is None else nccl_reduction(source.dtype, op)
         from_, to = self._address(name, "source", source), self._address(name, "target", target)
@@ -312,8 +312,8 @@ class NcclComm:
         expected = source.size / parts[0] * parts[1]
         if target.size != expected:
             raise ValueError(
-                f"{name}: target has {target.size} elements; expected {expected:g} for {source.size} of the source and "
-                f"{self.size} ranks"
+                f"{name}: target has {target.size} elements. Pass {expected:g}, because the source has {source.size} "
+                f"and there are {self.size} ranks"
             )
         self.check_in_step()
         if source.size:
