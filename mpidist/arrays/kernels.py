@@ -117,10 +117,8 @@ def entry_of(name: str) -> str:
     """Return the source of one kernel, which follows ``INTRINSICS`` and ``TEMPLATES``."""
     source, target = name.removeprefix("mpidist_").removesuffix("_divided").split("_to_")
     number = "quotient(number(value[k]), by)" if name.endswith("_divided") else "number(value[k])"
-    if source == target and not name.endswith("_divided"):
-        number = "value[k]"
-    types = {"source": source, "target": target, "number": number}
-    return _ENTRY.format(name=name, threads=THREADS, pieces=PIECES, tile=TILE, **types)
+    sizes = {"threads": THREADS, "pieces": PIECES, "tile": TILE}
+    return _ENTRY.format(name=name, source=source, target=target, number=number, **sizes)
 
 
 class CastKernels:
