@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpidist.arrays.convert import graph_error
-from mpidist.arrays.device_ops import is_device_array, ops_for, ops_of
+from mpidist.arrays.device_ops import gpu_ops, is_device_array, ops_of
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.observers import PACK, REDUCE, UNPACK
 from mpidist.collectives.channel.operation import Description
 from mpidist.collectives.gpu.device_move import DeviceMovement
 from mpidist.collectives.gpu.device_streams import (
-    DeviceReduction,
     DeviceStreams,
     QueuePlace,
     ReductionCall,
@@ -92,7 +91,7 @@ class Engine:
         Raises ValueError for another device than before, and RuntimeError while the stream captures a CUDA graph.
         """
         kind, device = device_of_arrays(arrays)
-        if ops_for(kind).current_stream(device).is_capturing:
+        if gpu_ops().current_stream(device).is_capturing:
             raise graph_error(name)
         choice = self.choice_on(kind, device)
         if choice.streams.device != device:
@@ -107,7 +106,7 @@ class Engine:
         """Return the choice for arrays on a device, created for the first device."""
         channel = self.channel
         if self._on_device is None:
-            streams = DeviceStreams(ops_for(kind), device, lambda: not channel.is_usable)
+            streams = DeviceStreams(device, lambda: not channel.is_usable)
             channel.at_exit.append(streams.abandon)
             self._on_device = DeviceChoice(self.table, streams, self.choice, self._pool)
         return self._on_device
@@ -150,8 +149,11 @@ class Engine:
         is_wanted = plan.root is None or plan.root == channel.rank
         if call is not None:
             # The device continues while arrays in host memory are reduced.
-            yield from self._reduce_on_device(plan, call, results)
+            yield from self._reduce_on_device(plan, call)
             is_open = True
+            if out is None:
+                for index, result in call.results.items():
+                    results[index] = result
         elif not plan.packs:
             yield from channel.open(plan.description)
         if out is not None:
@@ -190,22 +192,20 @@ class Engine:
                 pack.deliver(pieces, results, are_given=out is not None)
         return results
 
-    def _reduce_on_device(self, plan: ReductionPlan, call: ReductionCall, results: list[Array]) -> Steps[None]:
+    def _reduce_on_device(self, plan: ReductionPlan, call: ReductionCall) -> Steps[None]:
         choice = self._on_device
         assert choice is not None
         try:
             yield from self.channel.open(plan.description)
             yield from call.wait_until_first()
             yield from choice.settle()
-            for index, result in call.results.items():
-                results[index] = result
-            for number, pack in enumerate(plan.device_packs):
+            for reduction in call.reductions:
                 self.channel.phase(REDUCE)
-                names = choice.names_for_pack(pack, plan.options)
+                names = choice.names_for_pack(reduction.pack, plan.options)
                 algorithm = choice.made(names) or (yield from choice.make(names))
-                pieces = yield from algorithm.all_reduce(DeviceReduction(call, number))
+                yield from algorithm.all_reduce(reduction)
+                call.store(reduction)
                 self._took(choice.first_working(names))
-                pack.deliver(pieces, results)
         finally:
             call.leave()
 
@@ -244,7 +244,9 @@ class Engine:
 
     def scatters_on_device(self, plan: ReductionPlan) -> bool:
         """Whether NCCL supports a ``reduce_scatter`` with its options."""
-        return not plan.needs_algorithm and bool(plan.device_packs) and plan.device_packs[0].suits_nccl
+        assert self._on_device is not None
+        packs = self._on_device.packs_of(plan)
+        return not plan.needs_algorithm and bool(packs) and packs[0].suits_nccl
 
     def reduce_scatter(
         self, plan: ReductionPlan, array: Array, rows: Sequence[int], out: Array | None

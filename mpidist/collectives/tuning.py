@@ -190,7 +190,7 @@ class _Measuring:
     ) -> None:
         self._comm, self._place, self._seconds, self._report = comm, place, seconds, report
         self._broken: set[str] = set()
-        self._stream = ops.current_stream(device)
+        self._ops, self._device = ops, device
         self._value, self._result = [ops.from_host(np.ones(SIZES[-1] // 4, np.float32), device) for _ in range(2)]
         self._start = time.perf_counter()
 
@@ -246,7 +246,7 @@ class _Measuring:
         start = time.perf_counter()
         for _ in range(calls):
             self._comm.reduce_arrays(ReduceOp.SUM, value, 1, options=options, out=result)
-        self._stream.synchronize()
+        self._ops.synchronize(self._device)
         return (time.perf_counter() - start) / calls
 
     def _elapsed(self) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,6 @@ from mpidist.arrays.dtypes import Array, DType, is_half, reduction_dtypes
 from mpidist.collectives.channel.operation import Signature, describe, note_text, signature_text
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import Pack, copies_of_overlapping, group_by_size
-from mpidist.collectives.reduce.device_packs import DevicePack
 from mpidist.collectives.reduce.registry import Algorithm
 from mpidist.core.nest import flat_kind
 from mpidist.core.options import CommunicationOptions, ReduceOp
@@ -32,6 +32,15 @@ def _options_text(options: CommunicationOptions) -> str:
     return f" with {', '.join(shown)}" if shown else ""
 
 
+class DeviceGroup(NamedTuple):
+    """Group arrays on a GPU by the dtypes of source, reduction and result."""
+
+    indices: list[int]
+    source: DType
+    formed: DType
+    result: DType
+
+
 class ReductionPlan:
     """The plan of an all-reduce, a reduce or a reduce-scatter of a list of arrays.
 
@@ -46,7 +55,7 @@ class ReductionPlan:
     Attributes:
         description: Text and id that must be equal on all ranks.
         formed: Dtype of the reduction and of the result, for each array.
-        packs, device_packs: Arrays in host memory and on a GPU that are reduced together. Empty arrays are in no pack.
+        packs, device_groups: Arrays in host memory and on a GPU that are reduced together. Empty arrays are in none.
         made: Name and instance of the algorithm of each pack, or None before the first call.
         needs_algorithm: Whether the options name an algorithm, or need a fixed order or a 16-bit wire.
         may_be_short: Whether all arrays are in one pack without casts, as the fast path requires.
@@ -84,7 +93,7 @@ class ReductionPlan:
         self.result_dtypes = [result for _, result in self.formed]
         self.result_signature: Signature = tuple(zip(self.shapes, self.result_dtypes, strict=True))
         self.packs: list[Pack] = []
-        self.device_packs: list[DevicePack] = []
+        self.device_groups: list[DeviceGroup] = []
         self._make_packs(signature, not by_core)
         self.made: list[tuple[str, Algorithm] | None] = [None] * len(self.packs)
         self._empty = [index for index, shape in enumerate(self.shapes) if 0 in shape]
@@ -101,11 +110,11 @@ class ReductionPlan:
         for (dtype, result_dtype, source_dtype, is_on_device), indices in groups.items():
             sizes = [math.prod(self.shapes[index]) * dtype.itemsize for index in indices]
             for group in group_by_size(sizes, self.options.bytes_per_pack):
-                of = [indices[k] for k in group], self.shapes, dtype, source_dtype, result_dtype
+                members = [indices[k] for k in group]
                 if is_on_device:
-                    self.device_packs.append(DevicePack(*of, self.op))
+                    self.device_groups.append(DeviceGroup(members, source_dtype, dtype, result_dtype))
                 else:
-                    self.packs.append(Pack(*of, joins_small))
+                    self.packs.append(Pack(members, self.shapes, dtype, source_dtype, result_dtype, joins_small))
 
     def blank_results(self) -> list[Array]:
         """Return the list of results, with placeholders for all but empty arrays."""
