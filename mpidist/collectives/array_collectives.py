@@ -13,7 +13,7 @@ from weakref import WeakMethod
 import numpy as np
 
 from mpidist.arrays.convert import graph_error
-from mpidist.arrays.device_ops import is_device_array, ops_of
+from mpidist.arrays.device_ops import gpu_ops, is_device_array, ops_of
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.changes import LocalChanges
 from mpidist.collectives.channel.channel import Channel
@@ -29,9 +29,8 @@ from mpidist.collectives.channel.operation import (
     which_on_device,
 )
 from mpidist.collectives.engine import Engine
-from mpidist.collectives.gpu.device_move import DeviceMovement, MovementCall
+from mpidist.collectives.gpu.device_move import DeviceMovement, MovementCall, on_host
 from mpidist.collectives.gpu.device_streams import DeviceCall, ReductionCall
-from mpidist.collectives.gpu.staging import on_host
 from mpidist.collectives.move.move import BroadcastPlan, DealPlan, GatherPlan
 from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.node.core import Resume
@@ -212,7 +211,7 @@ class ArrayCollectives:
             with self.shared_errors("all_reduce"):
                 choice = self._engine.choice_for("all_reduce", arrays if out is None else [*arrays, *out])
                 seconds = self._timeout_of(options) or self._channel.timeout
-                call = ReductionCall(plan, arrays, out, choice.streams, choice.multiple, seconds)
+                call = ReductionCall(plan, arrays, out, choice.packs_of(plan), choice.streams, seconds)
         steps = self._engine.all_reduce(plan, arrays, out, call, more)
         operation = self._operation(steps, plan.description, options, call)
         if options is None and plan.may_be_short and divisor == self.size and not more:
@@ -359,7 +358,7 @@ class ArrayCollectives:
         self._check_options(options)
         with self.shared_errors(name):
             for array in arrays:
-                if is_device_array(array) and ops_of(array).current_stream(ops_of(array).device_of(array)).is_capturing:
+                if is_device_array(array) and gpu_ops().current_stream(gpu_ops().device_of(array)).is_capturing:
                     raise graph_error(name)
             if _excludes_nccl(self._options.merge(options)) or not engine.may_move_on_device(arrays):
                 return None

@@ -29,7 +29,7 @@ from mpidist.collectives.channel.operation import (
     signature_text,
     which_on_device,
 )
-from mpidist.collectives.gpu.staging import on_host
+from mpidist.collectives.gpu.device_move import on_host
 from mpidist.collectives.move.move import check_has_axis
 from mpidist.collectives.move.point_to_point import PointToPoint
 from mpidist.collectives.mpi import exchange
