@@ -106,10 +106,7 @@ GROUPS = {
         "tests/support", "tests/mutations", "tests/checks", "tests/test_packaging.py",
     ],
     # Without a compiler all of these are skipped, which the summary then says.
-    "core in C": [
-        "tests/native/test_kernels.py", "tests/native/test_kills.py", "tests/native/test_sources.py",
-        "tests/native/test_threads.py",
-    ],
+    "core in C": ["tests/native/test_programs.py", "tests/native/test_sources.py"],
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ class TwoArgumentsError(Exception):
     ],
     ids=["plain", "of two arguments", "of a local class"],
 )
-def test_an_error_of_the_first_rank_is_raised_by_all(error: Exception, kind: type[Exception]) -> None:
+def test_all_raise_the_error_of_the_first_rank(error: Exception, kind: type[Exception]) -> None:
     def fail() -> None:
         raise error
 

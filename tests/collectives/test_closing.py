@@ -71,7 +71,7 @@ def test_a_message_that_nobody_receives(capfd: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.min_ranks(2)
-def test_messages_of_service_threads_that_come_late() -> None:
+def test_late_messages_of_service_threads() -> None:
     for _ in range(20):
         with Communicator() as comm:
             agreement = comm.step_agreement()
@@ -163,7 +163,7 @@ MPI.Finalize()
 
 @pytest.mark.jobs
 @pytest.mark.one_rank
-def test_a_program_that_ends_mpi_itself_takes_leave() -> None:
+def test_a_program_may_finalize_mpi() -> None:
     job = run_script(FINALIZES, 2)
     assert job.returncode == 0, job.stderr
     assert "Traceback" not in job.stderr

@@ -118,7 +118,7 @@ def test_nests_travel_together(comm: Communicator) -> None:
     assert comm.all_to_all([]) == []
 
 
-def test_wrong_arguments_are_errors_before_any_communication(comm: Communicator) -> None:
+def test_wrong_arguments_raise_at_once(comm: Communicator) -> None:
     with pytest.raises(ValueError, match=f"how many of 3 rows each of {SIZE} ranks gets"):
         comm.all_to_all(np.ones(3), counts=[1] * (SIZE + 5))
     with pytest.raises(ValueError, match=f"how many rows each of {SIZE} ranks gives this one"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -19,13 +18,6 @@ from mpidist.topology import world_topology
 LATE = {"devices": 6, "jitter": 0.001}
 GPUS = pytest.mark.parametrize("fake_gpus", [LATE], indirect=True)
 PUNCTUAL = pytest.mark.parametrize("fake_gpus", [{"devices": 6}], indirect=True)
-
-
-@pytest.fixture
-def cupy(fake_gpus: Any) -> Iterator[Any]:
-    """Each rank has a GPU of its own."""
-    with fake_gpus.cuda.Device(world_topology().rank):
-        yield fake_gpus
 
 
 def layouts() -> list[Any]:
@@ -145,7 +137,7 @@ def shifted(cupy: Any, arrays: list[Any]) -> list[Any]:
 @pytest.mark.one_rank
 @pytest.mark.parametrize("make_out", [separate, themselves, views_of_them, shifted])
 @pytest.mark.parametrize("bytes_per_pack", [1, 0])
-def test_the_arrays_of_the_caller_cost_the_same_each_however_many_they_are(
+def test_costs_per_array_are_constant(
     cupy: Any, comm: Communicator, monkeypatch: pytest.MonkeyPatch, make_out: Any, bytes_per_pack: int
 ) -> None:
     asked: list[Any] = []
@@ -164,18 +156,7 @@ def test_the_arrays_of_the_caller_cost_the_same_each_however_many_they_are(
 
 
 @GPUS
-def test_works_are_waited_for_by_the_stream_that_waits(cupy: Any, comm: Communicator) -> None:
-    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
-    for number in range(4):
-        with streams[0]:
-            works = [comm.all_reduce_async("SUM", on_devices(cupy, values_of(comm.rank, number + k))) for k in range(3)]
-        with streams[1]:
-            for k in (2, 0, 1):
-                check(works[k].wait(), summed(comm.size, number + k), cupy)
-
-
-@GPUS
-def test_what_is_dropped_at_once_is_kept_as_long_as_it_is_needed(cupy: Any, comm: Communicator) -> None:
+def test_dropped_arrays_live_until_used(cupy: Any, comm: Communicator) -> None:
     count = 50_000
     for number in range(20):
         work = comm.all_reduce_async("SUM", cupy.full(count, number, "f4"))
@@ -199,7 +180,7 @@ def test_a_sixteen_bit_wire_between_nodes(cupy: Any, monkeypatch: pytest.MonkeyP
 
 
 @PUNCTUAL
-def test_sums_in_a_fixed_order_are_formed_on_the_host(cupy: Any, comm: Communicator) -> None:
+def test_deterministic_sums_use_the_host(cupy: Any, comm: Communicator) -> None:
     value = np.random.default_rng(comm.rank).random(1000).astype("f4")
     options = CommunicationOptions(deterministic=True)
     got = comm.all_reduce("SUM", cupy.asarray(value), options=options)
@@ -209,9 +190,7 @@ def test_sums_in_a_fixed_order_are_formed_on_the_host(cupy: Any, comm: Communica
 
 @pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("fake_gpus", [{"devices": 6, "nccl": False}], indirect=True)
-def test_without_nccl_it_goes_by_the_host_and_says_so_once(
-    cupy: Any, comm: Communicator, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_nccl_the_host_reduces(cupy: Any, comm: Communicator, caplog: pytest.LogCaptureFixture) -> None:
     if not comm._channel.node.is_alone:
         pytest.skip("NCCL is needed by ranks that share a node")
     for _ in range(3):
@@ -225,9 +204,7 @@ def test_without_nccl_it_goes_by_the_host_and_says_so_once(
 
 @pytest.mark.min_ranks(2)
 @PUNCTUAL
-def test_two_ranks_on_one_gpu_are_told_of_the_recipes(
-    fake_gpus: Any, comm: Communicator, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_ranks_on_one_gpu_get_a_hint(fake_gpus: Any, comm: Communicator, caplog: pytest.LogCaptureFixture) -> None:
     if not comm._channel.node.is_alone:
         pytest.skip("ranks of several nodes have GPUs of their own")
     got = comm.all_reduce("SUM", fake_gpus.ones(3))
@@ -249,7 +226,7 @@ def test_algorithms_of_the_other_kind_of_memory(cupy: Any, comm: Communicator) -
 
 @pytest.mark.min_ranks(2)
 @PUNCTUAL
-def test_a_rank_with_an_array_on_the_host_is_a_mismatch(cupy: Any, comm: Communicator) -> None:
+def test_host_and_device_arrays_mismatch(cupy: Any, comm: Communicator) -> None:
     with pytest.raises(MismatchError, match=r"float32\(3,\) on a GPU"):
         comm.all_reduce("SUM", np.ones(3, "f4") if comm.rank else cupy.ones(3, "f4"))
     assert comm.all_reduce("SUM", cupy.ones(2)).get().tolist() == [comm.size] * 2
@@ -269,7 +246,7 @@ def test_a_rank_keeps_to_one_device(cupy: Any) -> None:
 
 @PUNCTUAL
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_a_default_stream_of_each_thread_is_refused(everywhere: bool, cupy: Any) -> None:
+def test_per_thread_default_streams_raise(everywhere: bool, cupy: Any) -> None:
     with mpidist.Communicator(world_topology().world) as comm:
         array = cupy.ones(2)
         is_refused = everywhere or comm.rank == 0

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.parametrize("fake_gpus", [{"devices": 6}], indirect=Tru
 
 
 @pytest.mark.counts
-def test_a_graph_that_is_recorded_while_works_move_on(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_is_recorded_while_works_run(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if world_topology().num_nodes > 1:
         pytest.skip("between nodes nothing is left to the device alone while its streams wait")
     looks, oldest = threading.Semaphore(0), DeviceStreams.oldest

@@ -145,7 +145,7 @@ def test_without_askers_a_node_reports_alone() -> None:
 
 
 @pytest.mark.long
-def test_the_second_rank_answers_if_the_leader_hangs() -> None:
+def test_the_second_rank_answers_for_the_leader() -> None:
     env = {"MPIDIST_WARN_AFTER": "0.5"}
     job = run_script(WAIT, 6, "SIGCONT", "5", "3", env=env, ranks_per_node=3)
     assert job.returncode == 0, job.stderr
@@ -155,7 +155,7 @@ def test_the_second_rank_answers_if_the_leader_hangs() -> None:
 
 
 @pytest.mark.long
-def test_the_error_arrives_in_time_if_leaders_hang() -> None:
+def test_errors_arrive_if_leaders_hang() -> None:
     env = {**deadlines(1), "MPIDIST_ABORT_ON_EXCEPTION": "0"}
     job = run_script(FAIL, 6, "SIGKILL", "8", "0", "4", env=env, ranks_per_node=2)
     waited = [line.split() for line in job.stdout.splitlines()]

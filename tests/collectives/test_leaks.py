@@ -126,7 +126,7 @@ comm.close()
 
 
 @pytest.mark.parametrize("whom", ["the maker", "a neighbour", "the launcher"])
-def test_what_a_killed_job_leaves_is_removed_by_the_next(whom: str, tmp_path: Path) -> None:
+def test_the_next_job_removes_leftovers(whom: str, tmp_path: Path) -> None:
     job = run_script(KILLED, 2, whom, str(tmp_path))
     assert job.returncode != 0
     pids = [path.name for path in tmp_path.iterdir()]

@@ -255,6 +255,6 @@ def test_local_gpus(library: str) -> None:
     run(_local_gpus, 1, library)
 
 
-def test_the_double_has_the_signatures_of_the_binding(library: str) -> None:
+def test_the_double_has_the_same_signatures(library: str) -> None:
     (compared,) = run(_compare_with_the_double, 1, library)
     assert compared == 18

@@ -51,7 +51,7 @@ def test_a_program_that_computes_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
     assert naps[-1] == pytest.approx(5e-4)
 
 
-def test_one_look_follows_the_other_while_the_program_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_polls_follow_at_once_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     naps = naps_of(monkeypatch, 0.0, 5000)
     assert not any(naps[:900])
     # A rank that waits for long does not use a core up.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -23,12 +23,6 @@ pytestmark = [
 # Less than a page of the meeting, some slots, and chunks; lengths that divide among no ranks, and a 0-d array.
 SHAPES = {"few": [(3,), (), (2, 5)], "some": [(301,), (7, 11), (1,)], "many": [(3, 3), (70_001,), (5,), (200_003,)]}
 Arrays = list[np.ndarray]
-
-
-@pytest.fixture
-def comm() -> Iterator[Communicator]:
-    with Communicator() as comm:
-        yield comm
 
 
 def arrays_of(rank: int, shapes: list[tuple[int, ...]], dtype: str = "f4") -> Arrays:
@@ -138,7 +132,7 @@ def test_the_result_is_no_list_of_the_program(comm: Communicator) -> None:
         assert all(one is other for one, other in zip(result, values, strict=True))
 
 
-def test_a_list_that_another_thread_empties_meanwhile() -> None:
+def test_another_thread_empties_the_list() -> None:
     """The arrays of a call stay, whatever becomes of the list that held them."""
     with Communicator(MPI.COMM_SELF) as comm:
         shape, rounds = (1_000_000,), 30
@@ -155,7 +149,7 @@ def test_a_list_that_another_thread_empties_meanwhile() -> None:
 
 
 @pytest.mark.min_ranks(2)
-def test_some_ranks_say_where_and_some_give_tuples(comm: Communicator) -> None:
+def test_some_ranks_pass_out_or_tuples(comm: Communicator) -> None:
     shapes = SHAPES["some"]
     values = arrays_of(comm.rank, shapes)
     for _ in range(3):
@@ -226,7 +220,7 @@ def test_what_is_left_to_the_long_way(comm: Communicator, given: Callable[[int],
 
 
 @pytest.mark.min_ranks(2)
-def test_replicas_take_it_and_compare_lists_and_tuples() -> None:
+def test_replicas_use_it_and_compare_structures() -> None:
     with mpidist.MultiWorkerMirroredStrategy() as strategy:
         comm, shapes = strategy.extended.communicator, SHAPES["some"]
         context = mpidist.get_replica_context

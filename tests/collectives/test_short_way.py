@@ -45,7 +45,7 @@ def test_a_communicator_is_freed() -> None:
     assert gone() is None
 
 
-def test_a_rank_alone_goes_the_short_way_and_copies() -> None:
+def test_one_rank_uses_the_fast_path_and_copies() -> None:
     with Communicator(MPI.COMM_SELF) as comm:
         given = np.arange(3, dtype=np.int32)
         for out in (None, np.zeros(3, np.int32), given):
@@ -60,7 +60,7 @@ def test_a_rank_alone_goes_the_short_way_and_copies() -> None:
         assert comm.all_reduce("MEAN", given).dtype == np.float64
 
 
-def test_a_root_that_is_no_rank_is_refused_the_second_time_too() -> None:
+def test_a_wrong_root_raises_again() -> None:
     with Communicator() as comm:
         for _ in range(2):
             comm.broadcast(np.ones(3), 0)
@@ -97,7 +97,7 @@ class _Looks(Observer):
 
 
 @pytest.mark.min_ranks(2)
-def test_a_second_thread_never_gets_the_numbers_of_the_first() -> None:
+def test_two_threads_never_mix_results() -> None:
     with Communicator() as comm:
         large, small = known(comm, 30_000), known(comm, 10)
         wrong: list[object] = []
@@ -150,6 +150,6 @@ else:
 @pytest.mark.one_rank
 @pytest.mark.min_ranks(1)
 @pytest.mark.jobs
-def test_a_call_that_a_signal_handler_breaks_off_is_the_last() -> None:
+def test_an_interrupted_call_is_the_last() -> None:
     job = run_script(INTERRUPTED, 2, env=deadlines(10))
     assert "was interrupted by" in job.stdout

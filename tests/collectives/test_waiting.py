@@ -33,7 +33,7 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("is_short", [False, True])
-def test_the_core_is_given_away_at_once_where_cores_are_short(fresh, monkeypatch, is_short: bool) -> None:
+def test_short_cores_are_yielded_at_once(fresh, monkeypatch, is_short: bool) -> None:
     given_away = []
     monkeypatch.setattr(waiting, "cores_are_short", lambda: is_short)
     monkeypatch.setattr(os, "sched_yield", lambda: given_away.append(True))
@@ -68,7 +68,7 @@ def clock(request, monkeypatch) -> _Clock:
     return clock
 
 
-def test_naps_grow_faster_where_others_need_the_core(clock: _Clock) -> None:
+def test_naps_grow_faster_on_wanted_cores(clock: _Clock) -> None:
     looks, is_free = 0, clock.yields < 1e-4
     while sum(clock.naps) < 0.1:
         looks += waiting.looks_at(16)
@@ -84,7 +84,7 @@ def test_naps_grow_faster_where_others_need_the_core(clock: _Clock) -> None:
         assert max(nap for nap, before in pairs if before < 1e-3) < 4e-4
 
 
-def test_a_look_at_many_messages_counts_as_many_where_others_need_the_core(clock: _Clock) -> None:
+def test_polls_of_messages_count_on_wanted_cores(clock: _Clock) -> None:
     assert waiting.looks_at(16) == 1
     waiting.relax(21, 20)
     assert waiting.looks_at(16) == (1 if clock.yields < 1e-4 else 16)

@@ -45,7 +45,7 @@ def reduced(
 
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("nodes", SEVERAL)
-def test_sums_are_right_and_cost_what_the_way_says(name: str, nodes: int) -> None:
+def test_sums_and_costs_are_right(name: str, nodes: int) -> None:
     cost = wire_algorithms.costs[name]
     for count in (0, 1, nodes - 1, nodes, nodes + 1, 5 * nodes + 3):
         world = InMemory(nodes)
@@ -111,7 +111,7 @@ def test_several_slices_are_on_their_way_at_once(name: str, nodes: int) -> None:
 
 
 @pytest.mark.parametrize("wire_dtype", ["float16", "bfloat16"])
-def test_a_16_bit_wire_halves_the_bytes_and_rounds_once_each_way(wire_dtype: str) -> None:
+def test_a_16_bit_wire_rounds_once_each_way(wire_dtype: str) -> None:
     for name in [name for name in WAYS if wire_algorithms[name].rounds]:
         world = InMemory(7)
         values = [np.random.default_rng(rank).uniform(1, 2, 70).astype("f4") for rank in range(world.size)]
@@ -125,7 +125,7 @@ def test_a_16_bit_wire_halves_the_bytes_and_rounds_once_each_way(wire_dtype: str
         assert sent == [(r.messages, r.elements) for r in wire_algorithms.costs[name](world.size, 70)]
 
 
-def test_what_is_not_received_and_what_is_not_sent_is_seen() -> None:
+def test_the_double_sees_lost_messages() -> None:
     world = InMemory(2)
     first, second = world.comms()
     byte = (np.zeros(1, np.uint8), 1, None)

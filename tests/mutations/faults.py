@@ -23,7 +23,7 @@ class Fault:
         file: The file of the library.
         old: The text that is replaced.
         new: What takes its place.
-        tests: The test files that are to see it.
+        tests: The test files, or tests, that must see it.
         ranks: Of the session that runs them, which takes the tests that ``make test`` does; 1 for pytest alone.
         ranks_per_node: Of virtual nodes; None for real ones.
     """
@@ -152,28 +152,28 @@ _NATIVE = (
         "mpidist/native/chunks.c",
         "reached(c, TAKEN, free, c->ranks))",
         "reached(c, TAKEN, free - 1, c->ranks))",
-        ("tests/native/test_threads.py",),
+        ("tests/native/test_programs.py::test_random_calls",),
     ),
     Fault(
         "what a rank counts may be seen before what it has written",
         "mpidist/native/core.h",
         ".value, value, memory_order_release);",
         ".value, value, memory_order_relaxed);",
-        ("tests/native/test_threads.py",),
+        ("tests/native/test_programs.py::test_random_calls",),
     ),
     Fault(
         "a rank returns while others still write into its result",
         "mpidist/native/push.c",
         "c->phase == CANCELED || !reached(c, LEFT, c->exits, c->ranks)",
         "c->phase == CANCELED",
-        ("tests/native/test_threads.py",),
+        ("tests/native/test_programs.py::test_random_calls",),
     ),
     Fault(
         "ranks write into the result of a rank that has left the call",
         "mpidist/native/push.c",
         "if (get(c, rank, ABANDONED))\n        return ECANCELED;",
         "",
-        ("tests/native/test_kills.py",),
+        ("tests/native/test_programs.py::test_killed_ranks_hang_nobody",),
     ),
     Fault(
         "a rank leaves a call while another rank is inside a write",
@@ -194,7 +194,7 @@ _NATIVE = (
         "mpidist/native/push.c",
         "            number++;\n        }",
         "            number += 2;\n        }",
-        ("tests/native/test_threads.py",),
+        ("tests/native/test_programs.py::test_random_calls",),
     ),
     Fault(
         "a short count of the kernel is taken for all data",
@@ -215,7 +215,7 @@ _NATIVE = (
         "mpidist/native/kernels_table.h",
         "0x7fffu + (bits >> 16 & 1)",
         "0x8000u",
-        ("tests/native/test_kernels.py",),
+        ("tests/native/test_programs.py::test_every_dtype_and_operation",),
     ),
     Fault(
         "a slice for other nodes is taken from where slots do not begin",
@@ -434,14 +434,14 @@ _COLLECTIVES = (
         "mpidist/native/leaders.c",
         "theirs->id != c->call.id || theirs",
         "theirs",
-        ("tests/native/test_leaders.py",),
+        ("tests/native/test_programs.py::test_random_calls_over_nodes",),
     ),
     Fault(
         "the last of several nodes that are no power of two gets no result",
         "mpidist/native/leaders.c",
         "if (me < l->power && me >= extra)",
         "if (me < l->power && me >= extra - 1)",
-        ("tests/native/test_leaders.py",),
+        ("tests/native/test_programs.py::test_random_calls_over_nodes",),
     ),
     Fault(
         "a mean over nodes is not divided",
