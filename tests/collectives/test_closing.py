@@ -140,31 +140,29 @@ def test_communicators_are_closed_in_any_order() -> None:
     third.close()
 
 
-FINALIZES = """
-import sys, time, mpidist
-from mpi4py import MPI
-comm = mpidist.Communicator()
-work = comm.all_reduce_async("SUM", 1.0)
-if comm.rank == 1:
-    MPI.Finalize()
-    try:
-        comm.barrier()
-    except Exception as error:
-        print(type(error).__name__, error, flush=True)
-    sys.exit()
-print(work.wait(), flush=True)
-try:
-    comm.barrier()
-except mpidist.PeerError as error:
-    print(error, flush=True)
-MPI.Finalize()
-"""
-
-
 @pytest.mark.jobs
 @pytest.mark.one_rank
 def test_a_program_may_finalize_mpi() -> None:
-    job = run_script(FINALIZES, 2)
+    program = """
+    import sys, time, mpidist
+    from mpi4py import MPI
+    comm = mpidist.Communicator()
+    work = comm.all_reduce_async("SUM", 1.0)
+    if comm.rank == 1:
+        MPI.Finalize()
+        try:
+            comm.barrier()
+        except Exception as error:
+            print(type(error).__name__, error, flush=True)
+        sys.exit()
+    print(work.wait(), flush=True)
+    try:
+        comm.barrier()
+    except mpidist.PeerError as error:
+        print(error, flush=True)
+    MPI.Finalize()
+    """
+    job = run_script(program, 2)
     assert job.returncode == 0, job.stderr
     assert "Traceback" not in job.stderr
     assert "2.0\nrank 0 was in barrier" in job.stdout

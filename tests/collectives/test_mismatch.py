@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,36 +10,26 @@ import pytest
 from mpidist import CollectiveTimeoutError, Communicator, MismatchError, PeerError, ReduceOp
 from mpidist.collectives.mpi import exchange
 from mpidist.experimental import CommunicationOptions
+from tests.collectives.test_mismatch_kinds import KINDS
 from tests.support.ranks.jobs import run_alone, run_script
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts, pytest.mark.min_ranks(2)]
 
-Call = Callable[[Communicator], Any]
-
-PAIRS: dict[str, tuple[Call, Call]] = {
-    "shape": (lambda c: c.all_reduce("SUM", np.ones(3)), lambda c: c.all_reduce("SUM", np.ones(4))),
-    "large shape": (lambda c: c.all_reduce("SUM", np.ones(30)), lambda c: c.all_reduce("SUM", np.ones(400))),
-    "op": (lambda c: c.all_reduce("SUM", 1.0), lambda c: c.all_reduce("MEAN", 1.0)),
-    "count": (lambda c: c.all_reduce("SUM", [1.0, 2.0]), lambda c: c.all_reduce("SUM", [1.0])),
-    "method": (lambda c: c.all_reduce("SUM", np.ones(3)), lambda c: c.broadcast(np.ones(3))),
-    "axis": (lambda c: c.all_gather(np.ones((2, 2)), 0), lambda c: c.all_gather(np.ones((2, 2)), 1)),
-    "root": (lambda c: c.broadcast(1.0, 0), lambda c: c.broadcast(1.0, 1)),
-    "packing": (
-        lambda c: c.all_reduce("SUM", np.ones(99), options=CommunicationOptions(bytes_per_pack=8)),
-        lambda c: c.all_reduce("SUM", np.ones(99)),
-    ),
-    "split": (lambda c: c.split(0), lambda c: c.empty(3)),
-}
+# Some are found by the native core, others by the general path.
+NAMES = [
+    "shape", "shape of a large array", "op", "number of arrays", "method", "axis of all_gather", "root of broadcast",
+    "bytes_per_pack", "split or empty",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("odd_rank", [0, -1])
-@pytest.mark.parametrize("kind", PAIRS)
-def test_every_rank_gets_the_same_error(comm: Communicator, kind: str, odd_rank: int) -> None:
-    usual, odd = PAIRS[kind]
+@pytest.mark.parametrize("name", NAMES)
+def test_every_rank_gets_the_same_error(comm: Communicator, name: str, odd_rank: int) -> None:
+    kind = KINDS[name]
     with pytest.raises(MismatchError) as caught:
-        (odd if comm.rank == odd_rank % comm.size else usual)(comm)
+        (kind.odd if comm.rank == odd_rank % comm.size else kind.usual)(comm)
     message = str(caught.value)
-    assert message.count("test_mismatch.py") == 2, message
+    assert message.count("test_mismatch_kinds.py") == 2, message
     assert len(set(caught.value.plans.values())) == 2
     assert len(set(comm.all_gather_object(message))) == 1
     assert comm.all_reduce("SUM", 1) == comm.size
@@ -145,43 +134,39 @@ def test_a_deadline_ends_the_communicator() -> None:
     assert late == "late"
 
 
-LEAVES = """
-import sys, numpy, mpidist
-first, second = mpidist.Communicator(), mpidist.Communicator()
-if first.rank == 1:
-    sys.exit(3)
-second.all_reduce("SUM", numpy.ones(5))
-"""
-
-
 @pytest.mark.jobs
 @pytest.mark.one_rank
 @pytest.mark.min_ranks(1)
 def test_waiting_ranks_notice_an_exit() -> None:
-    job = run_script(LEAVES, 3)
+    program = """
+    import sys, numpy, mpidist
+    first, second = mpidist.Communicator(), mpidist.Communicator()
+    if first.rank == 1:
+        sys.exit(3)
+    second.all_reduce("SUM", numpy.ones(5))
+    """
+    job = run_script(program, 3)
     assert job.returncode != 0
     assert "PeerError: rank 0 was in all_reduce SUM of float64(5,)" in job.stderr
     assert "when rank 1 has left the program (at its end). Make this call on every rank" in job.stderr
-
-
-GOES_ON = """
-import sys, mpidist
-comm = mpidist.Communicator()
-if comm.rank == 1:
-    sys.exit()
-for _ in range(2):
-    try:
-        comm.barrier()
-    except mpidist.PeerError as error:
-        print(error)
-"""
 
 
 @pytest.mark.jobs
 @pytest.mark.one_rank
 @pytest.mark.min_ranks(1)
 def test_a_job_ends_although_a_rank_left_early() -> None:
-    job = run_script(GOES_ON, 2)
+    program = """
+    import sys, mpidist
+    comm = mpidist.Communicator()
+    if comm.rank == 1:
+        sys.exit()
+    for _ in range(2):
+        try:
+            comm.barrier()
+        except mpidist.PeerError as error:
+            print(error)
+    """
+    job = run_script(program, 2)
     assert job.returncode == 0, job.stderr
     assert "rank 1 has left the program" in job.stdout
     assert "can no longer be used: rank 1 left the program" in job.stdout

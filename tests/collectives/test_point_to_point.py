@@ -134,43 +134,39 @@ def test_groups_are_made_by_their_members_alone(comm: Communicator) -> None:
     group.close()
 
 
-UNDER_WAY = """
-import numpy, mpidist
-comm = mpidist.Communicator()
-if comm.rank == 0:
-    work = comm.recv_async(numpy.empty(3), 1)
-comm.close()
-"""
-
-
 @pytest.mark.jobs
 @pytest.mark.one_rank
 def test_closing_with_messages_in_flight_raises() -> None:
-    job = run_script(UNDER_WAY, 2)
+    program = """
+    import numpy, mpidist
+    comm = mpidist.Communicator()
+    if comm.rank == 0:
+        work = comm.recv_async(numpy.empty(3), 1)
+    comm.close()
+    """
+    job = run_script(program, 2)
     assert job.returncode != 0
     assert "RuntimeError: recv from rank 1 with tag 0 of float64(3,), started at" in job.stderr
     assert "Call wait() for each message before close()" in job.stderr
 
 
-TOO_LATE = """
-import numpy, mpidist
-comm = mpidist.Communicator()
-options = mpidist.experimental.CommunicationOptions(timeout_seconds=0.3)
-try:
-    comm.recv(numpy.empty(3), 1 - comm.rank, 7, options)
-except TimeoutError as error:
-    print(type(error).__name__, error, flush=True)
-try:
-    comm.barrier()
-except RuntimeError as error:
-    print(error, flush=True)
-"""
-
-
 @pytest.mark.jobs
 @pytest.mark.one_rank
 def test_a_deadline_is_the_end_of_a_communicator() -> None:
-    job = run_script(TOO_LATE, 2)
+    program = """
+    import numpy, mpidist
+    comm = mpidist.Communicator()
+    options = mpidist.experimental.CommunicationOptions(timeout_seconds=0.3)
+    try:
+        comm.recv(numpy.empty(3), 1 - comm.rank, 7, options)
+    except TimeoutError as error:
+        print(type(error).__name__, error, flush=True)
+    try:
+        comm.barrier()
+    except RuntimeError as error:
+        print(error, flush=True)
+    """
+    job = run_script(program, 2)
     assert job.returncode == 0, job.stderr
     for rank in range(2):
         message = f"recv from rank {1 - rank} with tag 7 of float64(3,)"
@@ -178,39 +174,35 @@ def test_a_deadline_is_the_end_of_a_communicator() -> None:
         assert f"can no longer be used: {message} did not arrive within its deadline" in job.stdout
 
 
-LOST = """
-import os, signal, numpy, mpidist
-comm = mpidist.Communicator()
-if comm.rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-comm.recv(numpy.empty(3), 1)
-"""
-
-
 @pytest.mark.jobs
 @pytest.mark.one_rank
 def test_a_killed_sender_ends_the_receiver() -> None:
-    assert run_script(LOST, 2).returncode != 0
-
-
-SLOW = """
-import time, numpy, mpidist
-comm = mpidist.Communicator()
-if comm.rank == 1:
-    comm.send(numpy.ones(2), 0, 1)
-    time.sleep(3)  # for long
-    comm.send(numpy.ones(3), 0)
-else:
-    comm.recv(numpy.empty(2), 1, 1)
-    comm.recv(numpy.empty(3))
-"""
+    program = """
+    import os, signal, numpy, mpidist
+    comm = mpidist.Communicator()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.recv(numpy.empty(3), 1)
+    """
+    assert run_script(program, 2).returncode != 0
 
 
 @pytest.mark.jobs
 @pytest.mark.one_rank
 @pytest.mark.parametrize("guard", ["1", "0"])
 def test_a_long_wait_is_reported(guard: str) -> None:
-    job = run_script(SLOW, 2, env={"MPIDIST_WARN_AFTER": "0.5", "MPIDIST_GUARD": guard})
+    program = """
+    import time, numpy, mpidist
+    comm = mpidist.Communicator()
+    if comm.rank == 1:
+        comm.send(numpy.ones(2), 0, 1)
+        time.sleep(3)  # for long
+        comm.send(numpy.ones(3), 0)
+    else:
+        comm.recv(numpy.empty(2), 1, 1)
+        comm.recv(numpy.empty(3))
+    """
+    job = run_script(program, 2, env={"MPIDIST_WARN_AFTER": "0.5", "MPIDIST_GUARD": guard})
     assert job.returncode == 0, job.stderr
     if guard == "0":
         assert "rank 0 of 2 has waited" in job.stderr
@@ -221,45 +213,27 @@ def test_a_long_wait_is_reported(guard: str) -> None:
     assert "  rank 0: its last collective was" in job.stderr
 
 
-LEFT = """
-import sys, numpy, mpidist
-comm = mpidist.Communicator()
-source = None if sys.argv[1] == "any" else 1
-if comm.rank == 0:
-    try:
-        if sys.argv[1] == "send":
-            comm.send(numpy.ones(100_000), 1)
-        else:
-            comm.recv(numpy.empty(3), source)
-    except mpidist.errors.PeerError as error:
-        print(error)
-        raise SystemExit
-"""
-
-
-LATE = """
-import time, numpy, mpidist
-from mpidist.collectives.move import point_to_point
-point_to_point._ASK_EVERY_SECONDS = 0.5
-comm = mpidist.Communicator()
-if comm.rank == 0:
-    work = comm.recv_async(numpy.empty(3), 1)
-    while True:
-        try:
-            work.wait(timeout=0.2)
-        except TimeoutError:
-            continue
-        except mpidist.errors.PeerError as error:
-            print(error)
-            raise SystemExit
-time.sleep(2)  # longer than it takes the other to report
-"""
-
-
 @pytest.mark.jobs
 @pytest.mark.one_rank
 def test_a_peer_that_ends_later_is_noticed() -> None:
-    job = run_script(LATE, 2, env=deadlines(60, 0.1), timeout=30)
+    program = """
+    import time, numpy, mpidist
+    from mpidist.collectives.move import point_to_point
+    point_to_point._ASK_EVERY_SECONDS = 0.5
+    comm = mpidist.Communicator()
+    if comm.rank == 0:
+        work = comm.recv_async(numpy.empty(3), 1)
+        while True:
+            try:
+                work.wait(timeout=0.2)
+            except TimeoutError:
+                continue
+            except mpidist.errors.PeerError as error:
+                print(error)
+                raise SystemExit
+    time.sleep(2)  # longer than it takes the other to report
+    """
+    job = run_script(program, 2, env=deadlines(60, 0.1), timeout=30)
     assert job.returncode == 0, job.stderr
     assert "can never be done: rank 1 has ended the program" in job.stdout
 
@@ -268,40 +242,52 @@ def test_a_peer_that_ends_later_is_noticed() -> None:
 @pytest.mark.one_rank
 @pytest.mark.parametrize(("what", "text"), [("one", "recv from rank 1"), ("any", "recv from any"), ("send", "send to")])
 def test_messages_of_an_ended_rank_raise(what: str, text: str) -> None:
-    job = run_script(LEFT, 2, what, env=deadlines(60, 0.5), timeout=30)
+    program = """
+    import sys, numpy, mpidist
+    comm = mpidist.Communicator()
+    source = None if sys.argv[1] == "any" else 1
+    if comm.rank == 0:
+        try:
+            if sys.argv[1] == "send":
+                comm.send(numpy.ones(100_000), 1)
+            else:
+                comm.recv(numpy.empty(3), source)
+        except mpidist.errors.PeerError as error:
+            print(error)
+            raise SystemExit
+    """
+    job = run_script(program, 2, what, env=deadlines(60, 0.5), timeout=30)
     assert job.returncode == 0, job.stderr
     assert job.stdout.startswith(text), job.stdout
     assert "can never be done: rank 1 has ended the program" in job.stdout
 
 
-WATCHED = """
-import numpy, mpidist
-comm = mpidist.Communicator()
-other, got = 1 - comm.rank, numpy.empty(1000)
-for _ in range(3):
-    work = comm.recv_async(got, other, 2)
-    comm.send(numpy.ones(1000), other, 2)
-    work.wait()
-comm.barrier()
-try:
-    if comm.rank == 0:
-        comm.recv(numpy.empty(3), 1, 5)
-    else:
-        comm.send(numpy.ones(4), 0, 5)
-except mpidist.MismatchError:
-    pass
-work = comm.recv_async(numpy.empty(5), other, 9)
-comm.barrier()
-raise SystemExit
-"""
-
-
 @pytest.mark.jobs
 @pytest.mark.one_rank
 def test_messages_are_traced_and_recorded(tmp_path: Path) -> None:
+    program = """
+    import numpy, mpidist
+    comm = mpidist.Communicator()
+    other, got = 1 - comm.rank, numpy.empty(1000)
+    for _ in range(3):
+        work = comm.recv_async(got, other, 2)
+        comm.send(numpy.ones(1000), other, 2)
+        work.wait()
+    comm.barrier()
+    try:
+        if comm.rank == 0:
+            comm.recv(numpy.empty(3), 1, 5)
+        else:
+            comm.send(numpy.ones(4), 0, 5)
+    except mpidist.MismatchError:
+        pass
+    work = comm.recv_async(numpy.empty(5), other, 9)
+    comm.barrier()
+    raise SystemExit
+    """
     trace, flight = tmp_path / "trace", tmp_path / "flight"
     watched = {"MPIDIST_TRACE": trace, "MPIDIST_FLIGHT_RECORD": flight, "MPIDIST_REPORT": 1, "MPIDIST_TIMEOUT": 10}
-    job = run_script(WATCHED, 2, env={name: str(value) for name, value in watched.items()})
+    job = run_script(program, 2, env={name: str(value) for name, value in watched.items()})
     report = job.stdout + job.stderr
     assert re.search(r"^  send +3\.5 +", report, re.MULTILINE), report
     assert re.search(r"^  recv +3\.5 +", report, re.MULTILINE), report

@@ -124,32 +124,30 @@ def test_two_threads_never_mix_results() -> None:
         assert not wrong
 
 
-INTERRUPTED = """
-import signal, time, numpy, mpidist
-class Alarm(Exception): pass
-def handler(*_): raise Alarm
-signal.signal(signal.SIGALRM, handler)
-comm = mpidist.Communicator()
-x = numpy.ones(100_000)
-for _ in range(3):
-    comm.all_reduce("SUM", x)
-if comm.rank == 0:
-    signal.setitimer(signal.ITIMER_REAL, 0.001)  # while the core waits, before Python does
-    try:
-        comm.all_reduce("SUM", x)
-    except Alarm:
-        try:
-            comm.all_reduce("SUM", x)
-        except RuntimeError as error:
-            print("refused:", error, flush=True)
-else:
-    time.sleep(2)
-"""
-
-
 @pytest.mark.one_rank
 @pytest.mark.min_ranks(1)
 @pytest.mark.jobs
 def test_an_interrupted_call_is_the_last() -> None:
-    job = run_script(INTERRUPTED, 2, env=deadlines(10))
+    program = """
+    import signal, time, numpy, mpidist
+    class Alarm(Exception): pass
+    def handler(*_): raise Alarm
+    signal.signal(signal.SIGALRM, handler)
+    comm = mpidist.Communicator()
+    x = numpy.ones(100_000)
+    for _ in range(3):
+        comm.all_reduce("SUM", x)
+    if comm.rank == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.001)  # while the core waits, before Python does
+        try:
+            comm.all_reduce("SUM", x)
+        except Alarm:
+            try:
+                comm.all_reduce("SUM", x)
+            except RuntimeError as error:
+                print("refused:", error, flush=True)
+    else:
+        time.sleep(2)
+    """
+    job = run_script(program, 2, env=deadlines(10))
     assert "was interrupted by" in job.stdout

@@ -35,14 +35,7 @@ _PYTEST = (sys.executable, "-m", "pytest", *f"-q -x -p no:cacheprovider --color=
 
 @dataclass(frozen=True)
 class Trial:
-    """One fault that was tried.
-
-    Args:
-        fault: The fault.
-        sighting: What its tests said; None where they could not be run.
-        seconds: How long they ran.
-        error: Why they could not be run.
-    """
+    """One fault that was tried. The sighting is None if its tests could not be run."""
 
     fault: Fault
     sighting: Sighting | None
@@ -51,12 +44,12 @@ class Trial:
 
     @property
     def is_seen(self) -> bool:
-        """Whether the tests have seen it."""
+        """Whether the tests saw the fault."""
         return self.sighting is not None and self.sighting.seen
 
     @property
     def verdict(self) -> str:
-        """What became of it, in one line."""
+        """The outcome, in one line."""
         if self.sighting is None:
             return f"ERROR: {self.error}"
         if not self.sighting.seen:

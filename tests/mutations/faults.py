@@ -59,7 +59,8 @@ class Fault:
         return text.replace(self.old, self.new)
 
 
-_NATIVE = (
+# By folder of the library, from the lowest layer to the highest.
+FAULTS: tuple[Fault, ...] = (
     Fault(
         "the id of the native core leaves headers out",
         "mpidist/native/build_library.py",
@@ -240,9 +241,6 @@ _NATIVE = (
         "        if (waited >= 60 * leaving.limit_seconds) {",
         ("tests/topology/test_suspension.py",),
     ),
-)
-
-_CORE = (
     Fault(
         "the leaves of a dict come in the order in which it was built",
         "mpidist/core/nest.py",
@@ -264,9 +262,6 @@ _CORE = (
         "self._seconds += now - self._last",
         ("tests/topology/test_suspension.py",),
     ),
-)
-
-_ARRAYS = (
     Fault(
         "sums of float16 and bfloat16 are rounded after every addend",
         "mpidist/arrays/dtypes.py",
@@ -295,9 +290,6 @@ _ARRAYS = (
         "        return np.dtype(np.float64), dtype\n",
         ("tests/acceptance/test_reduce_and_gather.py",),
     ),
-)
-
-_TOPOLOGY = (
     Fault(
         "GPUs that do not divide are dealt to two processes at once",
         "mpidist/topology/topology.py",
@@ -347,9 +339,6 @@ _TOPOLOGY = (
         "            del answer, rank\n",
         ("tests/topology/test_start.py",),
     ),
-)
-
-_CLUSTER_RESOLVER = (
     Fault(
         "tasks are dealt out in the order of their names",
         "mpidist/cluster_resolver/cluster_spec.py",
@@ -378,9 +367,6 @@ _CLUSTER_RESOLVER = (
         "        if len(twice) > 1:\n",
         ("tests/cluster_resolver/test_simple_and_union.py",),
     ),
-)
-
-_COLLECTIVES = (
     Fault(
         "a native core of other sources is used",
         "mpidist/collectives/node/native.py",
@@ -628,9 +614,6 @@ _COLLECTIVES = (
         ranks=2,
         ranks_per_node=1,
     ),
-)
-
-_VALUES = (
     Fault(
         "assigning to a sum gives each copy the whole",
         "mpidist/values/synchronization.py",
@@ -667,9 +650,6 @@ _VALUES = (
         "",
         ("tests/checkpoint/test_slots.py",),
     ),
-)
-
-_CROSS_DEVICE_OPS = (
     Fault(
         "the results of several replicas share their memory",
         "mpidist/cross_device_ops/local_values.py",
@@ -699,9 +679,6 @@ _CROSS_DEVICE_OPS = (
         ("tests/acceptance/test_cross_device_ops.py",),
         ranks=2,
     ),
-)
-
-_INPUT = (
     Fault(
         "every worker begins with the larger sub-batches",
         "mpidist/input/dealing.py",
@@ -723,9 +700,6 @@ _INPUT = (
         "keep = filter",
         ("tests/input/test_transforms.py",),
     ),
-)
-
-_STRATEGIES = (
     Fault(
         "an error in the function of one rank is not told to the others",
         "mpidist/strategies/strategy_extended.py",
@@ -756,9 +730,6 @@ _STRATEGIES = (
         "        if self._extended.is_closed and self._extended.communicator is not None:\n",
         ("tests/strategies/test_closed.py",),
     ),
-)
-
-_TRAINING = (
     Fault(
         "an accumulator adds to the caller's own gradients",
         "mpidist/training/gradients.py",
@@ -788,9 +759,6 @@ _TRAINING = (
         "kept = gradient",
         ("tests/training/test_gradients.py",),
     ),
-)
-
-_PARAMETER_SERVER = (
     Fault(
         "a server carries out a request that the worker has given up half sent",
         "mpidist/parameter_server/service.py",
@@ -826,9 +794,6 @@ _PARAMETER_SERVER = (
         "return client not in self.clients",
         ("tests/parameter_server/test_v1.py",),
     ),
-)
-
-_CHECKPOINT = (
     Fault(
         "a manifest is read without a look at its checksum",
         "mpidist/checkpoint/formats.py",
@@ -857,9 +822,6 @@ _CHECKPOINT = (
         "                pass\n",
         ("tests/checkpoint/test_contents.py",),
     ),
-)
-
-_ELASTIC = (
     Fault(
         "the ranks go on from the first rank's commit where another has a newer one",
         "mpidist/elastic/state.py",
@@ -888,9 +850,6 @@ _ELASTIC = (
         "arrays.update({key: on_host(array) for key, array in leaves.arrays.items()})",
         ("tests/elastic/test_run.py",),
     ),
-)
-
-_ESTIMATOR = (
     Fault(
         "evaluations follow one another without a pause",
         "mpidist/estimator/evaluations.py",
@@ -919,9 +878,6 @@ _ESTIMATOR = (
         "",
         ("tests/estimator/test_evaluations.py",),
     ),
-)
-
-_COMPAT = (
     Fault(
         "workers are numbered as if there were no chief",
         "mpidist/compat/multi_worker_util.py",
@@ -950,10 +906,7 @@ _COMPAT = (
         "",
         ("tests/compat/test_v1_iterators.py",),
     ),
-)
-
-# Of the parts that tests see without torch, which is not in their environment.
-_TORCH = (
+    # Of the parts that tests see without torch, which is not in their environment.
     Fault(
         "a rank on its node is told as one among all",
         "mpidist/torch/variables.py",
@@ -982,9 +935,6 @@ _TORCH = (
         "if name in os.environ:",
         ("tests/torch/test_launchers.py",),
     ),
-)
-
-_JAX = (
     Fault(
         "leaves behind the first one are cut from the beginning",
         "mpidist/jax/leaf_packs.py",
@@ -1006,10 +956,7 @@ _JAX = (
         "pack[start:stop]",
         ("tests/jax/test_leaf_packs.py",),
     ),
-)
-
-# Of the part that tests see without Keras.
-_KERAS = (
+    # Of the part that tests see without Keras.
     Fault(
         "rows of a rank's second replica are left out",
         "mpidist/keras/shares.py",
@@ -1038,9 +985,6 @@ _KERAS = (
         "np.arange(start, stop) + end",
         ("tests/keras/test_shares.py",),
     ),
-)
-
-_CLI = (
     Fault(
         "launch replaces what the user has set",
         "mpidist/cli/launch.py",
@@ -1069,9 +1013,6 @@ _CLI = (
         "json.dumps({**facts}, indent=2)",
         ("tests/cli/test_json_output.py",),
     ),
-)
-
-_FACADES_FAULTS = (
     Fault(
         "the v1 name of a strategy is that of v2",
         "mpidist/v1/experimental.py",
@@ -1101,28 +1042,3 @@ _FACADES_FAULTS = (
         ("tests/acceptance/test_public_paths.py",),
     ),
 )
-
-FAULTS: tuple[Fault, ...] = (
-    *_NATIVE,
-    *_CORE,
-    *_ARRAYS,
-    *_TOPOLOGY,
-    *_CLUSTER_RESOLVER,
-    *_COLLECTIVES,
-    *_VALUES,
-    *_CROSS_DEVICE_OPS,
-    *_INPUT,
-    *_STRATEGIES,
-    *_TRAINING,
-    *_PARAMETER_SERVER,
-    *_CHECKPOINT,
-    *_ELASTIC,
-    *_ESTIMATOR,
-    *_COMPAT,
-    *_TORCH,
-    *_JAX,
-    *_KERAS,
-    *_CLI,
-    *_FACADES_FAULTS,
-)
-"""By room, from the lowest to the highest."""

@@ -24,15 +24,7 @@ class RunError(Exception):
 
 @dataclass(frozen=True)
 class Sighting:
-    """What one run of tests says of a fault.
-
-    Args:
-        seen: Whether the tests have seen it.
-        how: ``"failed"``, or ``"hang"`` or ``"crash"`` where the job was ended before pytest could say so; empty if not
-            seen.
-        test: The first test that failed, or the last that the output names; empty if not seen.
-        why: The line of pytest's summary on that test.
-    """
+    """The judgement of one run: whether and how (failed, hang or crash) tests saw the fault, which one, and why."""
 
     seen: bool
     how: str = ""
@@ -41,14 +33,10 @@ class Sighting:
 
 
 def judge(status: int | None, output: str) -> Sighting:
-    """Return what a run says of its fault.
-
-    Args:
-        status: With which it ended; None where it was ended by the time limit.
-        output: What it printed.
+    """Judge a run by its exit status (None at the time limit) and its output.
 
     Raises:
-        RunError: No test was run, or they took too long without a sign of a hang.
+        RunError: No test was run, or the tests took too long without a sign of a hang.
     """
     if status == PASSED:
         return Sighting(False)
