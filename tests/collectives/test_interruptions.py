@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import re
 import signal
 import threading
@@ -168,7 +169,7 @@ def test_making_a_strategy_alone_has_a_deadline() -> None:
     ],
 )
 def test_a_bad_argument_of_one_rank_raises_on_all(comm: Communicator, call: str, bad: list[Any]) -> None:
-    with pytest.raises((PeerError, AttributeError, TypeError, ValueError, ImportError)):
+    with pytest.raises((PeerError, AttributeError, TypeError, ValueError, pickle.PicklingError)):
         getattr(comm, call)(*(bad if comm.rank == 0 else [0]))
     assert comm.all_reduce("SUM", 1) == comm.size
 

@@ -9,10 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpidist.arrays.device_ops import ops_for
-from mpidist.collectives.gpu.nccl_comm import LocalNccl
 from mpidist.collectives.reduce.device_packs import nccl_dtype, nccl_reduction
-from mpidist.core.errors import DeviceError, NcclFailure
+from mpidist.core.errors import NcclFailure
 from mpidist.core.options import ReduceOp
 from mpidist.topology import import_mpi
 from tests.collectives.nccl_ranks import Rank, nccl_rank
@@ -182,46 +180,3 @@ def test_the_double_finds_different_calls(me: Rank) -> None:
     with pytest.raises(RuntimeError, match="rank . makes another call: allReduce of [34] elements"):
         me.stream.synchronize()
     comm.abort()
-
-
-# Several GPUs of one process ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.one_rank
-@pytest.mark.parametrize("name", ["float32", "int64", "complex128", "float16"])
-def test_local_all_reduce(fake_gpus: Any, name: str) -> None:
-    devices, ops = [2, 0, 3], ops_for("gpu")
-    local, streams = LocalNccl(devices), [ops.stream(device) for device in devices]
-    given = [values(place, 1000, np.dtype(name)) for place in range(3)]
-    arrays = [ops.from_host(array, device) for array, device in zip(given, devices, strict=True)]
-    targets = [ops.from_host(np.zeros_like(array), device) for array, device in zip(given, devices, strict=True)]
-    for device, stream in zip(devices, streams, strict=True):
-        stream.wait(ops.current_stream(device).record())
-    local.all_reduce(arrays, ReduceOp.SUM, streams, targets)
-    local.all_reduce(arrays, ReduceOp.SUM, streams)
-    for stream in streams:
-        stream.synchronize()
-    for array in (*arrays, *targets):
-        check(ops.to_host(array), reduced(3, 1000, np.dtype(name), ReduceOp.SUM))
-    local.close()
-    local.close()
-    with pytest.raises(RuntimeError, match="can no longer be used: it has been closed"):
-        local.all_reduce(arrays, ReduceOp.SUM, streams)
-    assert fake_nccl.open_communicators() == []
-
-
-@pytest.mark.one_rank
-def test_gpus_that_nccl_cannot_join(fake_gpus: Any, monkeypatch: Any) -> None:
-    def fail(devices: list[int]) -> Any:
-        raise KeyError(7)
-
-    for devices in ([], [1, 1]):
-        with pytest.raises(ValueError, match="Pass at least one GPU, each once"):
-            LocalNccl(devices)
-    with monkeypatch.context() as changed:
-        changed.setattr(fake_nccl.NcclCommunicator, "initAll", fail)
-        with pytest.raises(NcclFailure, match=r"not join the GPUs \[0, 1\] of one process: NCCL returned status 7"):
-            LocalNccl([0, 1])
-    monkeypatch.setattr(fake_nccl, "available", False)
-    with pytest.raises(DeviceError, match="finds no NCCL library"):
-        LocalNccl([0, 1])

@@ -104,19 +104,19 @@ def test_what_is_no_observer() -> None:
         comm.add_observer(print)  # type: ignore[arg-type]
 
 
-class Wrong(Observer):
-    """Raises an error at one event."""
+def wrong_at(event: str) -> Observer:
+    """Return an observer that raises an error at an event."""
 
-    def __init__(self, event: str) -> None:
-        setattr(self, event, self._fail)
-
-    def _fail(self, *_: object) -> None:
+    def fail(self: Observer, *_: object) -> None:
         raise ValueError("not mine")
+
+    made: Observer = type("Wrong", (Observer,), {event: fail})()
+    return made
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_an_error_of_an_observer_reaches_all(everywhere: bool) -> None:
-    wrong = Wrong("issued")
+    wrong = wrong_at("issued")
     with Communicator() as comm:
         is_wrong = everywhere or comm.rank == 0
         if is_wrong:
@@ -131,7 +131,7 @@ def test_an_error_of_an_observer_reaches_all(everywhere: bool) -> None:
 def test_an_error_when_it_is_closed_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     comm = Communicator()
     if comm.rank == 0:
-        comm.add_observer(Wrong("closed"))
+        comm.add_observer(wrong_at("closed"))
     comm.close()
     assert ("not mine" in caplog.text) is (comm.rank == 0)
 
