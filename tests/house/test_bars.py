@@ -49,7 +49,7 @@ def test_figures_of_a_small_package(tmp_path: Path, capsys: pytest.CaptureFixtur
     for name, text in _FILES.items():
         (tmp_path / "mpidist" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "mpidist" / name).write_text(textwrap.dedent(text))
-    private = ["high.py:3 mpidist.low._hidden", "high.py:11 other._two", "high.py:11 self.row._end"]
+    private = ["high.py:3 mpidist.low._hidden", "high.py:10 other._two", "high.py:10 self.row._end"]
     assert figures(tmp_path) == {
         "code lines": 8,
         "docstring lines": 2,

@@ -69,6 +69,7 @@ def test_a_thread_is_left():
         threading.Thread(target=time.sleep, args=(5,), name="forgotten", daemon=True).start()
 def test_a_communicator_is_left():
     test_a_communicator_is_left.it = Communicator()
+@pytest.mark.timeout(2)
 def test_slow():
     while world.rank == 1:
         time.sleep(0.01)
@@ -93,7 +94,7 @@ OUTCOMES = {
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_one_outcome_on_all_ranks(ranks: int, tmp_path: Path) -> None:
     results = tmp_path / "results.json"
-    options = ["--long", "--timeout=2"] if ranks > 1 else []
+    options = ["--long"] if ranks > 1 else []
     done = session(tmp_path, MANY, ranks, "--results", str(results), *options)
     assert done.returncode == 1, done.stdout + done.stderr
     found = {name.split("::")[-1]: each["outcome"] for name, each in json.loads(results.read_text())["tests"].items()}
