@@ -139,6 +139,13 @@ def test_out_receives_the_result(comm: Communicator, count: int) -> None:
         np.testing.assert_array_equal(target, expected("SUM", comm.size, value.shape, value.dtype))
 
 
+@pytest.mark.parametrize("op", ["SUM", "MAX"])
+def test_an_empty_list(comm: Communicator, op: str) -> None:
+    assert comm.all_reduce(op, []) == []
+    reduced = comm.reduce(op, [])
+    assert reduced == ([] if comm.rank == 0 else None)
+
+
 class Pair(NamedTuple):
     one: Any
     other: Any

@@ -254,21 +254,3 @@ def test_per_thread_default_streams_raise(everywhere: bool, cupy: Any) -> None:
             cupy.cuda.Stream.ptds.use()
         with pytest.raises(DeviceError if is_refused else PeerError, match="unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM"):
             comm.all_reduce("SUM", array)
-
-
-@GPUS
-@pytest.mark.counts
-def test_movement_and_the_other_reductions(cupy: Any, comm: Communicator) -> None:
-    mine = cupy.full((comm.rank + 1, 2), comm.rank)
-    gathered = comm.all_gather(mine)
-    assert isinstance(gathered, cupy.ndarray)
-    np.testing.assert_array_equal(gathered.get(), np.concatenate([np.full((r + 1, 2), r) for r in range(comm.size)]))
-    np.testing.assert_array_equal(comm.all_gather_async(mine).wait().get(), gathered.get())
-    got = comm.broadcast([cupy.full(3, comm.rank), comm.rank], root=comm.size - 1)
-    assert got[0].get().tolist() == [comm.size - 1] * 3
-    assert got[1] == comm.size - 1
-    reduced = comm.reduce("SUM", cupy.full(3, 1.0), root=0)
-    assert reduced is None if comm.rank else reduced.get().tolist() == [comm.size] * 3
-    part = comm.reduce_scatter("SUM", cupy.ones((2 * comm.size, 2)))
-    assert isinstance(part, cupy.ndarray)
-    np.testing.assert_array_equal(part.get(), np.full((2, 2), comm.size))

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from mpidist.collectives import rpc
-from mpidist.collectives.channel.connections import Connections
 from mpidist.collectives.channel.executor import ChannelStatus
 from mpidist.collectives.observe import hangs
 from mpidist.collectives.observe.deadlock import Wait, WaitState
@@ -260,10 +259,6 @@ def test_a_resumed_asker_prints_no_report(job: Job) -> None:
     assert "rank 0: gave no answer" in job.report(world, range(1, 64))
 
 
-def test_a_rank_without_leaders_reports(job: Job) -> None:
-    assert "ranks 16-17: gave no answer" in job.report(job.make(64, 8, [16, 17]), [20])
-
-
 def test_a_closed_communicator_reports_nothing(job: Job) -> None:
     world = job.make(4, 2, [3])
     for observer in world.observers[:3]:
@@ -273,15 +268,6 @@ def test_a_closed_communicator_reports_nothing(job: Job) -> None:
         observer.closed()
     world.run()
     assert job.printed == []
-
-
-def test_deadlocks_are_asked_for_again(job: Job) -> None:
-    world = job.make(64, 8)
-    for _ in range(2):
-        world.received[0] = 0
-        world.observers[63].inquire(Question(DEADLOCK, 17), ignore)
-        world.run()
-        assert world.received[0] > 1000, "answers"
 
 
 def test_all_ranks_of_a_deadlock_get_its_error(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,10 +298,3 @@ def test_answers_are_cut_into_messages() -> None:
     send_answers(messages.append, answers)
     assert max(map(len, messages)) <= 2500
     assert [answer for part in messages for answer in pickle.loads(zlib.decompress(part))] == answers
-
-
-def test_askers_connect_to_two_ranks_of_nodes() -> None:
-    known = {rank: Connections(rank, [range(3), range(3, 4), range(4, 9)]).known for rank in range(9)}
-    assert [known[0], known[3], known[6]] == [{1, 2, 3, 4, 5}, {0, 1, 4, 5}, {4, 5, 7, 8}]
-    assert known[5] == {0, 3, 4, 6, 7, 8}
-    assert all(rank in known[other] for rank, others in known.items() for other in others)

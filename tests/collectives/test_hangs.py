@@ -133,16 +133,6 @@ def test_another_rank_asks_if_the_first_hangs(how: str, ranks_per_node: int | No
 
 
 @pytest.mark.long
-def test_without_askers_a_node_reports_alone() -> None:
-    env = {"MPIDIST_WARN_AFTER": "0.5"}
-    job = run_script(WAIT, 4, "SIGCONT", "5", "0", "1", env=env, ranks_per_node=1)
-    assert job.returncode == 0, job.stderr
-    assert "rank 2 of 4 has waited" in job.stderr
-    assert "ranks 0-1: gave no answer" in job.stderr
-    assert "rank 3: could not be asked" in job.stderr
-
-
-@pytest.mark.long
 def test_the_second_rank_answers_for_the_leader() -> None:
     env = {"MPIDIST_WARN_AFTER": "0.5"}
     job = run_script(WAIT, 6, "SIGCONT", "5", "3", env=env, ranks_per_node=3)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import pickle
+import weakref
 from typing import Any
 
 import numpy as np
@@ -101,6 +104,40 @@ def test_an_error_of_all_ranks_stays_their_own(comm: Communicator) -> None:
     with pytest.raises(KeyError, match="lost"), comm.shared_errors("reading a file"):
         raise KeyError("lost")
     assert comm.all_reduce("SUM", 1) == comm.size
+
+
+@pytest.mark.parametrize(
+    ("call", "bad"),
+    [
+        ("all_gather_object", [lambda: 0]),
+        ("broadcast_object", [lambda: 0]),
+        ("split", [-5]),
+        ("split", [2**40]),
+        ("split", [0, 2**40]),
+        ("split", [0, "a"]),
+    ],
+)
+def test_a_bad_argument_of_one_rank_raises_on_all(comm: Communicator, call: str, bad: list[Any]) -> None:
+    with pytest.raises((PeerError, AttributeError, TypeError, ValueError, pickle.PicklingError)):
+        getattr(comm, call)(*(bad if comm.rank == 0 else [0]))
+    assert comm.all_reduce("SUM", 1) == comm.size
+
+
+def test_an_announced_error_is_not_kept(comm: Communicator) -> None:
+    class Large:
+        """Something that a frame of the traceback refers to."""
+
+    def fails() -> None:
+        local = Large()
+        seen.append(weakref.ref(local))
+        raise KeyError("lost")
+
+    seen: list[Any] = []
+    with pytest.raises(KeyError), comm.shared_errors("a test"):
+        fails()
+    assert comm.all_reduce("SUM", 1) == comm.size
+    gc.collect()
+    assert seen[0]() is None
 
 
 def late_rank() -> str:

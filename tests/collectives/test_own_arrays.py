@@ -141,13 +141,6 @@ def test_a_pool_reuses_free_memory() -> None:
     assert address in {pool.take(COUNT, np.dtype("f8")).ctypes.data for _ in range(2)}
 
 
-def test_a_pool_drops_unused_sizes() -> None:
-    pool = Pool()
-    for count in range(20_000, 200_000, 500):
-        pool.take(count, np.dtype("f8"))
-    assert len(pool._shelves) < 70
-
-
 def test_a_pool_frees_blocks_used_once() -> None:
     pool, kept = Pool(), []
 

@@ -211,14 +211,6 @@ def test_clocks_of_hosts_are_aligned(traced: tuple[Path, int | None], tmp_path: 
         assert all(event["ts"] + event["dur"] >= last - 1000 for event in meeting)
 
 
-def test_hosts_without_handshakes_are_not_aligned(traced: tuple[Path, int | None], tmp_path: Path) -> None:
-    trace_path(tmp_path, 0).write_text(trace_path(traced[0], 0).read_text())
-    on_another_host(trace_path(traced[0], 1), trace_path(tmp_path, 1), 0.0, 0.0)
-    trace_path(tmp_path, 1).write_text(trace_path(tmp_path, 1).read_text().replace("communicator", "group"))
-    with pytest.raises(ValueError, match=r"rank-0001.json and the ranks on the host of rank 0 have no collective in"):
-        merge(tmp_path)
-
-
 def test_merging_by_hand(traced: tuple[Path, int | None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(tmp_path)]) == 2
     assert (
@@ -380,17 +372,6 @@ def test_lost_entries_are_counted(tmp_path: Path) -> None:
     file.write(False)
     assert [event["name"] for event in of(events_of(path), ph="X")] == ['"4"', '"5"', '"6"', '"7"']
     assert dropped(path) == 3
-
-
-def test_an_unfinished_entry_is_written_once(tmp_path: Path) -> None:
-    file, path = TraceFile(str(tmp_path), 0, 1, slots=4), trace_path(tmp_path, 0)
-    running = file.ring.begin(Kind.COLLECTIVE, 1, "a", "barrier", begin=1)
-    for is_saving in (False, True, True):
-        file.write(is_saving)
-    file.ring.finish(running)
-    file.write(False)
-    names = [event["name"] for event in events_of(path) if "ts" in event]
-    assert names == ["unfinished barrier", "unfinished barrier", "barrier"], "begin and end of an event, and a span"
 
 
 def test_an_unwritable_file_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

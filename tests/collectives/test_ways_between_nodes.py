@@ -123,23 +123,3 @@ def test_a_16_bit_wire_rounds_once_each_way(wire_dtype: str) -> None:
         assert len({flat.tobytes() for flat in flats}) == 1
         sent = [(messages, elements) for messages, elements, _ in world.rounds(itemsize=2)]
         assert sent == [(r.messages, r.elements) for r in wire_algorithms.costs[name](world.size, 70)]
-
-
-def test_the_double_sees_lost_messages() -> None:
-    world = InMemory(2)
-    first, second = world.comms()
-    byte = (np.zeros(1, np.uint8), 1, None)
-
-    def waiting() -> Steps[None]:
-        request = first.Irecv(byte, 1, 0)
-        while not request.Test():
-            yield
-
-    def sending() -> Steps[None]:
-        second.Isend(byte, 0, tag=3)
-        yield
-
-    with pytest.raises(RuntimeError, match=r"messages .* \[\(1, 0, 3\)\] have nobody on the other side"):
-        world.run([sending()])
-    with pytest.raises(RuntimeError, match=r"ranks \[0\] of 2 wait for messages that nobody sends"):
-        world.run([waiting()])
