@@ -5,6 +5,7 @@ Counts of the second call, once all that is kept has been made.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,6 +28,13 @@ LAUNCHES = {
 }
 
 
+@pytest.fixture
+def cupy(fake_gpus: Any) -> Iterator[Any]:
+    """Each rank has a GPU of its own."""
+    with fake_gpus.cuda.Device(world_topology().rank):
+        yield fake_gpus
+
+
 def gradients(cupy: Any, count: int) -> list[Any]:
     """Return arrays of some sizes, in bytes multiples of 16 and others."""
     return [cupy.ones((64, 9) if number % 3 else 7, "f4") for number in range(count)]
@@ -36,7 +44,7 @@ def gradients(cupy: Any, count: int) -> list[Any]:
 @pytest.mark.parametrize("is_in_place", [False, True])
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 @pytest.mark.parametrize("algorithm", ["nccl", "ring", "staged"])
-def test_launches_do_not_grow_with_arrays(
+def test_an_all_reduce_costs_the_same_however_many_arrays_it_has(
     cupy: Any, monkeypatch: pytest.MonkeyPatch, algorithm: str, op: str, is_in_place: bool, number: int
 ) -> None:
     # Of several nodes, where the ring has something to do.
@@ -62,7 +70,7 @@ def test_launches_do_not_grow_with_arrays(
     assert switches <= 1
 
 
-def test_results_are_aligned_views_of_one_array(cupy: Any) -> None:
+def test_results_of_one_call_are_views_of_one_array_and_begin_where_vectors_do(cupy: Any) -> None:
     with Communicator() as comm:
         for dtype in ("f4", "f2", "i2", "f8"):
             arrays = [cupy.full(size, 2, dtype) for size in (7, 1, 64, 33)]
@@ -88,7 +96,9 @@ def test_other_arrays_in_each_call_pin_no_memory(cupy: Any) -> None:
 
 @pytest.mark.nodes
 @pytest.mark.parametrize("sizes", [(1,), (1001,), (7, 33, 100_003), (40_000, 5)])
-def test_slices_between_nodes_are_aligned(cupy: Any, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
+def test_slices_between_nodes_begin_where_nccl_reads_many_elements_at_a_time(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]
+) -> None:
     if world_topology().size < 4:
         pytest.skip("two nodes with two ranks each")
     monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "2")

@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 import signal
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from mpidist import CollectiveTimeoutError, Communicator
 from mpidist.collectives.channel.fast_path import ChannelLock, FastPath
-from tests.support.ranks.jobs import run_script
+from mpidist.experimental import CommunicationOptions
+from tests.support.ranks.jobs import run_alone, run_script
 from tests.support.speed import deadlines
 
 pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
@@ -318,3 +322,61 @@ def test_a_raising_handler_frees_the_lock() -> None:
     assert steps == []
     lock.try_step(lambda: steps.append(1))
     assert steps == [1]
+
+
+def late_rank() -> str:
+    """Rank 0 reaches its deadline before rank 1 arrives."""
+    comm = Communicator()
+    # The first call allocates memory, which needs all ranks.
+    comm.all_reduce("SUM", np.ones(5))
+    if comm.rank == 1:
+        time.sleep(1.0)
+        comm.all_reduce("SUM", np.ones(5))
+        return "late"
+    with pytest.raises(CollectiveTimeoutError) as gave_up:
+        comm.all_reduce("SUM", np.ones(5), options=CommunicationOptions(timeout_seconds=0.3))
+    assert gave_up.value.rank == 0
+    assert gave_up.value.waited_seconds >= 0.3
+    assert "all_reduce SUM of float64(5,)" in gave_up.value.operation
+    with pytest.raises(RuntimeError) as after:
+        comm.barrier()
+    return str(after.value)
+
+
+def test_a_deadline_ends_the_communicator() -> None:
+    gave_up, late = run_alone(late_rank, 2)
+    assert "can no longer be used" in gave_up
+    assert "did not finish within its deadline" in gave_up
+    assert late == "late"
+
+
+def test_waiting_ranks_notice_an_exit() -> None:
+    program = """
+    import sys, numpy, mpidist
+    first, second = mpidist.Communicator(), mpidist.Communicator()
+    if first.rank == 1:
+        sys.exit(3)
+    second.all_reduce("SUM", numpy.ones(5))
+    """
+    job = run_script(program, 3)
+    assert job.returncode != 0
+    assert "PeerError: rank 0 was in all_reduce SUM of float64(5,)" in job.stderr
+    assert "when rank 1 has left the program (at its end). Make this call on every rank" in job.stderr
+
+
+def test_a_job_ends_although_a_rank_left_early() -> None:
+    program = """
+    import sys, mpidist
+    comm = mpidist.Communicator()
+    if comm.rank == 1:
+        sys.exit()
+    for _ in range(2):
+        try:
+            comm.barrier()
+        except mpidist.PeerError as error:
+            print(error)
+    """
+    job = run_script(program, 2)
+    assert job.returncode == 0, job.stderr
+    assert "rank 1 has left the program" in job.stdout
+    assert "can no longer be used: rank 1 left the program" in job.stdout

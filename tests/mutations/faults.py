@@ -330,7 +330,7 @@ FAULTS: tuple[Fault, ...] = (
         "mpidist/topology/finalize.py",
         "        atexit.unregister(_finalize_at_exit)\n",
         "        pass\n",
-        ("tests/collectives/test_interruptions.py",),
+        ("tests/collectives/test_interruptions.py::test_the_end_of_a_forked_child_is_its_own",),
     ),
     Fault(
         "a rank that has made no strategy does not answer the ranks that wait for it",
@@ -451,7 +451,7 @@ FAULTS: tuple[Fault, ...] = (
         "mpidist/core/concurrency.py",
         "        if waited > self._limit and",
         "        if waited > max(self._limit, self._warn) and",
-        ("tests/collectives/test_mismatch.py",),
+        ("tests/collectives/test_interruptions.py::test_a_deadline_ends_the_communicator",),
     ),
     Fault(
         "a node whose first rank gives no answer is not asked",
