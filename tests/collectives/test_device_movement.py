@@ -66,8 +66,6 @@ def check_movement(cupy: Any, comm: Communicator) -> None:
         turned.get(), np.concatenate([np.full((2, rank + 1), rank) for rank in range(comm.size)], axis=1)
     )
     values = [cupy.full((), comm.rank, "f2"), cupy.arange(6.0).reshape(2, 3).T + comm.rank, cupy.zeros(0)]
-    reduced = comm.reduce("SUM", cupy.full(3, 1.0), root=0)
-    assert reduced is None if comm.rank else reduced.get().tolist() == [comm.size] * 3
     for result, wanted in zip(comm.broadcast(values, root=1), [1, np.arange(6.0).reshape(2, 3).T + 1, []], strict=True):
         np.testing.assert_array_equal(result.get(), wanted)
 
@@ -85,6 +83,8 @@ def test_arrays_move_from_gpu_to_gpu(cupy: Any) -> None:
 def test_arrays_move_through_page_locked_memory(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with Communicator() as comm:
         check_movement(cupy, comm)
+        reduced = comm.reduce("SUM", cupy.full(3, 1.0), root=0)
+        assert reduced is None if comm.rank else reduced.get().tolist() == [comm.size] * 3
         monkeypatch.setattr(cupy.ndarray, "get", lambda *_: pytest.fail("a copy to pageable memory"))
         comm.broadcast([cupy.ones(1000) for _ in range(20)])
         comm.all_gather([cupy.ones(1000) for _ in range(20)])
