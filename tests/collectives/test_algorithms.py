@@ -161,7 +161,7 @@ def test_leaders_at_any_size(has_node_each: bool, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "1")
     with Communicator(table=SHIPPED._replace(several_nodes=((4 << 20, "leaders"), (None, "mpi")))) as comm:
         most = SMALL_BETWEEN_NODES // 8
-        # Again and again: the second one of a kind may go the short way.
+        # Repeated calls may use the fast path.
         for count in (most, most + 1, 3 * most, 40 * most) * 3:
             values = [value_of(comm.rank, count, "f8", 0), value_of(comm.rank, 5, "f8", 1)]
             expected = [reference("SUM", comm, count, "f8", 0), reference("SUM", comm, 5, "f8", 1)]

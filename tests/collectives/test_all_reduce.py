@@ -301,7 +301,7 @@ def test_one_array_takes_few_calls() -> None:
 
 @needs_core
 @pytest.mark.min_ranks(2)
-@pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="the short way is that of one node")
+@pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="the fast path needs one node")
 def test_a_cached_call_takes_four_function_calls(comm: Communicator) -> None:
     # A rank that has to wait for long for the others takes more.
     new = min(calls_of(comm, np.ones(4)) for _ in range(20))

@@ -1,4 +1,4 @@
-"""Ranks that do different things: the same error everywhere, and the communicator goes on."""
+"""Ranks that make different calls get the same error, and the communicator stays usable."""
 
 from __future__ import annotations
 

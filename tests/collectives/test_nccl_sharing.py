@@ -1,4 +1,4 @@
-"""One NCCL communicator for the same ranks on the same GPUs, whoever uses it."""
+"""Communicators of the same ranks on the same GPUs share one NCCL communicator."""
 
 from __future__ import annotations
 

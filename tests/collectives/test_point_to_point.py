@@ -54,7 +54,7 @@ def test_messages_arrive_in_order_by_tag(comm: Communicator) -> None:
         work.wait()
 
 
-def test_of_whoever_sends_first(comm: Communicator) -> None:
+def test_recv_from_any_rank(comm: Communicator) -> None:
     """Large ones, whose data come after the receiver knows who sends; a later call for one rank waits its turn."""
     if RANK:
         for turn in range(3):

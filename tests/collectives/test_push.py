@@ -203,7 +203,7 @@ except CollectiveTimeoutError:
 
 @needs_ulfm
 def test_elastic_ends_a_rank_stopped_in_a_write(faults: str, tmp_path: Path) -> None:
-    """Rank 1 stops inside a write, and rank 2 is killed: rank 0 goes on alone, and rank 1 writes nothing later."""
+    """Rank 1 stops inside a write, and rank 2 is killed: rank 0 continues alone, and rank 1 writes nothing later."""
     program = """
 import threading
 from mpidist import elastic

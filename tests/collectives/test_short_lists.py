@@ -1,4 +1,4 @@
-"""All-reduces of lists of arrays by the short way: what they give, and what is left to the long way."""
+"""All-reduces of lists of arrays on the fast path, and calls that need the general path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.ranks.cores import needs_core
 
 pytestmark = [
     needs_core,
-    pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="the short way is that of one node"),
+    pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="the fast path needs one node"),
 ]
 
 # Less than a page of the meeting, some slots, and chunks; lengths that divide among no ranks, and a 0-d array.
@@ -54,7 +54,7 @@ def test_new_arrays(
     values = kind(arrays_of(comm.rank, shapes, dtype))
     before = [value.copy() for value in values]
     results = [comm.all_reduce("SUM", values) for _ in range(UNTIL_KNOWN)]
-    monkeypatch.setattr(comm, "_run", None)  # which begins the long way
+    monkeypatch.setattr(comm, "_run", None)  # the general path
     results += [comm.all_reduce("SUM", values) for _ in range(2)]
     for result in results:
         assert type(result) is kind
@@ -73,6 +73,7 @@ def test_into_arrays_of_the_program(
         comm.all_reduce("SUM", values)
     monkeypatch.setattr(comm, "_run", None)
     results = comm.all_reduce("SUM", values, out=outs)
+    assert results is not outs
     assert all(result is out for result, out in zip(results, outs, strict=True))
     check(outs, expected_of(comm, shapes))
     comm.all_reduce("SUM", values, out=values)
@@ -106,7 +107,7 @@ def test_results_over_other_inputs(comm: Communicator, arrange: Callable[[Arrays
     check(outs, expected_of(comm, shapes))
 
 
-def test_other_kinds_of_places_go_the_long_way(comm: Communicator) -> None:
+def test_other_kinds_of_out(comm: Communicator) -> None:
     shapes = SHAPES["some"]
     values = arrays_of(comm.rank, shapes)
     for _ in range(UNTIL_KNOWN):
@@ -122,14 +123,6 @@ def test_other_kinds_of_places_go_the_long_way(comm: Communicator) -> None:
         with pytest.raises((ValueError, TypeError)):
             comm.all_reduce("SUM", values, out=wrong)
     check(comm.all_reduce("SUM", values), expected_of(comm, shapes))
-
-
-def test_the_result_is_no_list_of_the_program(comm: Communicator) -> None:
-    values = arrays_of(comm.rank, SHAPES["few"])
-    for _ in range(UNTIL_KNOWN + 1):
-        result = comm.all_reduce("SUM", values, out=values)
-        assert result is not values
-        assert all(one is other for one, other in zip(result, values, strict=True))
 
 
 def test_another_thread_empties_the_list() -> None:
@@ -211,7 +204,7 @@ def test_lists_that_differ(comm: Communicator, one: list[tuple[int, ...]], other
         lambda rank: [],
     ],
 )
-def test_what_is_left_to_the_long_way(comm: Communicator, given: Callable[[int], object]) -> None:
+def test_calls_of_the_general_path(comm: Communicator, given: Callable[[int], object]) -> None:
     for _ in range(3):
         assert comm.fast.all_reduce("SUM", given(comm.rank), None, 0) is None
         result = comm.all_reduce("SUM", given(comm.rank))

@@ -1,4 +1,4 @@
-"""The short way into results that a program gives: which go it, and that those that do not fit are no other results."""
+"""Calls with out on the fast path: their results, and errors if out does not fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.counts,
     pytest.mark.powers,
     needs_core,
-    pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="the short way is that of one node"),
+    pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="the fast path needs one node"),
 ]
 RANK, SIZE = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 ROOT = SIZE - 1
@@ -75,10 +75,10 @@ def test_into_an_array_of_the_program(comm: Communicator, name: str, rows: int) 
 
 
 @of_each_call
-def test_it_goes_the_short_way(comm: Communicator, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_uses_the_fast_path(comm: Communicator, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mine, right = given(RANK, 12), expected(name, 12)
     CALLS[name](comm, mine)
-    monkeypatch.setattr(comm, "_run", None)  # which begins the long way
+    monkeypatch.setattr(comm, "_run", None)  # the general path
     out = np.empty_like(right)
     assert CALLS[name](comm, mine, out) is out
     np.testing.assert_array_equal(out, right)
@@ -126,7 +126,7 @@ ARRANGEMENTS: dict[str, Callable[..., tuple[np.ndarray, np.ndarray]]] = {
 def test_results_that_lie_otherwise(comm: Communicator, name: str, arrangement: str, rows: int) -> None:
     right = expected(name, rows)
     CALLS[name](comm, given(RANK, rows))
-    # On one rank alone, while the others go the short way.
+    # On one rank alone, while the others use the fast path.
     value, out = (
         ARRANGEMENTS[arrangement](given(RANK, rows), right) if RANK == 0 else (given(RANK, rows), np.empty_like(right))
     )

@@ -1,4 +1,4 @@
-"""The short way of a call: what must not happen between Python and the core, and what it gives up."""
+"""The fast path between Python and the core: memory, threads, signals, and calls that must not use it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.speed import deadlines
 
 pytestmark = [
     needs_core,
-    pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="the short way is that of one node"),
+    pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="the fast path needs one node"),
 ]
 RANK = MPI.COMM_WORLD.Get_rank()
 
