@@ -65,7 +65,7 @@ others.barrier()
 
 
 def test_the_thread_that_waits_may_abort() -> None:
-    """In the handler of a signal, which waits for nobody."""
+    """A signal handler must not wait for other ranks."""
     run(
         """
 import os, signal

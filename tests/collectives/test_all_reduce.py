@@ -283,7 +283,7 @@ def test_unsupported_operations_raise(comm: Communicator) -> None:
 
 
 def calls_of(comm: Communicator, value: Any, out: Any = None) -> int:
-    """Count the calls of functions: what stands between a program and its message, on whatever machine."""
+    """Count function calls, a measure of overhead that does not depend on the machine."""
     calls: list[str] = []
     for _ in range(3):
         comm.all_reduce("SUM", value, out=out)

@@ -37,7 +37,7 @@ class Clock:
 
 @pytest.fixture(params=[1e-6, 1e-3], ids=["free", "wanted"])
 def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """A clock for waits, on a core that nobody or somebody else wants."""
+    """A clock for waits, on a free core or on a core that another process wants."""
     clock = Clock(request.param)
     monkeypatch.setattr(time, "perf_counter", clock.read)
     monkeypatch.setattr(time, "sleep", lambda seconds: clock.sleep(seconds, 0.0))

@@ -1,4 +1,4 @@
-"""Closing, twice too, and what is closed: it says so, and what it has given stays."""
+"""Closed communicators raise on use, may be closed twice, and keep the arrays that they returned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that go from ranks to ranks: gather, scatter, all_to_all, unequal parts, and results where they are wanted."""
+"""Rows that move between ranks: gather, scatter, all_to_all, unequal parts, and out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def comm() -> Any:
 
 
 def rows_of(rank: int, count: int, dtype: object = "f4", width: int = 1) -> np.ndarray:
-    """Return what a rank gives: other numbers on each."""
+    """Return the input of a rank. It differs between ranks."""
     return ((np.arange(count * width) * 7 + 13 * rank) % 101).astype(dtype).reshape(count, width)
 
 

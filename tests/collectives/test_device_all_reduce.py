@@ -27,7 +27,7 @@ def layouts() -> list[Any]:
 
 
 def values_of(rank: int, round_number: int = 0) -> list[np.ndarray]:
-    """Return what a rank contributes: large and small, empty and 0-d, of several dtypes."""
+    """Return the contribution of a rank: large, small, empty and 0-d arrays of several dtypes."""
     random = np.random.default_rng([rank, round_number])
     return [
         random.integers(-4, 5, 120_001).astype("f4"),

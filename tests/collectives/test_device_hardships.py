@@ -1,4 +1,4 @@
-"""Collectives on GPUs where something is scarce, late, broken or in an unusual order: a test for each hardship.
+"""Collectives on GPUs if memory is scarce, streams are late, compilers fail or calls come in unusual orders.
 
 On stand-ins for CuPy and NCCL (see tests/support/fake_cupy), whose GPUs do NCCL's calls one after the other.
 """

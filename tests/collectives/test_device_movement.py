@@ -38,7 +38,7 @@ def by_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parts(rank: int) -> list[np.ndarray]:
-    """Return what a rank gives to be gathered: different lengths, equal ones, none, other axes, any dtype."""
+    """Return the arrays of a rank to gather: different and equal lengths, empty ones, and several dtypes."""
     return [
         np.full((rank + 1, 2), rank, "f4"),
         np.arange(6.0).reshape(3, 2) + rank,

@@ -49,7 +49,7 @@ SWITCHES = (96, 8 << 10, 32 << 10, 64 << 10, 256 << 10 if SIZE == 1 else (256 <<
 
 
 def inputs(count: int, dtype: np.dtype[Any]) -> list[np.ndarray]:
-    """Return what each rank gives: also numbers that do not fit, NaN and zeros of both signs."""
+    """Return the input of each rank, with overflowing numbers, NaN and zeros of both signs."""
     random = np.random.default_rng(count)
     given = []
     for _ in range(SIZE):

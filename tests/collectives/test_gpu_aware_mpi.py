@@ -85,7 +85,7 @@ def test_the_setting_decides_if_all_ranks_agree(
 
 
 def asserts() -> int:
-    """What MPIX_Query_cuda_support of MPICH 3.4 does, whatever it finds."""
+    """Fail as MPIX_Query_cuda_support of MPICH 3.4 always does."""
     raise AssertionError("the process ends: assert(mpi_errno)")
 
 

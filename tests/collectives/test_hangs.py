@@ -1,4 +1,4 @@
-"""Hang reports: which ranks keep a collective waiting, what each of them does, and on which line of its program."""
+"""Hang reports: the ranks that keep a collective waiting, with their state and the line of their program."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 
 def inventory() -> dict[str, Any]:
-    """Return what this process holds, also how many handles MPI has given out: it gives those that are free again."""
+    """Return the resources of this process. MPI reuses freed handles, so new handles show leaks."""
     from mpi4py import MPI
 
     gc.collect()

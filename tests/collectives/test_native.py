@@ -1,4 +1,4 @@
-"""Loading the native core: lazily, once, not at all where that is asked for, and never one of other sources."""
+"""Loading the native core: once, on first use, unless disabled, and never a library of other sources."""
 
 from __future__ import annotations
 

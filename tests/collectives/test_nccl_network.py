@@ -118,7 +118,7 @@ def cupy(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def algorithm(comm: Communicator, cupy: Any) -> str:
-    """Return what a reduction takes, whose result is right."""
+    """Return the algorithm of a reduction, after a check of its result."""
     assert (comm.all_reduce("SUM", cupy.full(1000, 2, "f4")).get() == 2 * comm.size).all()
     return comm.last_algorithm
 

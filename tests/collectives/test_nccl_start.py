@@ -26,7 +26,7 @@ Raw = fake_nccl.NcclCommunicator
 
 
 def outcome(device: int | str | None = "one per rank", patience: float = 20.0) -> tuple[str, int]:
-    """Return what comes of ``made``, the same on all ranks, and how many ranks there are; a communicator is closed."""
+    """Return the outcome of ``made``, which all ranks share, and the number of ranks. Closes a communicator."""
     with private_world() as world:
         device = world.rank if isinstance(device, str) else device
         made = finished(NcclComm.made(world, device, patience))
@@ -151,7 +151,7 @@ def test_one_rank_fails_while_others_wait(fake_gpus: Any, monkeypatch: Any, erro
 
 @four_gpus
 def test_nccl_gets_the_memory_of_the_pool(fake_gpus: Any, monkeypatch: Any) -> None:
-    """On one rank; its program has let go of an array that was as large as what NCCL takes."""
+    """One rank has freed an array as large as the memory that NCCL needs."""
     monkeypatch.setattr(fake_nccl, "communicator_bytes", 1 << 20)
     if is_last():
         device = world_topology().rank

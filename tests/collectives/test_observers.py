@@ -1,4 +1,4 @@
-"""Observers: what a program sees of the collectives of its communicator."""
+"""Observers see the events of collectives, and their errors reach all ranks."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ DETERMINISTIC = CommunicationOptions(deterministic=True)
 
 
 def inputs(count: int, dtype: str) -> list[np.ndarray]:
-    """Return what each rank gives; sums of it depend on their order in the last bits."""
+    """Return the input of each rank. The last bits of sums depend on their order."""
     random = np.random.default_rng(count)
     return [random.standard_normal(count).astype(dtype) * 10.0**rank for rank in range(SIZE)]
 

@@ -126,7 +126,7 @@ def test_other_kinds_of_out(comm: Communicator) -> None:
 
 
 def test_another_thread_empties_the_list() -> None:
-    """The arrays of a call stay, whatever becomes of the list that held them."""
+    """The arrays of a call stay alive if the list drops them."""
     with Communicator(MPI.COMM_SELF) as comm:
         shape, rounds = (1_000_000,), 30
         comm.all_reduce("SUM", [np.ones(shape, "f4")] * 2)

@@ -1,4 +1,4 @@
-"""Tables of algorithms: their JSON and back, what is refused, and how they read."""
+"""Tables of algorithms: JSON, validation and text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MPIDIST_TRACE and MPIDIST_REPORT: what is written, when a program ends well and when it does not."""
+"""MPIDIST_TRACE and MPIDIST_REPORT: files and text after normal and failed programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tuning: what is made of timings, and measuring on the ranks at hand."""
+"""Tuning: rows from timings, and measurements on the ranks of this session."""
 
 from __future__ import annotations
 

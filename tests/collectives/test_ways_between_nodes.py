@@ -1,4 +1,4 @@
-"""Every way between nodes on 2 to 33 nodes, in one process: its results, and that it sends what it says it costs."""
+"""Inter-node algorithms on 2 to 33 nodes in one process: results, and messages as their cost functions predict."""
 
 from __future__ import annotations
 
