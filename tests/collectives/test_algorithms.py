@@ -1,4 +1,4 @@
-"""Every algorithm of an all-reduce on messages of many chunks, against NumPy in float64, in the layout of the session."""
+"""Every algorithm of an all-reduce on messages of many chunks, against NumPy in float64."""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ pytestmark = [
     needs_core,
     pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="the fast path needs one node"),
 ]
-RANK = MPI.COMM_WORLD.Get_rank()
 
 
 def known(comm: Communicator, count: int) -> np.ndarray:
