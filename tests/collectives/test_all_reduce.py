@@ -151,24 +151,16 @@ class Pair(NamedTuple):
     other: Any
 
 
-def nested(rank: int) -> dict[str, Any]:
-    """Two leaves of each, and a rank's own values in them."""
-    x, y = np.full((2, 1), 1.0 + rank), 2.0 * rank
-    return {
-        "dict": {"b": [x, (y,)], "a": {}},
-        "ordered": OrderedDict(w=x, b=y),
-        "named": Pair(x, y),
-        "mapping": MappingProxyType({"w": x, "b": y}),
-        "values": {"w": x, "b": y}.values(),
-        "generator": (v for v in (x, y)),
-        "generator in a dict": {"g": (v for v in (x,)), "y": y},
-    }
-
-
-RESULTS = {
+NESTS: dict[str, Any] = {
     "dict": lambda x, y: {"b": [x, (y,)], "a": {}},
     "ordered": lambda x, y: OrderedDict(w=x, b=y),
     "named": Pair,
+    "mapping": lambda x, y: MappingProxyType({"w": x, "b": y}),
+    "values": lambda x, y: {"w": x, "b": y}.values(),
+    "generator": lambda x, y: (v for v in (x, y)),
+    "generator in a dict": lambda x, y: {"g": (v for v in (x,)), "y": y},
+}
+RESULTS = NESTS | {
     "mapping": lambda x, y: {"w": x, "b": y},
     "values": lambda x, y: [x, y],
     "generator": lambda x, y: [x, y],
@@ -183,7 +175,7 @@ def test_nests_come_back_as_they_went_in(comm: Communicator, kind: str) -> None:
     last = RESULTS[kind](np.full((2, 1), float(n)), np.float64(2.0 * (n - 1)))
 
     def value() -> Any:
-        return nested(comm.rank)[kind]
+        return NESTS[kind](np.full((2, 1), 1.0 + comm.rank), 2.0 * comm.rank)
 
     def check(got: Any, expected: Any) -> None:
         assert type(got) is type(expected)

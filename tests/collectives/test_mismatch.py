@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from mpidist import Communicator, MismatchError, PeerError, ReduceOp
+from mpidist.collectives.channel.operation import Operation, describe
 from mpidist.collectives.mpi import exchange
+from mpidist.collectives.mpi.exchange import first_does
 from tests.collectives.test_mismatch_kinds import KINDS
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts, pytest.mark.min_ranks(2)]
@@ -136,3 +138,29 @@ def test_an_announced_error_is_not_kept(comm: Communicator) -> None:
     assert comm.all_reduce("SUM", 1) == comm.size
     gc.collect()
     assert seen[0]() is None
+
+
+class TwoArgumentsError(Exception):
+    """An error that can be pickled but not unpickled."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("no such file"), ValueError),
+        (TwoArgumentsError(1, 2), RuntimeError),
+        (type("Local", (Exception,), {})("of a function"), RuntimeError),
+    ],
+    ids=["plain", "of two arguments", "of a local class"],
+)
+def test_all_raise_the_error_of_the_first_rank(error: Exception, kind: type[Exception]) -> None:
+    def fail() -> None:
+        raise error
+
+    with Communicator() as comm:
+        with pytest.raises(kind, match=str(error)):
+            comm._channel.run(Operation(first_does(comm._channel.comm, fail), describe("a test")))
+        comm.barrier()
