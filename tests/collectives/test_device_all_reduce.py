@@ -117,28 +117,20 @@ def test_results_in_arrays_of_the_caller(cupy: Any, comm: Communicator, is_start
         comm.all_reduce("SUM", cupy.ones(3, "f4"), out=np.ones(3, "f4"))
 
 
-def separate(cupy: Any, arrays: list[Any]) -> list[Any]:
-    return [cupy.empty_like(array) for array in arrays]
-
-
-def themselves(cupy: Any, arrays: list[Any]) -> list[Any]:
-    return arrays
-
-
-def views_of_them(cupy: Any, arrays: list[Any]) -> list[Any]:
-    return [array[:] for array in arrays]
-
-
-def shifted(cupy: Any, arrays: list[Any]) -> list[Any]:
-    return [*arrays[1:], arrays[0]]
+OUTS: dict[str, Any] = {
+    "separate": lambda cupy, arrays: [cupy.empty_like(array) for array in arrays],
+    "inputs": lambda cupy, arrays: arrays,
+    "views of inputs": lambda cupy, arrays: [array[:] for array in arrays],
+    "shifted": lambda cupy, arrays: [*arrays[1:], arrays[0]],
+}
 
 
 @PUNCTUAL
 @pytest.mark.one_rank
-@pytest.mark.parametrize("make_out", [separate, themselves, views_of_them, shifted])
+@pytest.mark.parametrize("kind", OUTS)
 @pytest.mark.parametrize("bytes_per_pack", [1, 0])
 def test_costs_per_array_are_constant(
-    cupy: Any, comm: Communicator, monkeypatch: pytest.MonkeyPatch, make_out: Any, bytes_per_pack: int
+    cupy: Any, comm: Communicator, monkeypatch: pytest.MonkeyPatch, kind: str, bytes_per_pack: int
 ) -> None:
     asked: list[Any] = []
     pointer = CupyOps.pointer
@@ -148,7 +140,7 @@ def test_costs_per_array_are_constant(
     for count in (20, 60):
         arrays = [cupy.full(5, number, "f4") for number in range(count)]
         asked.clear()
-        got = comm.all_reduce("SUM", arrays, out=make_out(cupy, arrays), options=options)
+        got = comm.all_reduce("SUM", arrays, out=OUTS[kind](cupy, arrays), options=options)
         costs.append(len(asked))
         assert [result.get().tolist() for result in got] == [[number] * 5 for number in range(count)]
     # A few for each call, and eight for each array.
