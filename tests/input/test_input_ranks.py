@@ -75,19 +75,25 @@ def test_a_rank_without_elements_learns_what_they_look_like(communicator):
 @pytest.mark.min_ranks(2)
 def test_different_datasets_are_refused_on_all_ranks(communicator):
     dataset = Dataset.range(4 + communicator.rank).batch(2)
-    with pytest.raises(MismatchError, match=r"range\(0, 4\)"):
+    with pytest.raises(MismatchError, match=r"range\(0, 4\)") as caught:
         distribute_dataset(dataset, workers_of(communicator), None)
+    assert "range(0, 5)" in str(caught.value)
+    assert sorted(caught.value.plans) == list(range(communicator.size))
 
 
-@pytest.mark.min_ranks(2)
-def test_an_error_on_one_rank_reaches_all(communicator):
+@pytest.mark.parametrize(("calls", "ahead"), [(None, False), (None, True), (2, False)], ids=["", "prefetch", "threads"])
+def test_a_reading_error_on_one_rank_reaches_all(communicator, calls, ahead):
+    last = communicator.size - 1
+
     def read(x):
-        if communicator.rank == 1 and x >= 4:
+        if communicator.rank == last and x >= 4:
             raise OSError("the disk is gone")
         return x
 
-    distributed = distribute_from_function(lambda _: stream(8).map(read).batch(2), workers_of(communicator), None)
-    with pytest.raises(OSError if communicator.rank == 1 else PeerError):
+    dataset = stream(8).map(read, num_parallel_calls=calls).batch(2)
+    dataset = dataset.prefetch(2) if ahead else dataset
+    distributed = distribute_from_function(lambda _: dataset, workers_of(communicator), None)
+    with pytest.raises(OSError if communicator.rank == last else PeerError):
         steps_of(distributed)
 
 
@@ -122,20 +128,6 @@ def test_reduce_with_a_collective_in_the_function(communicator):
         return total + int(communicator.all_reduce("SUM", np.array([step.values[0].sum()]))[0])
 
     assert distributed.reduce(0, add) == sum(range(23))
-
-
-def test_an_error_in_the_reading_thread_of_one_rank_reaches_all(communicator):
-    last = communicator.size - 1
-
-    def read(x):
-        if communicator.rank == last and x >= 4:
-            raise OSError("the disk is gone")
-        return x
-
-    dataset = stream(8).map(read).batch(2).prefetch(2)
-    distributed = distribute_from_function(lambda _: dataset, workers_of(communicator), None)
-    with pytest.raises(OSError if communicator.rank == last else PeerError):
-        steps_of(distributed)
 
 
 def test_files(communicator):
