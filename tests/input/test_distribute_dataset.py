@@ -34,27 +34,6 @@ def stream(count, dtype=np.int64):
     return Dataset.from_generator(lambda: iter(np.arange(count, dtype=dtype)))
 
 
-@pytest.mark.parametrize("source", [Dataset.range, stream], ids=["rows", "stream"])
-@pytest.mark.parametrize(
-    ("rows", "batch", "counts", "drop", "expected"),
-    [
-        (4, 2, (2,), False, [[([0], [1]), ([2], [3])]]),
-        (6, 4, (2,), False, [[([0, 1], [2, 3]), ([4], [5])]]),
-        (4, 4, (5,), False, [[([0], [1], [2], [3], [])]]),
-        (8, 4, (3,), False, [[([0, 1], [2, 3], []), ([4, 5], [6, 7], [])]]),
-        (12, 4, (1, 1), False, [[([0, 1],), ([4, 5],), ([8, 9],)], [([2, 3],), ([6, 7],), ([10, 11],)]]),
-        (9, 2, (1, 1), False, [[([0],), ([2],), ([4],), ([6],), ([8],)],
-                                [([1],), ([3],), ([5],), ([7],), ([],)]]),
-        (15, 4, (2, 2), False, [[([0], [2]), ([4], [6]), ([8], [10]), ([12], [14])],
-                                [([1], [3]), ([5], [7]), ([9], [11]), ([13], [])]]),
-        (15, 4, (2, 2), True, [[([0], [2]), ([4], [6]), ([8], [10])], [([1], [3]), ([5], [7]), ([9], [11])]]),
-        (14, 8, (1, 1), False, [[([0, 1, 2, 3],), ([8, 9, 10],)], [([4, 5, 6, 7],), ([11, 12, 13],)]]),
-    ],
-)  # fmt: skip
-def test_examples(source, rows, batch, counts, drop, expected):
-    assert distribute(source(rows).batch(batch, drop_remainder=drop), counts) == expected
-
-
 def test_block_assignment():
     dataset = Dataset.range(8).batch(4).with_options(assignment="block")
     assert distribute(dataset, (2, 2)) == [[([0], [1]), ([4], [5])], [([2], [3]), ([6], [7])]]

@@ -41,26 +41,6 @@ def test_replicas_take_the_next_batches_in_turn():
     assert [spec.shape for spec in static.element_spec.specs] == [(2,), (2,)]
 
 
-def test_sharded_by_the_user():
-    def dataset_fn(context):
-        return Dataset.range(14).batch(4).shard(context.num_input_pipelines, context.input_pipeline_id)
-
-    assert from_function(dataset_fn, (1, 1)) == [
-        [([0, 1, 2, 3],), ([8, 9, 10, 11],)],
-        [([4, 5, 6, 7],), ([12, 13],)],
-    ]
-
-
-def test_endless_and_sharded():
-    def work(workers):
-        def dataset_fn(context):
-            return Dataset.range(100).repeat().batch(5).shard(2, context.input_pipeline_id)
-
-        return int(next(iter(distribute_from_function(dataset_fn, workers, None))).values[0].sum())
-
-    assert run_workers(work, (1, 1)) == [10, 35]
-
-
 @settings(max_examples=40)
 @given(
     amounts=st.lists(st.integers(0, 12), min_size=2, max_size=3),
