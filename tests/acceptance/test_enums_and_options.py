@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 import mpidist
 from mpidist import ReduceOp, VariableAggregation, VariableSynchronization
 from mpidist.experimental import (
     CollectiveCommunication,
-    CollectiveHints,
     CommunicationImplementation,
     CommunicationOptions,
 )
@@ -36,14 +33,6 @@ def test_numbers_of_the_enumerations() -> None:
     assert {m.name for m in mpidist.InputReplicationMode} == {"PER_WORKER", "PER_REPLICA"}
 
 
-def test_reduce_op_of_an_aggregation() -> None:
-    assert ReduceOp.from_variable_aggregation(VariableAggregation.SUM) is ReduceOp.SUM
-    assert ReduceOp.from_variable_aggregation(VariableAggregation.MEAN) is ReduceOp.MEAN
-    for aggregation in (VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA):
-        with pytest.raises(ValueError, match=aggregation.name):
-            ReduceOp.from_variable_aggregation(aggregation)
-
-
 def test_communication_options() -> None:
     options = CommunicationOptions()
     assert (options.bytes_per_pack, options.timeout_seconds) == (0, None)
@@ -52,34 +41,6 @@ def test_communication_options() -> None:
     assert CommunicationOptions(1, 2.5, CommunicationImplementation.NCCL).timeout_seconds == 2.5
     assert {"AUTO", "RING", "NCCL", "MPI"} <= set(CommunicationImplementation.__members__)
     assert CollectiveCommunication is CommunicationImplementation
-    for bad in (
-        {"bytes_per_pack": -1},
-        {"implementation": "TCP"},
-        {"implementation": 3},
-        {"timeout_seconds": 0},
-        {"timeout_seconds": -1.0},
-        {"wire_dtype": "int8"},
-    ):
-        with pytest.raises(ValueError) as info:
-            CommunicationOptions(**bad)
-        (name,) = bad
-        assert name in str(info.value)
-        assert str(bad[name]) in str(info.value)
-
-
-def test_options_of_a_call_are_laid_over_those_of_the_strategy() -> None:
-    strategy = CommunicationOptions(bytes_per_pack=100, timeout_seconds=5.0, implementation="RING")
-    merged = strategy.merge(CommunicationOptions(timeout_seconds=7.0))
-    assert (merged.bytes_per_pack, merged.timeout_seconds) == (100, 7.0)
-    assert merged.implementation is CommunicationImplementation.RING
-    assert strategy.merge(None) == strategy
-    assert strategy.timeout_seconds == 5.0
-
-
-def test_collective_hints_are_deprecated_options() -> None:
-    with pytest.warns(DeprecationWarning, match="CommunicationOptions"):
-        hints = CollectiveHints(50, timeout_seconds=3)
-    assert hints == CommunicationOptions(50, 3)
 
 
 def test_error_types() -> None:
