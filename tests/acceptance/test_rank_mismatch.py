@@ -49,6 +49,16 @@ PAIRS: dict[str, tuple[Call, Call, tuple[str, str]]] = {
         everywhere(lambda c: c.all_reduce("MAX", 1.0)),
         ("MIN", "MAX"),
     ),
+    "structure": (
+        everywhere(lambda c: c.all_reduce("SUM", {"a": WIDE, "b": WIDE})),
+        everywhere(lambda c: c.all_reduce("SUM", [WIDE, WIDE])),
+        ("", ""),
+    ),
+    "keys": (
+        everywhere(lambda c: c.all_reduce("SUM", {"a": WIDE, "b": WIDE})),
+        everywhere(lambda c: c.all_reduce("SUM", {"a": WIDE, "c": WIDE})),
+        ("", ""),
+    ),
     "method": (
         everywhere(lambda c: c.all_reduce("SUM", WIDE)),
         everywhere(lambda c: c.all_gather(WIDE, axis=0)),
