@@ -89,29 +89,6 @@ def test_late_messages_of_service_threads() -> None:
             agreement.close()
 
 
-@pytest.mark.min_ranks(2)
-def test_a_closed_strategy_says_so() -> None:
-    strategy = mpidist.MultiWorkerMirroredStrategy()
-    with strategy.scope():
-        variable = mpidist.Variable(3.0, aggregation=mpidist.VariableAggregation.SUM)
-    data = strategy.experimental_distribute_dataset(mpidist.Dataset.range(8).batch(4))
-    strategy.close()
-    strategy.close()
-    context = mpidist.get_replica_context
-    calls: list[Callable[[], Any]] = [
-        lambda: strategy.run(lambda: context().all_reduce("SUM", 1.0)),  # type: ignore[union-attr]
-        lambda: strategy.run(lambda: variable.assign_add(1.0)),
-        lambda: strategy.reduce("SUM", 1.0, axis=None),
-        lambda: strategy.gather(np.ones(2), axis=0),
-        lambda: strategy.experimental_distribute_dataset(mpidist.Dataset.range(8).batch(4)),
-        lambda: iter(data),
-    ]
-    for call in calls:
-        with pytest.raises(RuntimeError, match="this MultiWorkerMirroredStrategy can no longer be used: it has been"):
-            call()
-    assert variable.numpy() == 3.0
-
-
 def test_what_a_communicator_has_given_stays() -> None:
     comm = Communicator()
     own = comm.empty(100_000)

@@ -14,28 +14,8 @@ from mpidist import Communicator, MismatchError, PeerError, ReduceOp
 from mpidist.collectives.channel.operation import Operation, describe
 from mpidist.collectives.mpi import exchange
 from mpidist.collectives.mpi.exchange import first_does
-from tests.collectives.test_mismatch_kinds import KINDS
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts, pytest.mark.min_ranks(2)]
-
-# Some are found by the native core, others by the general path.
-NAMES = [
-    "shape", "shape of a large array", "op", "number of arrays", "method", "axis of all_gather", "root of broadcast",
-    "bytes_per_pack", "split or empty",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("odd_rank", [0, -1])
-@pytest.mark.parametrize("name", NAMES)
-def test_every_rank_gets_the_same_error(comm: Communicator, name: str, odd_rank: int) -> None:
-    kind = KINDS[name]
-    with pytest.raises(MismatchError) as caught:
-        (kind.odd if comm.rank == odd_rank % comm.size else kind.usual)(comm)
-    message = str(caught.value)
-    assert message.count("test_mismatch_kinds.py") == 2, message
-    assert len(set(caught.value.plans.values())) == 2
-    assert len(set(comm.all_gather_object(message))) == 1
-    assert comm.all_reduce("SUM", 1) == comm.size
 
 
 @pytest.mark.min_ranks(3)
@@ -82,22 +62,6 @@ def test_structures_are_shown_for_nests_only(comm: Communicator) -> None:
     assert " as *" not in str(caught.value)
     with pytest.raises(MismatchError, match=r" as \[\*\]"):
         comm.reduce_arrays(ReduceOp.SUM, [np.ones(1)], 1, note="[*]" if comm.rank else "*")
-
-
-def test_an_error_of_one_rank_reaches_the_others(comm: Communicator) -> None:
-    def work() -> None:
-        with comm.shared_errors("reading a file"):
-            if comm.rank == 1:
-                raise KeyError("lost")
-        comm.all_reduce("SUM", np.ones(4))
-
-    if comm.rank == 1:
-        with pytest.raises(KeyError, match="lost"):
-            work()
-    else:
-        with pytest.raises(PeerError, match=r"all_reduce SUM.*rank 1 raised KeyError: 'lost'.*test_mismatch.py"):
-            work()
-    assert comm.all_reduce("SUM", 1) == comm.size
 
 
 def test_an_error_of_all_ranks_stays_their_own(comm: Communicator) -> None:

@@ -55,10 +55,6 @@ def test_the_crossing_is_found() -> None:
     assert limit % 1024 == 0
 
 
-def test_one_that_is_always_fastest_is_alone() -> None:
-    assert best_row(curves(slow=(20e-6, 1e-9), fast=(10e-6, 1e-9))) == ((None, "fast"),)
-
-
 @pytest.mark.one_rank
 @given(st.lists(st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3), max_size=len(SIZES)))
 def test_any_timings_make_a_right_table(times: list[list[float]]) -> None:

@@ -35,8 +35,6 @@ def test_input_options():
         InputOptions(experimental_replication_mode="PER_WORKER")
 
 
-
-
 def test_replica_ids_of_a_worker():
     workers = [InputWorkers(3, w, (1, 3, 2), object(), True) for w in range(3)]
     assert [w.local_replica_ids for w in workers] == [(0,), (1, 2, 3), (4, 5)]

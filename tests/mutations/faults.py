@@ -443,8 +443,7 @@ FAULTS: tuple[Fault, ...] = (
         "mpidist/collectives/reduce/plan.py",
         "{signature_text(signature, on_device)}{note_text('as', note)}{_options_text(options)}",
         "{signature_text(signature, on_device)}{_options_text(options)}",
-        ("tests/acceptance/test_rank_mismatch.py",),
-        ranks=2,
+        ("tests/strategies/test_mismatch_kinds.py",),
     ),
     Fault(
         "a deadline that is earlier than the report of a long wait never comes",
