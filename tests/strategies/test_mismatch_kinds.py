@@ -174,6 +174,11 @@ def fails_in_run(strategy: Strategy) -> Any:
     return strategy.run(step)
 
 
+def fails_in_its_block(strategy: Strategy) -> Any:
+    with strategy:
+        raise KeyError("lost")
+
+
 def fails_in_data(strategy: Strategy) -> Any:
     def fails(_: Any) -> Any:
         raise ZeroDivisionError("a bad row")
@@ -250,6 +255,7 @@ KINDS = {
         lambda s: mpidist.MultiWorkerMirroredStrategy(), lambda s: mpidist.Communicator()
     ),
     "an error in run": kind(reduced(ROWS), fails_in_run, own_error=ZeroDivisionError),
+    "an error in a block of the strategy": kind(reduced(ROWS), fails_in_its_block, own_error=KeyError),
     "an error in the data": kind(reads_data, fails_in_data, own_error=ZeroDivisionError),
     "an op that there is not": kind(
         lambda s: s.reduce("SUM", ROWS, axis=None), lambda s: s.reduce("SUMM", ROWS, axis=None), own_error=ValueError
