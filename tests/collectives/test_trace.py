@@ -14,7 +14,7 @@ import pytest
 
 from mpidist.__main__ import main
 from mpidist.collectives.observe.record import EntryRing, Kind
-from mpidist.collectives.observe.report import report_text
+from mpidist.collectives.observe.recorder import report_text
 from mpidist.collectives.observe.trace import MERGED, TraceFile, merge, trace_path
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.programs import run_program

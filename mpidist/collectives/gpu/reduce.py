@@ -45,7 +45,6 @@ from mpidist.collectives.reduce.registry import (
     Row,
     Table,
     Wire,
-    at_once,
     gpu_algorithms,
     gpu_names,
     look_up,
@@ -105,7 +104,7 @@ class Alone(DeviceAlgorithm):
             return job.store()
 
 
-gpu_algorithms.register(AlgorithmEntry("alone", at_once(Alone), ()))
+gpu_algorithms.register(AlgorithmEntry("alone", Alone, ()))
 
 
 # Two chunks in host memory: the next one is copied there while one is reduced.
@@ -169,7 +168,7 @@ class Staged:
         options = job.options
         if options.algorithm in gpu_names():
             options = replace(options, algorithm=None)
-        host_job = PackedReduction(chunk, [source], [], [reduced], job.op, None, options, self._pool)
+        host_job = PackedReduction(chunk, [source], [reduced], job.op, None, options, self._pool)
         names = self._choice.names_for(chunk.nbytes, options)
         algorithm = self._choice.made(names) or (yield from self._choice.make(names))
         yield from algorithm.all_reduce(host_job)

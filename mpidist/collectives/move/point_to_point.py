@@ -56,6 +56,8 @@ class _Message(Operation[object]):
     ) -> None:
         super().__init__(steps, description, timeout)
         self.other, self.call_site, self.is_async, self.has_header = other, here, True, False
+        # Next time to query the peer.
+        self.ask_at = math.inf
 
 
 class PointToPoint:
@@ -234,10 +236,9 @@ class PointToPoint:
     def wait_for(self, operation: Operation[object], timeout: float | None) -> None:
         """Advance messages until ``operation`` is done, for at most ``timeout`` seconds."""
         assert isinstance(operation, _Message), "messages only"
-        left = operation.timeout - operation.waited
-        is_last = timeout is None or timeout >= left
-        seconds = left if is_last or timeout is None else timeout
-        operation.waited += 0 if is_last else seconds
+        is_last = timeout is None or timeout >= operation.timeout
+        seconds = operation.timeout if is_last or timeout is None else timeout
+        operation.timeout -= 0 if is_last else seconds
         error = partial(self._expired if is_last else _not_yet, operation)
         report = partial(self._report, operation)
         with suppress(MessageTimeoutError):  # every message has failed with it, including this one
