@@ -65,16 +65,6 @@ def test_layouts_of_numpy_arrays(strategy: Any) -> None:
     same(variable.numpy()[0, 0], 0.0)
 
 
-def test_arrays_that_are_refused(strategy: Any) -> None:
-    for bad in (np.array([1.0], ">f8"), np.array([object()]), np.array(["a"])):
-        with pytest.raises((TypeError, ValueError)):
-            make_variable(strategy, bad)
-    if strategy.num_replicas_in_sync > 1:
-        for bad in (np.array([1.0], ">f4"), np.array([object()]), np.array([True])):
-            with pytest.raises(TypeError):
-                strategy.reduce("SUM", per_replica(strategy, lambda i, v=bad: v), axis=None)
-
-
 @pytest.mark.torch
 @SOME
 def test_torch_tensors_come_out_as_tensors(strategy: Any, torch: Any) -> None:

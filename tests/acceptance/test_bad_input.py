@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.values import PerReplica
 from tests.acceptance.checks import ON_READ, SUM, make_variable
 from tests.support.ranks.layouts import layouts, per_replica
 from tests.support.ranks.pool import run
@@ -46,15 +45,6 @@ def test_wrong_context(strategy: Any) -> None:
     refused(RuntimeError, (r"all_reduce\(\)", "run"), lambda: saved[0].all_reduce("SUM", 1.0))
 
 
-@SEVERAL
-def test_mixed_strategies(strategy: Any) -> None:
-    other = mpidist.OneDeviceStrategy("cpu:0")
-    name = type(strategy).__name__
-    with strategy.scope():
-        refused(RuntimeError, (name, "OneDeviceStrategy", "mixing"), lambda: other.scope().__enter__())
-        refused(RuntimeError, (name, "OneDeviceStrategy"), lambda: other.run(lambda: None))
-
-
 def test_unknown_devices() -> None:
     for bad in ("tpu:0", "cpu:x", "", "gpu:-1", "gpu0"):
         refused(ValueError, (re.escape(repr(bad)), r"cpu:0|gpu:0"), lambda b=bad: mpidist.OneDeviceStrategy(b))
@@ -76,11 +66,6 @@ def _self() -> Any:
     from mpi4py import MPI
 
     return MPI.COMM_SELF
-
-
-def test_unknown_operations(strategy: Any) -> None:
-    refused(ValueError, ("'AVERAGE'", "SUM, MEAN"), lambda: strategy.reduce("AVERAGE", 1.0, axis=None))
-    refused(TypeError, ("3", "int", "ReduceOp"), lambda: strategy.reduce(3, 1.0, axis=None))
 
 
 @SEVERAL
@@ -124,36 +109,6 @@ def test_shapes_and_structures_that_differ_between_replicas(strategy: Any) -> No
 
 
 @SEVERAL
-def test_dtypes_that_cannot_be_reduced(strategy: Any) -> None:
-    for bad, words in (
-        (np.array([True]), ("bool", "astype")),
-        (np.array([1.0], ">f8"), (">f8", "astype")),
-        (np.array([object()]), ("object|'O'", "astype|expected")),
-        ("text", ("str", "expected")),
-    ):
-        refused(TypeError, words, lambda b=bad: strategy.reduce("SUM", per_replica(strategy, lambda i: b), axis=None))
-        refused(
-            TypeError, words, lambda b=bad: strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", b))
-        )
-
-
-def test_a_batch_that_does_not_divide() -> None:
-    context = mpidist.InputContext(2, 1, 4)
-    refused(ValueError, ("6", "4"), lambda: context.get_per_replica_batch_size(6))
-
-
-@SEVERAL
-def test_an_unbatched_dataset(strategy: Any) -> None:
-    dataset = mpidist.Dataset.range(10)
-    refused(ValueError, ("batch",), lambda: strategy.experimental_distribute_dataset(dataset))
-    refused(
-        FAILURES,
-        ("[Dd]ataset",),
-        lambda: iter(strategy.distribute_datasets_from_function(lambda c: 5)),
-    )
-
-
-@SEVERAL
 def test_a_variable_assigned_without_an_aggregation(strategy: Any) -> None:
     variable = make_variable(strategy, 1.0, name="weights")
     words = ("weights", "aggregation=", "SUM", "MEAN")
@@ -168,13 +123,6 @@ def test_wrong_values_for_variables(strategy: Any) -> None:
     refused(ValueError, ("weights", "2, 3", "4"), lambda: variable.assign(np.zeros(4)))
     whole = make_variable(strategy, np.zeros(2, np.int32), aggregation=SUM, name="whole")
     refused((TypeError, ValueError), ("whole", "int32", "float64"), lambda: whole.assign(np.full(2, 0.5)))
-
-
-@SEVERAL
-def test_a_per_replica_used_as_an_array(strategy: Any) -> None:
-    value = per_replica(strategy, lambda i: np.ones(2))
-    assert isinstance(value, PerReplica)
-    refused(ValueError, (r"run\(", r"reduce\(", "experimental_local_results"), lambda: value + 1)
 
 
 @SEVERAL

@@ -72,13 +72,6 @@ def test_another_strategys_variable_is_read_in_a_scope_and_not_assigned(strategy
     assert float(variable) == 2.0
 
 
-@pytest.mark.parametrize("strategy", layouts("multi_worker-*", "mirrored*"), indirect=True)
-def test_gathering_along_a_negative_axis(strategy: Any) -> None:
-    value = per_replica(strategy, lambda i: np.full((2, i), float(i)))
-    n = strategy.num_replicas_in_sync
-    same(strategy.gather(value, axis=-1), np.concatenate([np.full((2, i), float(i)) for i in range(n)], -1))
-
-
 def test_this_process_by_the_name_that_tensorflow_has_for_it() -> None:
     strategy = mpidist.OneDeviceStrategy("/job:localhost/replica:0/task:0/device:CPU:0")
     assert strategy.extended.worker_devices == ("cpu:0",)

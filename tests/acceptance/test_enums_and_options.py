@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 import mpidist
 from mpidist import ReduceOp, VariableAggregation, VariableSynchronization
 from mpidist.experimental import (
     CollectiveCommunication,
-    CollectiveHints,
     CommunicationImplementation,
     CommunicationOptions,
 )
@@ -36,14 +33,6 @@ def test_numbers_of_the_enumerations() -> None:
     assert {m.name for m in mpidist.InputReplicationMode} == {"PER_WORKER", "PER_REPLICA"}
 
 
-def test_reduce_op_of_an_aggregation() -> None:
-    assert ReduceOp.from_variable_aggregation(VariableAggregation.SUM) is ReduceOp.SUM
-    assert ReduceOp.from_variable_aggregation(VariableAggregation.MEAN) is ReduceOp.MEAN
-    for aggregation in (VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA):
-        with pytest.raises(ValueError, match=aggregation.name):
-            ReduceOp.from_variable_aggregation(aggregation)
-
-
 def test_communication_options() -> None:
     options = CommunicationOptions()
     assert (options.bytes_per_pack, options.timeout_seconds) == (0, None)
@@ -52,34 +41,6 @@ def test_communication_options() -> None:
     assert CommunicationOptions(1, 2.5, CommunicationImplementation.NCCL).timeout_seconds == 2.5
     assert {"AUTO", "RING", "NCCL", "MPI"} <= set(CommunicationImplementation.__members__)
     assert CollectiveCommunication is CommunicationImplementation
-    for bad in (
-        {"bytes_per_pack": -1},
-        {"implementation": "TCP"},
-        {"implementation": 3},
-        {"timeout_seconds": 0},
-        {"timeout_seconds": -1.0},
-        {"wire_dtype": "int8"},
-    ):
-        with pytest.raises(ValueError) as info:
-            CommunicationOptions(**bad)
-        (name,) = bad
-        assert name in str(info.value)
-        assert str(bad[name]) in str(info.value)
-
-
-def test_options_of_a_call_are_laid_over_those_of_the_strategy() -> None:
-    strategy = CommunicationOptions(bytes_per_pack=100, timeout_seconds=5.0, implementation="RING")
-    merged = strategy.merge(CommunicationOptions(timeout_seconds=7.0))
-    assert (merged.bytes_per_pack, merged.timeout_seconds) == (100, 7.0)
-    assert merged.implementation is CommunicationImplementation.RING
-    assert strategy.merge(None) == strategy
-    assert strategy.timeout_seconds == 5.0
-
-
-def test_collective_hints_are_deprecated_options() -> None:
-    with pytest.warns(DeprecationWarning, match="CommunicationOptions"):
-        hints = CollectiveHints(50, timeout_seconds=3)
-    assert hints == CommunicationOptions(50, 3)
 
 
 def test_error_types() -> None:
@@ -87,93 +48,3 @@ def test_error_types() -> None:
     assert issubclass(mpidist.PeerError, RuntimeError)
     assert issubclass(mpidist.CollectiveTimeoutError, TimeoutError)
     assert issubclass(mpidist.OutOfRangeError, Exception)
-
-
-def test_names_of_the_v1_module() -> None:
-    names = [
-        "CrossDeviceOps",
-        "DistributedValues",
-        "HierarchicalCopyAllReduce",
-        "InputContext",
-        "InputReplicationMode",
-        "MirroredStrategy",
-        "NcclAllReduce",
-        "OneDeviceStrategy",
-        "ReduceOp",
-        "ReductionToOneDevice",
-        "ReplicaContext",
-        "RunOptions",
-        "Strategy",
-        "StrategyExtended",
-        "experimental_set_strategy",
-        "get_loss_reduction",
-        "get_replica_context",
-        "get_strategy",
-        "has_strategy",
-        "in_cross_replica_context",
-        "cluster_resolver",
-        "experimental",
-    ]
-    assert [name for name in names if not hasattr(mpidist.v1, name)] == []
-    experimental = [
-        "CollectiveCommunication",
-        "CollectiveHints",
-        "CommunicationImplementation",
-        "CommunicationOptions",
-        "MultiWorkerMirroredStrategy",
-    ]
-    assert [name for name in experimental if not hasattr(mpidist.v1.experimental, name)] == []
-    assert [name for name in [*experimental, "ValueContext"] if not hasattr(mpidist.experimental, name)] == []
-
-
-def test_names_of_the_package() -> None:
-    """The public names."""
-    names = [
-        "Strategy",
-        "StrategyExtended",
-        "ReplicaContext",
-        "MirroredStrategy",
-        "MultiWorkerMirroredStrategy",
-        "OneDeviceStrategy",
-        "ReduceOp",
-        "DistributedValues",
-        "Variable",
-        "IndexedSlices",
-        "VariableSynchronization",
-        "VariableAggregation",
-        "CrossDeviceOps",
-        "ReductionToOneDevice",
-        "HierarchicalCopyAllReduce",
-        "NcclAllReduce",
-        "Dataset",
-        "AutoShardPolicy",
-        "InputContext",
-        "InputOptions",
-        "InputReplicationMode",
-        "DistributedDataset",
-        "DistributedIterator",
-        "RunOptions",
-        "ClusterSpec",
-        "compute_average_loss",
-        "scale_regularization_loss",
-        "get_strategy",
-        "has_strategy",
-        "get_replica_context",
-        "in_cross_replica_context",
-        "experimental_set_strategy",
-        "get_loss_reduction",
-        "Checkpoint",
-        "CheckpointManager",
-        "Communicator",
-        "set_seed",
-        "CollectiveTimeoutError",
-        "MismatchError",
-        "PeerError",
-        "OutOfRangeError",
-        "optimizers",
-        "metrics",
-        "cluster_resolver",
-        "experimental",
-        "v1",
-    ]
-    assert [name for name in names if not hasattr(mpidist, name)] == []

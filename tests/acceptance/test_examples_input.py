@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist import AutoShardPolicy, Dataset, InputContext
+from mpidist import AutoShardPolicy, Dataset
 from tests.acceptance.checks import ON_WRITE, SUM, is_default, is_single, local_ids, make_variable, num_workers
 from tests.input.test_dealing import reference, reference_b
 from tests.support.ranks.layouts import layouts
@@ -222,26 +222,6 @@ def test_example_17_endless(strategy):
     sums = [sum(part) for part in lists(strategy, next(iterator))]
     assert sums == [10 + 25 * (worker + workers * replica) for replica in range(local)]
     iterator.close()
-
-
-def test_example_24_contexts_and_values(strategy):
-    with pytest.raises(ValueError, match="6"):
-        InputContext(1, 0, 4).get_per_replica_batch_size(6)
-    assert InputContext(1, 0, 4).get_per_replica_batch_size(8) == 2
-    n = strategy.num_replicas_in_sync
-    seen = []
-
-    def value_fn(context):
-        seen.append(context.replica_id_in_sync_group)
-        return context.replica_id_in_sync_group / context.num_replicas_in_sync
-
-    values = strategy.experimental_distribute_values_from_function(value_fn)
-    assert seen == list(local_ids(strategy))
-    assert strategy.experimental_local_results(values) == tuple(i / n for i in local_ids(strategy))
-    assert isinstance(values, mpidist.DistributedValues) != is_single(strategy)
-    array = np.array([3.0, 2.0, 1.0, 0.0] * 4)
-    picked = strategy.experimental_distribute_values_from_function(lambda c: array[c.replica_id_in_sync_group])
-    assert strategy.experimental_local_results(picked) == tuple(array[i] for i in local_ids(strategy))
 
 
 @pytest.mark.parametrize("policy", AutoShardPolicy)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.chaos import report
-from tests.chaos.job import Ended, Job, Note, NotReachedError
+from tests.chaos.job import Ended, Note
 from tests.chaos.rank_faults import went_on
 from tests.chaos.trial import STEPS, FailedError, Reference, Trial
 
@@ -31,10 +27,6 @@ def trial(tmp_path: Path) -> Trial:
     found = Trial(tmp_path, 1, "kill", reference, 4, is_short=True)
     np.savez(found.dump, losses=np.zeros(1), w=np.ones(3) + 1e-12)
     return found
-
-
-def test_the_right_end(trial: Trial) -> None:
-    trial.check_right(RIGHT)
 
 
 @pytest.mark.parametrize(
@@ -75,39 +67,3 @@ def test_lost_steps_and_the_time_to_go_on(trial: Trial) -> None:
     assert (found.outcome, found.lost, found.seconds) == ("went on", 1, 1.0)
     with pytest.raises(FailedError, match="nobody began again"):
         went_on(trial, ended, 2.6, "rank 1")
-
-
-@pytest.mark.jobs
-def test_a_job_that_hangs_is_ended(tmp_path: Path) -> None:
-    out = str(tmp_path / "out")
-    with Job(tmp_path / "job", ["--out", out], 1) as job:
-        pid = job.until_step(0, 1)
-        os.kill(pid, signal.SIGSTOP)
-        job.longest_silence = 0.0
-        ended = job.end()
-    assert ended.hung
-    assert not Path(f"/proc/{pid}").exists()
-
-
-@pytest.mark.long
-@pytest.mark.jobs
-def test_a_job_that_ends_too_early(tmp_path: Path) -> None:
-    with Job(tmp_path / "job", ["--no-such-option"], 1) as job, pytest.raises(NotReachedError, match="no-such-option"):
-        job.until_step(0, 1)
-
-
-def test_the_report(tmp_path: Path) -> None:
-    outcomes = [
-        report.Outcome("kill", 1, "went on", "rank 1 after step 3", 1, 0.5),
-        report.Outcome("kill", 2, "went on", "rank 0 after step 5", 0, 1.5),
-        report.Outcome("kill", 3, report.FAILED, "the job hung"),
-        report.Outcome("damage", 1, "refused", "all 3"),
-    ]
-    assert report.rows(outcomes) == [
-        ("kill", "3", "2", "0", "0", "1", "1", "1.00", "1.50"),
-        ("damage", "1", "0", "0", "1", "0", "-", "-", "-"),
-    ]
-    assert outcomes[0].line == "kill --seed 1: went on, 1 steps again, next step after 0.50 s (rank 1 after step 3)"
-    report.write(tmp_path / "folder" / "chaos.json", outcomes, 1, {"fill_disk": "no root"})
-    written = json.loads((tmp_path / "folder" / "chaos.json").read_text())
-    assert (written["seed"], len(written["trials"]), written["skipped"]) == (1, 4, {"fill_disk": "no root"})

@@ -64,7 +64,7 @@ _ROOMS = (
 )
 
 
-# One for each number of rows is compiled, by every rank and test anew, unless they find it here.
+# A cache of programs, which every rank and test would otherwise compile for each number of rows.
 _COMPILED_BY_JAX = {
     "JAX_COMPILATION_CACHE_DIR": str(Path(sys.prefix, "jax-cache")),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

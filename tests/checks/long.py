@@ -30,7 +30,7 @@ SHARES = [
     ["binding"],
     ["MPICH"],
     ["types"],
-    ["core in C, more", "aarch64"],
+    ["core in C, more"],
     ["hosts: all_reduce", "hosts: launch", "hosts: lab"],
     ["hosts: doctor", "hosts: faults"],
     ["hosts: slurm_scripts"],
@@ -58,7 +58,6 @@ def everything() -> list[Part]:
         _release("on this machine", "archives", "installed", "recipes"),
         _release("on others", "clean_root", "other_machines"),
         one_rank("core in C, more", GROUPS["core in C"], "--long", "-m", "long", seconds=_SECONDS),
-        one_rank("aarch64", [_AARCH64], "--long", seconds=_SECONDS),
         *(_of_64_ranks(name, only) for name, only in _SCALE.items()),
         *hosts,
     ]
@@ -101,14 +100,13 @@ def _library_share() -> Part:
     return Part(share.library, command, takes_all_cores=True, is_pytest=False, seconds=_SECONDS)
 
 
-_AARCH64 = "tests/native/test_aarch64.py"
 # Half of the long variants, by the time that they take.
 _LONG_1 = [*GROUPS["collectives and launching"], "tests/support"]
 
 
 def _others_than_long_1() -> list[str]:
     in_others = ("tests/chaos", "tests/docs", "tests/packaging", "tests/scale")
-    return [f"--ignore={path}" for path in (*_LONG_1, *GROUPS["core in C"], _AARCH64, *in_others)]
+    return [f"--ignore={path}" for path in (*_LONG_1, *GROUPS["core in C"], *in_others)]
 
 
 _HOSTS = ("all_reduce", "doctor", "faults", "lab", "launch", "sixteen_hosts", "slurm_scripts")

@@ -1,4 +1,4 @@
-"""The parts of the checks: what each runs, on how many ranks, and for how long at most."""
+"""The parts of the checks, with their commands, numbers of ranks and time limits."""
 
 from __future__ import annotations
 
@@ -10,23 +10,18 @@ from pathlib import Path
 
 from tests.support.ranks.jobs import ROOT, mpirun_command
 
-# No part takes a third of that on two quiet cores; it is there for hangs.
+# A limit for hangs. On two quiet cores each part takes less than a third of it.
 LIMIT_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command that has to succeed.
+    """A command that must succeed, run in the project's root.
 
     Attributes:
-        name: By which people call it; also that of its files.
-        command: What to run, in the project's root.
-        takes_all_cores: Runs alone, not beside others.
-        keeps_to_one_core: Has ranks that work in step: those that wait leave the core to the others, and would use
-            another one up.
-        environment: Variables to add.
-        is_pytest: Takes ``--results FILE``.
-        seconds: After so long it is ended.
+        takes_all_cores: Runs alone.
+        keeps_to_one_core: Has ranks that wait for one another. They yield a shared core, and would use up a second.
+        is_pytest: Accepts ``--results FILE``.
     """
 
     name: str
@@ -39,7 +34,7 @@ class Part:
 
 
 def lint() -> list[Part]:
-    """Return the checks of the code as it stands."""
+    """Return the static checks of the code."""
     scripts = Path(sys.executable).parent
     return [
         Part("ruff", [str(scripts / "ruff"), "check", "--output-format=concise", "."], is_pytest=False),
@@ -64,17 +59,11 @@ def session(
     but: str | None = None,
     **environment: str,
 ) -> Part:
-    """Return a session of several ranks.
+    """Return a session of several ranks, with the tests of one mark if given, without those that have ``but`` in names.
 
-    Args:
-        name: Of the part.
-        ranks: How many.
-        mark: Only tests with this mark; all by default, but those of one process.
-        paths: Where the tests are.
-        but: Leaves out those that have this in their names.
-        environment: Variables to add, such as MPIDIST_RANKS_PER_NODE, which makes virtual nodes of the ranks.
+    MPIDIST_RANKS_PER_NODE in ``environment`` makes virtual nodes of the ranks.
     """
-    # Ranks must not share a cache folder; Open MPI gives them a terminal of its own, hence the colours off.
+    # Ranks must not share a cache folder. Open MPI gives them a terminal, which would turn colours on.
     command = [*mpirun_command(), "-n", str(ranks), sys.executable, "-m", "pytest", "-q", "--color=no", "--with-mpi"]
     command += ["-p", "no:cacheprovider", "--ranks", str(ranks)]
     command += [] if but is None else ["-k", f"not {but}"]
@@ -83,7 +72,7 @@ def session(
 
 
 def files_with(mark: str, folders: Iterable[str]) -> list[str]:
-    """Return the test files in some folders that use a mark: the ranks need not import the others."""
+    """Return the test files that use a mark, so that ranks need not import the others."""
     pattern = re.compile(rf"\bmark\.{mark}\b")
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("test_*.py"))]
     found = [path for path in files if pattern.search(path.read_text())]
@@ -92,7 +81,7 @@ def files_with(mark: str, folders: Iterable[str]) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in found]
 
 
-# Rooms whose tests one process runs, those that take longest first. What is in none of them is in a last one.
+# Tests that one process runs, the slowest group first. A last part has the tests of no group.
 GROUPS = {
     "collectives and launching": [
         "tests/collectives", "tests/topology", "tests/cli", "tests/cluster_resolver", "tests/slurm",
@@ -105,16 +94,13 @@ GROUPS = {
         "tests/checkpoint", "tests/strategies", "tests/values", "tests/training", "tests/cross_device_ops",
         "tests/support", "tests/mutations", "tests/checks", "tests/test_packaging.py",
     ],
-    # Without a compiler all of these are skipped, which the summary then says.
-    "core in C": [
-        "tests/native/test_kernels.py", "tests/native/test_kills.py", "tests/native/test_sources.py",
-        "tests/native/test_threads.py",
-    ],
+    # Without a compiler all of these are skipped, and the summary says so.
+    "core in C": ["tests/native/test_programs.py", "tests/native/test_sources.py"],
 }  # fmt: skip
 
 
 def groups() -> list[Part]:
-    """Return the sessions of one process, over all of the tests and over the examples of the docstrings."""
+    """Return the sessions of one process, over all tests and the examples of docstrings."""
     grouped = [path for paths in GROUPS.values() for path in paths]
     rest = one_rank("rest", ["tests", "mpidist"], *(f"--ignore={path}" for path in grouped))
     return [*(one_rank(name, paths) for name, paths in GROUPS.items()), rest]
@@ -126,9 +112,9 @@ def ordinary() -> list[Part]:
         session("2 ranks", 2),
         session("2 nodes x 2 ranks", 4, "nodes", MPIDIST_RANKS_PER_NODE="2"),
         session("3 ranks", 3, "counts"),
-        # Arrays on GPUs then go as between nodes, which another part has.
+        # Arrays on GPUs then move as between nodes, which another part tests.
         session("2 ranks, no native core", 2, "nodes", ["tests/collectives"], "fake_gpus", MPIDIST_NATIVE="0"),
-        # What a power of two changes is in the algorithms; strategies meet four ranks as two nodes.
+        # Only algorithms depend on powers of two.
         session("4 ranks", 4, "powers"),
         *groups(),
         *lint(),
@@ -136,7 +122,7 @@ def ordinary() -> list[Part]:
 
 
 def quick() -> list[Part]:
-    """Return the parts of ``make quick``: what starts no jobs, and on two ranks what depends on their number."""
+    """Return the parts of ``make quick``: tests without jobs, and those that depend on the number of ranks."""
     first = [f"tests/{room}" for room in _FIRST_HALF]
     return [
         one_rank("one rank, first", first, "-m", "not jobs"),
@@ -146,14 +132,6 @@ def quick() -> list[Part]:
     ]
 
 
-# Rooms whose tests take as long as those of all others do, without those that start jobs.
-_FIRST_HALF = (
-    "acceptance",
-    "arrays",
-    "checkpoint",
-    "cross_device_ops",
-    "parameter_server",
-    "strategies",
-    "training",
-    "values",
-)
+# Half of the tests that start no jobs, by time.
+_FIRST_HALF = ["acceptance", "arrays", "checkpoint", "cross_device_ops"]
+_FIRST_HALF += ["parameter_server", "strategies", "training", "values"]

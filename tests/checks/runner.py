@@ -1,4 +1,4 @@
-"""Runs parts beside each other, most on a core of their own: waiting ranks of one do not disturb those of another."""
+"""Run parts in parallel, most on a core of their own so that waiting ranks do not disturb other parts."""
 
 from __future__ import annotations
 
@@ -21,16 +21,7 @@ _LOOK_SECONDS, _TAKING_DOWN_SECONDS = 0.05, 30.0
 
 @dataclass(frozen=True)
 class Done:
-    """A part that has ended.
-
-    Attributes:
-        part: Which.
-        status: Of its command; None where it was ended for its time limit.
-        wall_seconds: From its start to its end.
-        cpu_seconds: User and system time of its processes, but for those whose parent was killed.
-        log: What it printed.
-        results: What its tests wrote, where it has tests.
-    """
+    """A part that has ended. Its status is None if it ran past its time limit."""
 
     part: Part
     status: int | None
@@ -41,18 +32,12 @@ class Done:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it did not succeed."""
+        """Whether the command failed or was ended."""
         return self.status != 0
 
 
 class _Running:
-    """A part on its way.
-
-    Args:
-        part: Which.
-        places: What it takes; it may run on all their cores.
-        folder: Where its files go.
-    """
+    """A running part, which may use all cores of its places."""
 
     def __init__(self, part: Part, places: list[tuple[int, ...]], folder: Path) -> None:
         self.part, self.places = part, places
@@ -76,7 +61,7 @@ class _Running:
             )
 
     def ended(self) -> Done | None:
-        """Return what it came to, None while it runs."""
+        """Return the outcome, or None while the part runs."""
         pid, status, usage = os.wait4(self._process.pid, os.WNOHANG)
         seconds = time.monotonic() - self._began
         late = pid == 0 and seconds > scaled(self.part.seconds)
@@ -90,7 +75,7 @@ class _Running:
         return Done(self.part, code, seconds, usage.ru_utime + usage.ru_stime, self._log, self._results)
 
     def _stopped(self) -> tuple[int, int, resource.struct_rusage]:
-        """Ask it to end, and see that it does."""
+        """End the command, with SIGKILL if it does not react."""
         self.ask_to_end()
         deadline = time.monotonic() + _TAKING_DOWN_SECONDS
         while time.monotonic() < deadline:
@@ -101,40 +86,34 @@ class _Running:
         return os.wait4(self._process.pid, 0)
 
     def ask_to_end(self) -> None:
-        """Ask it to end by itself, as it may have hosts or files to take down."""
+        """Send SIGTERM, because the part may have hosts or files to remove."""
         os.kill(self._process.pid, signal.SIGTERM)
 
     def end(self) -> None:
-        """End it, and all that it has started."""
+        """End the command and every process that it started."""
         _, status, _ = self._stopped()
         self._process.returncode = os.waitstatus_to_exitcode(status)
         end_all(self._process, self._job)
 
 
 def _places() -> list[tuple[int, ...]]:
-    """Return the cores of each part that runs beside others: one core each, and all for one that uses idle ones.
+    """Return the places of parallel parts: one per core, and one with all cores.
 
-    Programs that are about hangs and deadlines leave a core idle for a third of their time.
+    Tests of hangs and deadlines leave their core idle for a third of the time.
     """
     cores = sorted(os.sched_getaffinity(0))
     return sorted({*((core,) for core in cores), tuple(cores)})
 
 
 def _places_for(part: Part, free: list[tuple[int, ...]], everything: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return which of the free places a part takes; none where it has to wait."""
+    """Return the free places that a part takes, or none if it must wait."""
     if part.takes_all_cores:
         return free if free == everything else []
     return [place for place in free if len(place) == 1 or not part.keeps_to_one_core][:1]
 
 
 def run_parts(parts: Iterable[Part], folder: Path, tell: Callable[[Done], None]) -> list[Done]:
-    """Run all parts, in their order as far as there are cores, and return what they came to.
-
-    Args:
-        parts: What to run.
-        folder: Where their files go.
-        tell: Called as each one ends.
-    """
+    """Run all parts, in their order if cores are free, write logs to ``folder``, and call ``tell`` as each one ends."""
     folder.mkdir(parents=True, exist_ok=True)
     waiting, running, done, again = list(parts), list[_Running](), list[Done](), list[Part]()
     free = all_places = _places()
@@ -147,7 +126,7 @@ def run_parts(parts: Iterable[Part], folder: Path, tell: Callable[[Done], None])
                     free = [place for place in free if place not in taken]
                     running.append(_Running(part, taken, folder))
                 elif part.takes_all_cores:
-                    # Those behind it would keep it waiting.
+                    # Later parts would keep it waiting.
                     break
             time.sleep(_LOOK_SECONDS)
             for each in list(running):

@@ -1,4 +1,4 @@
-"""What a person wants to know in the end: time per part, slowest tests, second chances, what was skipped and why."""
+"""The summary of a run: time per part, slowest tests, second chances, and reasons of skips."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def ran_nothing(done: Done) -> bool:
 
 
 def last_line(done: Done) -> str:
-    """Return the last line that says something of what a part printed; of a session, how many tests passed."""
+    """Return the last non-empty line of a part's log, or the line with the counts of tests."""
     lines = [line.strip(" =") for line in done.log.read_text(errors="replace").splitlines() if line.strip(" =-")]
     counted = [line for line in lines if " passed" in line or " failed" in line]
     return (counted or lines or [""])[-1]
 
 
 def end_of_log(done: Done) -> str:
-    """Return what a failed part printed last."""
+    """Return the end of a failed part's log."""
     lines = done.log.read_text(errors="replace").splitlines()
     left_out = len(lines) - _LINES_OF_A_FAILURE
     head = [f"... {left_out} lines before these are in {done.log}"] if left_out > 0 else []
@@ -47,12 +47,7 @@ def end_of_log(done: Done) -> str:
 
 
 def summary(all_done: Sequence[Done], seconds: float) -> str:
-    """Return the summary of a run.
-
-    Args:
-        all_done: Its parts.
-        seconds: How long all of it took.
-    """
+    """Return the summary of a run that took some seconds."""
     told = {done.part.name: json.loads(done.results.read_text()) for done in all_done if done.results.exists()}
     tests = [(name, test, found) for name, part in told.items() for test, found in part["tests"].items()]
     outcomes = Counter(found["outcome"] for _, _, found in tests)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -45,12 +44,6 @@ def test_hosts_are_apart(lab: Lab) -> None:
     assert not Path("/tmp/of.node0").exists()
 
 
-def test_gpus_are_handed_out_one_by_one(lab: Lab) -> None:
-    ask = ["srun", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-task=1", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES"]
-    done = lab.run("login", ask)
-    assert sorted(done.stdout.split()) == ["0", "0", "1", "1"], done.stderr
-
-
 def test_a_cut_cable_and_its_repair(lab: Lab) -> None:
     reach = ["bash", "-c", "exec 3<>/dev/tcp/node1/6818"]
     assert lab.run("node0", reach).returncode == 0
@@ -59,25 +52,6 @@ def test_a_cut_cable_and_its_repair(lab: Lab) -> None:
         lab.run("node0", reach, timeout=1.0)
     lab.mend("node1")
     assert lab.run("node0", reach).returncode == 0
-
-
-def test_a_power_cut_and_the_boot_after_it(lab: Lab) -> None:
-    lab.off("node3")
-    with pytest.raises(RuntimeError, match="node3 is off"):
-        lab.run("node3", ["true"])
-    lab.boot("node3")
-    with pytest.raises(RuntimeError, match="running already"):
-        lab.boot("node3")
-    lab.wait_until_idle()
-    assert lab.run("login", ["srun", "--nodelist=node3", "hostname"]).stdout == "node3\n"
-
-
-def test_a_limit_shows_in_the_queue_of_the_interface(lab: Lab) -> None:
-    question = ["tc", "qdisc", "show", "dev", "eth0"]
-    lab.rate("node0", "100mbit")
-    assert "rate 100Mbit burst 128Kb" in lab.run("node0", question).stdout
-    assert "rate" not in lab.run("node1", question).stdout
-    lab.rate("node0", "100gbit")
 
 
 def test_a_command_that_hangs_ends_on_every_host(lab: Lab) -> None:
@@ -101,34 +75,6 @@ def test_down_leaves_nothing(can_have_labs: None) -> None:
         Lab.attach(name)
 
 
-def test_a_tree_of_switches(can_have_labs: None) -> None:
-    name = f"x{os.getpid() % 100000}"
-    with Lab(Settings(name=name, hosts=2, switches=2, trunk="100mbit")) as tree:
-        done = tree.run("login", ["srun", "--nodes=2", "--ntasks-per-node=1", "hostname"])
-        assert sorted(done.stdout.split()) == ["node0", "node1"], done.stderr
-        assert [tree.settings.switch(host) for host in tree.settings.compute_hosts] == tree.settings.leaves
-        for end in ("u", "d"):
-            shown = subprocess.run(["tc", "qdisc", "show", "dev", f"{name}-sw1{end}"], capture_output=True, text=True)
-            assert "rate 100Mbit" in shown.stdout
-    assert left_behind(name) == []
-
-
-def test_a_lab_that_does_not_come_up_leaves_nothing(can_have_labs: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = f"u{os.getpid() % 100000}"
-
-    def refuse(self: Lab) -> None:
-        # The controller has just been started.
-        deadline = time.monotonic() + 10
-        while not (self.settings.folder / "log" / "slurmctld.log").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        raise LabError("no host is idle")
-
-    monkeypatch.setattr(Lab, "wait_until_idle", refuse)
-    with pytest.raises(LabError, match=r"did not come up: no host is idle\n(.*\n)*slurmctld\.log"):
-        Lab(Settings(name=name, hosts=1)).up()
-    assert left_behind(name) == []
-
-
 def test_the_command_line_takes_the_lab_down_after_its_command(can_have_labs: None) -> None:
     name = f"v{os.getpid() % 100000}"
     lab = ["python3", "-m", "tests.cluster.lab", "--name", name]
@@ -139,11 +85,3 @@ def test_the_command_line_takes_the_lab_down_after_its_command(can_have_labs: No
     assert subprocess.run([*lab, "down"]).returncode == 0
     done = subprocess.run([*lab, "on", "login", "true"], capture_output=True, text=True)
     assert (done.returncode, done.stderr.count(f"no lab {name} is up")) == (1, 1)
-
-
-def test_a_time_limit_takes_the_lab_down(can_have_labs: None) -> None:
-    name = f"w{os.getpid() % 100000}"
-    lab = ["python3", "-m", "tests.cluster.lab", "--name", name]
-    command = ["timeout", "2", *lab, "run", "--hosts", "1", "--", "sleep", "1000"]
-    assert subprocess.run(command).returncode == 124
-    assert left_behind(name) == []

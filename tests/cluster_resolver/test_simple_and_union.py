@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-import mpidist
 from mpidist import cluster_resolver
 from mpidist.cluster_resolver import (
     ClusterSpec,
@@ -119,9 +118,3 @@ def test_the_other_name_of_the_union() -> None:
 def test_what_is_not_offered_says_what_is(name: str) -> None:
     with pytest.raises(NotImplementedError, match=f"does not offer {name}.*MPIClusterResolver.*SimpleClusterResolver"):
         getattr(cluster_resolver, name)(project="p")
-
-
-def test_names_of_the_facade() -> None:
-    for name in ("Simple", "TFConfig", "Slurm", "MPI"):
-        assert issubclass(getattr(mpidist.cluster_resolver, f"{name}ClusterResolver"), cluster_resolver.ClusterResolver)
-    assert set(cluster_resolver.__all__) <= set(dir(cluster_resolver))

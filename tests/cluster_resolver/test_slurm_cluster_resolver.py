@@ -109,23 +109,6 @@ def test_roles_by_the_variable(environ) -> None:
     assert SlurmClusterResolver(jobs={"worker": 4}).get_task_info() == ("worker", 0)
 
 
-@pytest.mark.parametrize("rank", [0, 5, 8])
-def test_the_lists_of_the_specification(environ, rank: int) -> None:
-    """Nine hosts; zero padding is kept elsewhere."""
-    tasks = "1(x9)"
-    environ(
-        {
-            "SLURM_PROCID": str(rank),
-            "SLURM_STEP_NUM_TASKS": "9",
-            "SLURM_STEP_NODELIST": "n[1-2],m5,o[3-4,6,7-9]",
-            "SLURM_STEP_TASKS_PER_NODE": tasks,
-        }
-    )
-    hosts = ["n1", "n2", "m5", "o3", "o4", "o6", "o7", "o8", "o9"]
-    assert SlurmClusterResolver().cluster_spec().as_dict() == {"worker": [f"{host}:8888" for host in hosts]}
-    assert SlurmClusterResolver().task_id == rank
-
-
 def uneven(rank: int) -> dict[str, str]:
     return {
         "SLURM_PROCID": str(rank),

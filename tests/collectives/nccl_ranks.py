@@ -1,4 +1,4 @@
-"""What tests of NCCL have in common: a communicator of all ranks, and arrays on this rank's pretended GPU."""
+"""Helpers of NCCL tests: a communicator of all ranks, and arrays on this rank's simulated GPU."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ others.barrier()
 
 
 def test_the_thread_that_waits_may_abort() -> None:
-    """In the handler of a signal, which waits for nobody."""
+    """A signal handler must not wait for other ranks."""
     run(
         """
 import os, signal
@@ -97,7 +97,7 @@ else:
     )
 
 
-def test_a_rank_that_the_others_never_follow_ends_the_job() -> None:
+def test_aborting_a_call_alone_ends_the_job() -> None:
     program = """
 work = comm.all_reduce_async("SUM", 1.0) if rank == 0 else None
 others.barrier()

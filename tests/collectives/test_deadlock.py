@@ -91,22 +91,20 @@ def test_waits_that_end_are_left_alone(program: str, ranks: int) -> None:
     assert job.stdout.split() == ["done"] * ranks
 
 
-PART = """
-import numpy as np, mpidist
-from mpi4py import MPI
-world = mpidist.Communicator()
-part = world.split(0 if world.rank < 2 else 1)
-try:
-    if world.rank == 1:
-        part.barrier()
-    world.barrier()
-except mpidist.MismatchError as error:
-    print("crossed" if "different communicators" in str(error) else error, flush=True)
-MPI.COMM_WORLD.Barrier()                                # each had its error before any leaves
-"""
-
-
 @pytest.mark.jobs
 def test_a_part_and_the_whole() -> None:
-    job = run_script(PART, 3, env=deadlines(10))
+    program = """
+    import numpy as np, mpidist
+    from mpi4py import MPI
+    world = mpidist.Communicator()
+    part = world.split(0 if world.rank < 2 else 1)
+    try:
+        if world.rank == 1:
+            part.barrier()
+        world.barrier()
+    except mpidist.MismatchError as error:
+        print("crossed" if "different communicators" in str(error) else error, flush=True)
+    MPI.COMM_WORLD.Barrier()                                # each had its error before any leaves
+    """
+    job = run_script(program, 3, env=deadlines(10))
     assert job.stdout.split("\n").count("crossed") == 3, job.stdout + job.stderr

@@ -1,4 +1,4 @@
-"""Rows that go from ranks to ranks: gather, scatter, all_to_all, unequal parts, and results where they are wanted."""
+"""Rows that move between ranks: gather, scatter, all_to_all, unequal parts, and out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def comm() -> Any:
 
 
 def rows_of(rank: int, count: int, dtype: object = "f4", width: int = 1) -> np.ndarray:
-    """Return what a rank gives: other numbers on each."""
+    """Return the input of a rank. It differs between ranks."""
     return ((np.arange(count * width) * 7 + 13 * rank) % 101).astype(dtype).reshape(count, width)
 
 
@@ -118,7 +118,7 @@ def test_nests_travel_together(comm: Communicator) -> None:
     assert comm.all_to_all([]) == []
 
 
-def test_wrong_arguments_are_errors_before_any_communication(comm: Communicator) -> None:
+def test_wrong_arguments_raise_at_once(comm: Communicator) -> None:
     with pytest.raises(ValueError, match=f"how many of 3 rows each of {SIZE} ranks gets"):
         comm.all_to_all(np.ones(3), counts=[1] * (SIZE + 5))
     with pytest.raises(ValueError, match=f"how many rows each of {SIZE} ranks gives this one"):

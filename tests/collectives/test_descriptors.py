@@ -1,4 +1,4 @@
-"""A communicator is not begun where a rank has no file descriptors left: an error on all ranks, and no crash in MPI."""
+"""Without file descriptors a communicator raises on all ranks, and MPI does not crash."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -21,13 +20,6 @@ GPUS = pytest.mark.parametrize("fake_gpus", [LATE], indirect=True)
 PUNCTUAL = pytest.mark.parametrize("fake_gpus", [{"devices": 6}], indirect=True)
 
 
-@pytest.fixture
-def cupy(fake_gpus: Any) -> Iterator[Any]:
-    """Each rank has a GPU of its own."""
-    with fake_gpus.cuda.Device(world_topology().rank):
-        yield fake_gpus
-
-
 def layouts() -> list[Any]:
     """Return the numbers of ranks per virtual node that make different layouts of these ranks."""
     size = world_topology().size
@@ -35,7 +27,7 @@ def layouts() -> list[Any]:
 
 
 def values_of(rank: int, round_number: int = 0) -> list[np.ndarray]:
-    """Return what a rank contributes: large and small, empty and 0-d, of several dtypes."""
+    """Return the contribution of a rank: large, small, empty and 0-d arrays of several dtypes."""
     random = np.random.default_rng([rank, round_number])
     return [
         random.integers(-4, 5, 120_001).astype("f4"),
@@ -125,28 +117,20 @@ def test_results_in_arrays_of_the_caller(cupy: Any, comm: Communicator, is_start
         comm.all_reduce("SUM", cupy.ones(3, "f4"), out=np.ones(3, "f4"))
 
 
-def separate(cupy: Any, arrays: list[Any]) -> list[Any]:
-    return [cupy.empty_like(array) for array in arrays]
-
-
-def themselves(cupy: Any, arrays: list[Any]) -> list[Any]:
-    return arrays
-
-
-def views_of_them(cupy: Any, arrays: list[Any]) -> list[Any]:
-    return [array[:] for array in arrays]
-
-
-def shifted(cupy: Any, arrays: list[Any]) -> list[Any]:
-    return [*arrays[1:], arrays[0]]
+OUTS: dict[str, Any] = {
+    "separate": lambda cupy, arrays: [cupy.empty_like(array) for array in arrays],
+    "inputs": lambda cupy, arrays: arrays,
+    "views of inputs": lambda cupy, arrays: [array[:] for array in arrays],
+    "shifted": lambda cupy, arrays: [*arrays[1:], arrays[0]],
+}
 
 
 @PUNCTUAL
 @pytest.mark.one_rank
-@pytest.mark.parametrize("make_out", [separate, themselves, views_of_them, shifted])
+@pytest.mark.parametrize("kind", OUTS)
 @pytest.mark.parametrize("bytes_per_pack", [1, 0])
-def test_the_arrays_of_the_caller_cost_the_same_each_however_many_they_are(
-    cupy: Any, comm: Communicator, monkeypatch: pytest.MonkeyPatch, make_out: Any, bytes_per_pack: int
+def test_costs_per_array_are_constant(
+    cupy: Any, comm: Communicator, monkeypatch: pytest.MonkeyPatch, kind: str, bytes_per_pack: int
 ) -> None:
     asked: list[Any] = []
     pointer = CupyOps.pointer
@@ -156,7 +140,7 @@ def test_the_arrays_of_the_caller_cost_the_same_each_however_many_they_are(
     for count in (20, 60):
         arrays = [cupy.full(5, number, "f4") for number in range(count)]
         asked.clear()
-        got = comm.all_reduce("SUM", arrays, out=make_out(cupy, arrays), options=options)
+        got = comm.all_reduce("SUM", arrays, out=OUTS[kind](cupy, arrays), options=options)
         costs.append(len(asked))
         assert [result.get().tolist() for result in got] == [[number] * 5 for number in range(count)]
     # A few for each call, and eight for each array.
@@ -164,18 +148,7 @@ def test_the_arrays_of_the_caller_cost_the_same_each_however_many_they_are(
 
 
 @GPUS
-def test_works_are_waited_for_by_the_stream_that_waits(cupy: Any, comm: Communicator) -> None:
-    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
-    for number in range(4):
-        with streams[0]:
-            works = [comm.all_reduce_async("SUM", on_devices(cupy, values_of(comm.rank, number + k))) for k in range(3)]
-        with streams[1]:
-            for k in (2, 0, 1):
-                check(works[k].wait(), summed(comm.size, number + k), cupy)
-
-
-@GPUS
-def test_what_is_dropped_at_once_is_kept_as_long_as_it_is_needed(cupy: Any, comm: Communicator) -> None:
+def test_dropped_arrays_live_until_used(cupy: Any, comm: Communicator) -> None:
     count = 50_000
     for number in range(20):
         work = comm.all_reduce_async("SUM", cupy.full(count, number, "f4"))
@@ -199,7 +172,7 @@ def test_a_sixteen_bit_wire_between_nodes(cupy: Any, monkeypatch: pytest.MonkeyP
 
 
 @PUNCTUAL
-def test_sums_in_a_fixed_order_are_formed_on_the_host(cupy: Any, comm: Communicator) -> None:
+def test_deterministic_sums_use_the_host(cupy: Any, comm: Communicator) -> None:
     value = np.random.default_rng(comm.rank).random(1000).astype("f4")
     options = CommunicationOptions(deterministic=True)
     got = comm.all_reduce("SUM", cupy.asarray(value), options=options)
@@ -209,9 +182,7 @@ def test_sums_in_a_fixed_order_are_formed_on_the_host(cupy: Any, comm: Communica
 
 @pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("fake_gpus", [{"devices": 6, "nccl": False}], indirect=True)
-def test_without_nccl_it_goes_by_the_host_and_says_so_once(
-    cupy: Any, comm: Communicator, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_nccl_the_host_reduces(cupy: Any, comm: Communicator, caplog: pytest.LogCaptureFixture) -> None:
     if not comm._channel.node.is_alone:
         pytest.skip("NCCL is needed by ranks that share a node")
     for _ in range(3):
@@ -225,9 +196,7 @@ def test_without_nccl_it_goes_by_the_host_and_says_so_once(
 
 @pytest.mark.min_ranks(2)
 @PUNCTUAL
-def test_two_ranks_on_one_gpu_are_told_of_the_recipes(
-    fake_gpus: Any, comm: Communicator, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_ranks_on_one_gpu_get_a_hint(fake_gpus: Any, comm: Communicator, caplog: pytest.LogCaptureFixture) -> None:
     if not comm._channel.node.is_alone:
         pytest.skip("ranks of several nodes have GPUs of their own")
     got = comm.all_reduce("SUM", fake_gpus.ones(3))
@@ -249,7 +218,7 @@ def test_algorithms_of_the_other_kind_of_memory(cupy: Any, comm: Communicator) -
 
 @pytest.mark.min_ranks(2)
 @PUNCTUAL
-def test_a_rank_with_an_array_on_the_host_is_a_mismatch(cupy: Any, comm: Communicator) -> None:
+def test_host_and_device_arrays_mismatch(cupy: Any, comm: Communicator) -> None:
     with pytest.raises(MismatchError, match=r"float32\(3,\) on a GPU"):
         comm.all_reduce("SUM", np.ones(3, "f4") if comm.rank else cupy.ones(3, "f4"))
     assert comm.all_reduce("SUM", cupy.ones(2)).get().tolist() == [comm.size] * 2
@@ -269,7 +238,7 @@ def test_a_rank_keeps_to_one_device(cupy: Any) -> None:
 
 @PUNCTUAL
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_a_default_stream_of_each_thread_is_refused(everywhere: bool, cupy: Any) -> None:
+def test_per_thread_default_streams_raise(everywhere: bool, cupy: Any) -> None:
     with mpidist.Communicator(world_topology().world) as comm:
         array = cupy.ones(2)
         is_refused = everywhere or comm.rank == 0
@@ -277,21 +246,3 @@ def test_a_default_stream_of_each_thread_is_refused(everywhere: bool, cupy: Any)
             cupy.cuda.Stream.ptds.use()
         with pytest.raises(DeviceError if is_refused else PeerError, match="unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM"):
             comm.all_reduce("SUM", array)
-
-
-@GPUS
-@pytest.mark.counts
-def test_movement_and_the_other_reductions(cupy: Any, comm: Communicator) -> None:
-    mine = cupy.full((comm.rank + 1, 2), comm.rank)
-    gathered = comm.all_gather(mine)
-    assert isinstance(gathered, cupy.ndarray)
-    np.testing.assert_array_equal(gathered.get(), np.concatenate([np.full((r + 1, 2), r) for r in range(comm.size)]))
-    np.testing.assert_array_equal(comm.all_gather_async(mine).wait().get(), gathered.get())
-    got = comm.broadcast([cupy.full(3, comm.rank), comm.rank], root=comm.size - 1)
-    assert got[0].get().tolist() == [comm.size - 1] * 3
-    assert got[1] == comm.size - 1
-    reduced = comm.reduce("SUM", cupy.full(3, 1.0), root=0)
-    assert reduced is None if comm.rank else reduced.get().tolist() == [comm.size] * 3
-    part = comm.reduce_scatter("SUM", cupy.ones((2 * comm.size, 2)))
-    assert isinstance(part, cupy.ndarray)
-    np.testing.assert_array_equal(part.get(), np.full((2, 2), comm.size))

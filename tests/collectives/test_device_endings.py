@@ -5,6 +5,8 @@ On stand-ins for CuPy and NCCL (see tests/support/fake_cupy).
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.support.ranks.jobs import run_script
@@ -50,6 +52,19 @@ result.get()
 print("rank", comm.rank, "has a result", flush=True)
 """
 
+# NCCL finds an error while the GPU of rank 1 does not take part.
+FAILING = """
+comm.all_reduce("SUM", cupy.ones(3))
+nccl.abort_waits = True
+if comm.rank == 1:
+    NcclComm.all_reduce = lambda *_: None
+else:
+    for raw in nccl.open_communicators():
+        raw.async_error = 6
+comm.all_reduce("SUM", cupy.ones(3)).get()
+comm.barrier()
+"""
+
 BLOCKING_ABORT = "nccl.abort_waits = True\n"
 
 FAILING_ABORT = """
@@ -89,14 +104,21 @@ def test_a_kernel_that_fails_ends_the_job(algorithm: str) -> None:
     ["", BLOCKING_ABORT, pytest.param(FAILING_ABORT, marks=pytest.mark.long)],
     ids=["", "abort blocks", "abort fails"],
 )
-def test_the_deadline_of_a_call_ends_the_job_whatever_nccl_does(hardship: str) -> None:
-    done = run_script(BEGIN + hardship + ABSENT, 2)
+def test_the_deadline_of_a_call_ends_the_job(hardship: str) -> None:
+    done = run_script(BEGIN + hardship + ABSENT, 2, env={"MPIDIST_WARN_AFTER": "1"})
     assert done.returncode != 0
+    assert re.search(r"mpidist: rank 0 has waited \d+ s for a collective on its GPU to end", done.stderr)
     assert "mpidist: rank 0 ends the job: a collective on its GPU did not end within 2 s" in done.stderr
     assert "has a result" not in done.stdout
 
 
-def test_kernels_of_the_program_take_as_long_as_they_like() -> None:
+def test_an_error_of_nccl_ends_the_job_at_once() -> None:
+    done = run_script(BEGIN + FAILING, 2)
+    assert done.returncode != 0
+    assert "mpidist: rank 0 ends the job: a collective on its GPU failed: " in done.stderr
+
+
+def test_slow_kernels_of_the_program_are_fine() -> None:
     # The deadline covers the start of MPI, which takes longer while the machine does other work.
     done = run_script(BEGIN + SLOW_KERNELS, 2, str(scaled(4)), env=deadlines(3))
     assert done.returncode == 0, done.stderr

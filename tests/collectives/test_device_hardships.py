@@ -1,4 +1,4 @@
-"""Collectives on GPUs where something is scarce, late, broken or in an unusual order: a test for each hardship.
+"""Collectives on GPUs if memory is scarce, streams are late, compilers fail or calls come in unusual orders.
 
 On stand-ins for CuPy and NCCL (see tests/support/fake_cupy), whose GPUs do NCCL's calls one after the other.
 """
@@ -39,17 +39,24 @@ LIMIT_SECONDS, MOMENT_SECONDS = scaled(20.0), 0.3
 
 
 @pytest.fixture
-def cupy(fake_gpus: Any) -> Iterator[Any]:
-    """Each rank has a GPU of its own."""
-    with fake_gpus.cuda.Device(world_topology().rank):
-        yield fake_gpus
-
-
-@pytest.fixture
 def gate() -> Iterator[threading.Event]:
     made = threading.Event()
     yield made
     made.set()
+
+
+@pytest.fixture
+def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of allocations on GPUs, in bytes."""
+    sizes: list[int] = []
+    allocate = memory.Memory.__init__
+
+    def noted(self: Any, size: int) -> None:
+        sizes.append(size)
+        allocate(self, size)
+
+    monkeypatch.setattr(memory.Memory, "__init__", noted)
+    return sizes
 
 
 @pytest.fixture
@@ -64,9 +71,7 @@ def per_node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("per_node", [8, 2], indirect=True)
-def test_two_communicators_use_nccl_in_one_order_on_all_ranks(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch, per_node: int
-) -> None:
+def test_two_communicators_use_nccl_in_one_order(cupy: Any, monkeypatch: pytest.MonkeyPatch, per_node: int) -> None:
     if per_node == 2 and world_topology().size < 4:
         pytest.skip("two nodes with two ranks each")
     order: list[int] = []
@@ -94,7 +99,7 @@ def test_two_communicators_use_nccl_in_one_order_on_all_ranks(
     assert order in [others for rank, others in enumerate(orders) if rank != one.rank]
 
 
-def test_each_wait_is_for_the_stream_that_is_current_there(cupy: Any, gate: threading.Event) -> None:
+def test_each_wait_orders_the_current_stream(cupy: Any, gate: threading.Event) -> None:
     with Communicator() as comm:
         comm.all_reduce("SUM", cupy.ones(3)).get()
         lane_stream = comm._engine._on_device.streams.stream.raw
@@ -117,7 +122,7 @@ def test_each_wait_is_for_the_stream_that_is_current_there(cupy: Any, gate: thre
 # Results in the place of inputs -------------------------------------------------------------------------------------
 
 
-def test_an_input_and_its_result_overlap_while_another_device_is_current(fake_gpus: Any) -> None:
+def test_overlap_on_another_current_device(fake_gpus: Any) -> None:
     with Communicator() as comm:
         size = comm.size
         with fake_gpus.cuda.Device((comm.rank + 1) % 6):
@@ -139,35 +144,22 @@ def test_an_input_and_its_result_overlap_while_another_device_is_current(fake_gp
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 @pytest.mark.parametrize("algorithm", ["nccl", "staged"])
-def test_a_call_in_place_copies_nothing(cupy: Any, monkeypatch: pytest.MonkeyPatch, op: str, algorithm: str) -> None:
+def test_a_call_in_place_copies_nothing(cupy: Any, allocated: list[int], op: str, algorithm: str) -> None:
     options = CommunicationOptions(deterministic=algorithm == "staged")
-    asked: list[int] = []
-    take = memory.Memory.__init__
-
-    def noted(self: Any, size: int) -> None:
-        asked.append(size)
-        take(self, size)
-
     with Communicator() as comm:
         array = cupy.ones(1 << 16, "f4")
         comm.all_reduce(op, array, out=array, options=options)
-        monkeypatch.setattr(memory.Memory, "__init__", noted)
+        allocated.clear()
         comm.all_reduce(op, array, out=array, options=options)
-        assert sum(asked) < array.nbytes
+        assert sum(allocated) < array.nbytes
         assert (array.get() == (comm.size**2 if op == "SUM" else 1)).all()
 
 
 @pytest.mark.parametrize("aware", ["0", "1"])
-def test_sums_between_nodes_are_formed_on_the_gpu_in_memory_that_is_there(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch, per_node: int, aware: str
+def test_sums_between_nodes_allocate_nothing(
+    cupy: Any, allocated: list[int], monkeypatch: pytest.MonkeyPatch, per_node: int, aware: str
 ) -> None:
     monkeypatch.setenv("MPIDIST_GPU_AWARE_MPI", aware)
-    asked: list[int] = []
-    take = memory.Memory.__init__
-
-    def noted(self: Any, size: int) -> None:
-        asked.append(size)
-        take(self, size)
 
     def on_the_host(*_: Any) -> Any:
         raise AssertionError("sums are formed on the host")
@@ -176,10 +168,10 @@ def test_sums_between_nodes_are_formed_on_the_gpu_in_memory_that_is_there(
     with Communicator() as comm:
         array = cupy.ones(1 << 16, "f4")
         comm.all_reduce("SUM", array, out=array, options=HIERARCHICAL)
-        monkeypatch.setattr(memory.Memory, "__init__", noted)
+        allocated.clear()
         comm.all_reduce("SUM", array, out=array, options=HIERARCHICAL)
         # Tables of addresses.
-        assert sum(asked) < 1024
+        assert sum(allocated) < 1024
         assert (array.get() == comm.size**2).all()
 
 
@@ -187,7 +179,7 @@ def test_sums_between_nodes_are_formed_on_the_gpu_in_memory_that_is_there(
 
 
 @pytest.mark.parametrize("after", [0, 1])
-def test_a_rank_without_memory_tells_the_others_before_nccl_waits_for_it(cupy: Any, after: int) -> None:
+def test_out_of_memory_raises_on_all_ranks(cupy: Any, after: int) -> None:
     # A communicator of its own: it is not used any more where a rank was told of an error.
     with Communicator(world_topology().world) as comm:
         # They are summed as floats of 32 bits.
@@ -207,7 +199,7 @@ def test_a_rank_without_memory_tells_the_others_before_nccl_waits_for_it(cupy: A
         assert comm.all_reduce("SUM", arrays)[2].get().tolist() == [comm.size] * 1000
 
 
-def test_a_rank_without_memory_for_the_way_between_nodes_has_all_take_another(
+def test_without_pinned_memory_all_use_staged(
     cupy: Any, monkeypatch: pytest.MonkeyPatch, per_node: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(self: Any, nbytes: int) -> Any:
@@ -226,9 +218,7 @@ def test_a_rank_without_memory_for_the_way_between_nodes_has_all_take_another(
 
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
-def test_a_rank_that_cannot_compile_tells_the_others_before_nccl_waits_for_it(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch, op: str
-) -> None:
+def test_a_compile_error_raises_on_all_ranks(cupy: Any, monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     def fail(kernel: raw_kernel.RawKernel) -> None:
         if kernel.name == apart:
             raise RuntimeError("nvrtc: error: failed to load builtins")
@@ -249,7 +239,7 @@ def test_a_rank_that_cannot_compile_tells_the_others_before_nccl_waits_for_it(
 
 
 @pytest.mark.parametrize("algorithm", ["nccl", "staged"])
-def test_results_that_are_there_are_not_kept_until_the_next_call(cupy: Any, algorithm: str) -> None:
+def test_finished_results_are_freed(cupy: Any, algorithm: str) -> None:
     options = CommunicationOptions(deterministic=algorithm == "staged")
     with Communicator() as comm:
         array = cupy.ones(1 << 16, "f4")
@@ -270,7 +260,7 @@ def _used_bytes() -> int:
     return devices.machine().used[devices.current_device()]
 
 
-def test_a_reduction_in_host_memory_page_locks_a_few_chunks_only(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staged_pins_a_few_chunks(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDIST_STAGING_BYTES", "65536" if world_topology().rank == 0 else "1048576")
     asked: list[int] = []
     pinned = device_ops.CupyOps.pinned
@@ -292,7 +282,7 @@ def test_a_reduction_in_host_memory_page_locks_a_few_chunks_only(cupy: Any, monk
 
 
 @pytest.mark.parametrize("count", [1000, 100_000, 700_000])
-def test_the_size_of_slices_is_the_smallest_that_a_rank_was_told(
+def test_slices_have_the_smallest_size_of_all(
     cupy: Any, monkeypatch: pytest.MonkeyPatch, per_node: int, count: int
 ) -> None:
     monkeypatch.setenv("MPIDIST_STAGING_BYTES", "65536" if world_topology().rank == 0 else "1048576")
@@ -305,9 +295,7 @@ def test_the_size_of_slices_is_the_smallest_that_a_rank_was_told(
 
 
 @pytest.mark.parametrize("per_node", [1, 2], indirect=True)
-def test_mpi_on_device_memory_has_few_slices_at_a_time_and_the_device_to_itself(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch, per_node: int
-) -> None:
+def test_gpu_aware_mpi_limits_slices_in_flight(cupy: Any, monkeypatch: pytest.MonkeyPatch, per_node: int) -> None:
     if per_node == 2 and world_topology().size < 4:
         pytest.skip("two nodes with two ranks each")
     monkeypatch.setenv("MPIDIST_GPU_AWARE_MPI", "1")
@@ -344,7 +332,7 @@ def test_mpi_on_device_memory_has_few_slices_at_a_time_and_the_device_to_itself(
 
 @pytest.mark.parametrize("per_node", [8, 1], indirect=True)
 @pytest.mark.parametrize("name", ["hierarchical", *wire_algorithms.names])
-def test_a_way_between_nodes_may_be_asked_for_on_any_number_of_nodes(cupy: Any, per_node: int, name: str) -> None:
+def test_inter_node_algorithms_on_any_nodes(cupy: Any, per_node: int, name: str) -> None:
     with Communicator() as comm:
         got = comm.all_reduce("SUM", cupy.ones(10_000, "f4"), options=CommunicationOptions(algorithm=name))
         assert (got.get() == comm.size).all()

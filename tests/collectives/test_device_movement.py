@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,13 +23,6 @@ PUNCTUAL = pytest.mark.parametrize("fake_gpus", [{"devices": 6}], indirect=True)
 
 
 @pytest.fixture
-def cupy(fake_gpus: Any) -> Iterator[Any]:
-    """Each rank has a GPU of its own."""
-    with fake_gpus.cuda.Device(world_topology().rank):
-        yield fake_gpus
-
-
-@pytest.fixture
 def by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks are on one node, and nothing may pass through the host."""
     monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "8")
@@ -46,7 +38,7 @@ def by_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parts(rank: int) -> list[np.ndarray]:
-    """Return what a rank gives to be gathered: different lengths, equal ones, none, other axes, any dtype."""
+    """Return the arrays of a rank to gather: different and equal lengths, empty ones, and several dtypes."""
     return [
         np.full((rank + 1, 2), rank, "f4"),
         np.arange(6.0).reshape(3, 2) + rank,
@@ -91,6 +83,8 @@ def test_arrays_move_from_gpu_to_gpu(cupy: Any) -> None:
 def test_arrays_move_through_page_locked_memory(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with Communicator() as comm:
         check_movement(cupy, comm)
+        reduced = comm.reduce("SUM", cupy.full(3, 1.0), root=0)
+        assert reduced is None if comm.rank else reduced.get().tolist() == [comm.size] * 3
         monkeypatch.setattr(cupy.ndarray, "get", lambda *_: pytest.fail("a copy to pageable memory"))
         comm.broadcast([cupy.ones(1000) for _ in range(20)])
         comm.all_gather([cupy.ones(1000) for _ in range(20)])
@@ -118,7 +112,7 @@ def test_rows_of_a_reduction_stay_on_the_gpu(cupy: Any, op: str, dtype: str, mor
 
 
 @PUNCTUAL
-def test_what_nccl_does_not_reduce_goes_through_the_host(cupy: Any) -> None:
+def test_unsupported_reductions_use_the_host(cupy: Any) -> None:
     with Communicator() as comm:
         value = np.arange(2.0 * comm.size)
         value[0] = np.nan
@@ -127,7 +121,7 @@ def test_what_nccl_does_not_reduce_goes_through_the_host(cupy: Any) -> None:
 
 
 @pytest.mark.parametrize("fake_gpus", [{"devices": 6, "nccl": False, "jitter": 0.001}], indirect=True)
-def test_without_nccl_arrays_move_through_the_host_which_is_said_once(
+def test_without_nccl_arrays_move_with_a_warning(
     cupy: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "8")
@@ -140,7 +134,7 @@ def test_without_nccl_arrays_move_through_the_host_which_is_said_once(
 
 @PUNCTUAL
 @pytest.mark.usefixtures("by_nccl")
-def test_a_rank_with_arrays_on_the_host_is_a_mismatch(cupy: Any) -> None:
+def test_host_and_device_arrays_mismatch(cupy: Any) -> None:
     with Communicator() as comm:
         mine = np.ones(3, "f4") if comm.rank else cupy.ones(3, "f4")
         with pytest.raises(MismatchError, match="broadcast of arrays on GPUs, which NCCL moves"):
@@ -170,7 +164,7 @@ def test_no_memory_for_rows_raises_on_all_ranks(cupy: Any, after: int) -> None:
 
 @PUNCTUAL
 @pytest.mark.usefixtures("by_nccl")
-def test_a_rank_without_memory_for_what_is_gathered_is_an_error_on_all(cupy: Any) -> None:
+def test_out_of_memory_raises_on_all_ranks(cupy: Any) -> None:
     with Communicator() as comm:
         mine = cupy.ones(3)
         comm.all_gather(mine)
@@ -183,7 +177,7 @@ def test_a_rank_without_memory_for_what_is_gathered_is_an_error_on_all(cupy: Any
 
 @LATE
 @pytest.mark.usefixtures("by_nccl")
-def test_what_is_dropped_at_once_is_kept_as_long_as_it_is_needed(cupy: Any) -> None:
+def test_dropped_arrays_live_until_used(cupy: Any) -> None:
     count = 50_000
     with Communicator() as comm:
         for number in range(10):
@@ -198,9 +192,7 @@ def test_what_is_dropped_at_once_is_kept_as_long_as_it_is_needed(cupy: Any) -> N
 
 @PUNCTUAL
 @pytest.mark.usefixtures("by_nccl")
-def test_a_movement_that_ends_in_an_error_leaves_the_device_to_the_next_call(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_move_frees_the_device(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with Communicator() as comm:
         mine = cupy.full(3, 1.0)
         comm.all_gather(mine)
@@ -229,9 +221,7 @@ def test_a_movement_that_ends_in_an_error_leaves_the_device_to_the_next_call(
 @PUNCTUAL
 @pytest.mark.usefixtures("by_nccl")
 @pytest.mark.parametrize("given", [{"algorithm": "staged"}, {"deterministic": True}])
-def test_who_asks_for_another_way_has_no_nccl_started(
-    fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, given: Any
-) -> None:
+def test_other_algorithms_start_no_nccl(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, given: Any) -> None:
     monkeypatch.setattr(device_move, "which_on_device", which_on_device)
     fake_gpus.cuda.Device(world_topology().rank).use()
     with Communicator(options=CommunicationOptions(**given)) as comm:
@@ -246,7 +236,7 @@ def test_who_asks_for_another_way_has_no_nccl_started(
 
 @PUNCTUAL
 @pytest.mark.usefixtures("by_nccl")
-def test_a_call_may_ask_for_nccl_where_its_communicator_does_not(fake_gpus: Any) -> None:
+def test_a_call_may_override_the_algorithm(fake_gpus: Any) -> None:
     fake_gpus.cuda.Device(world_topology().rank).use()
     with Communicator(options=CommunicationOptions(algorithm="staged")) as comm:
         mine = fake_gpus.full(3, comm.rank + 1.0)

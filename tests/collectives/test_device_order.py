@@ -36,7 +36,7 @@ LATE_SECONDS = 0.01
 COUNTS = (1000, 130_000)
 
 
-Late = Callable[[pytest.MonkeyPatch], None]
+Mutation = Late = Callable[[pytest.MonkeyPatch], None]
 
 
 def sleep_on(stream: Any, seconds: float = LATE_SECONDS) -> None:
@@ -102,7 +102,7 @@ def wrong_rounds(comm: Communicator, cupy: Any, algorithm: str) -> int:
     return int(comm.all_reduce("MAX", wrong))
 
 
-def deaf_in(function: str) -> Callable[[pytest.MonkeyPatch], None]:
+def deaf_in(function: str) -> Mutation:
     """Let streams not wait for events where ``function`` says so."""
     wait = array_streams.Stream.wait
 
@@ -113,7 +113,7 @@ def deaf_in(function: str) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(array_streams.Stream, "wait", wait_elsewhere)
 
 
-def hasty(module: Any) -> Callable[[pytest.MonkeyPatch], None]:
+def hasty(module: Any) -> Mutation:
     """Let the host not wait for events in a module."""
 
     def at_once(event: Any, relaxes: bool = True) -> Steps[None]:
@@ -134,7 +134,7 @@ def run(
     fake_gpus: Any,
     patch: pytest.MonkeyPatch,
     algorithm: str,
-    mutate: Callable[[pytest.MonkeyPatch], None] | None,
+    mutate: Mutation | None,
     late: Late,
 ) -> int:
     """Return in how many rounds there is a wrong number where something is late, and something does not wait for it."""
@@ -174,82 +174,49 @@ def test_nothing_is_wrong_as_it_is(
     assert run(fake_gpus, monkeypatch, algorithm, None, late) == 0
 
 
-@pytest.mark.nodes
-@pytest.mark.parametrize(
-    ("mutate", "late"),
-    [
-        pytest.param(deaf_in("follow_caller"), late_caller, id="its streams do not wait for the caller"),
-        pytest.param(deaf_in("_through"), late_streams, id="the copy to the host does not wait for its streams"),
-        pytest.param(hasty(reduce), TO_HOST, id="MPI does not wait for the copy to the host"),
-        pytest.param(deaf_in("move"), TO_DEVICE, id="its streams do not wait for the copy to the device"),
-        pytest.param(deaf_in("_wait_for"), TO_DEVICE, id="the caller does not wait for its streams"),
-        pytest.param(slots_are_always_free, TO_DEVICE, id="slots are used again at once"),
-    ],
-)
-def test_the_hierarchical_way(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, mutate: Any, late: Late) -> None:
-    some_layout(monkeypatch)
-    assert run(fake_gpus, monkeypatch, "halving_doubling", mutate, late) > 0
+def omitted(algorithm: str, aware: str, mutate: Mutation, late: Late, what: str, *marks: pytest.MarkDecorator) -> Any:
+    return pytest.param(algorithm, aware, mutate, late, id=f"{algorithm}: {what}", marks=marks)
+
+
+NODES, HD = pytest.mark.nodes, "halving_doubling"
 
 
 @pytest.mark.parametrize(
-    ("mutate", "late"),
+    ("algorithm", "aware", "mutate", "late"),
     [
-        pytest.param(deaf_in("_stage_first"), late_streams, id="neither copies nor sums wait for its streams"),
-        pytest.param(hasty(reduce), TO_HOST, id="MPI does not wait for the copy to the host"),
-        pytest.param(deaf_in("_add"), TO_DEVICE, id="the copy to the host does not wait for the sum"),
-        pytest.param(deaf_in("move"), TO_DEVICE, id="its streams do not wait for the copy to the device"),
-        pytest.param(slots_are_always_free, TO_DEVICE, id="slots are used again at once"),
+        omitted(HD, "0", deaf_in("follow_caller"), late_caller, "streams wait for the caller", NODES),
+        omitted(HD, "0", deaf_in("_through"), late_streams, "the copy to the host waits for streams", NODES),
+        omitted(HD, "0", hasty(reduce), TO_HOST, "MPI waits for the copy to the host", NODES),
+        omitted(HD, "0", deaf_in("move"), TO_DEVICE, "streams wait for the copy to the device", NODES),
+        omitted(HD, "0", deaf_in("_wait_for"), TO_DEVICE, "the caller waits for streams", NODES),
+        omitted(HD, "0", slots_are_always_free, TO_DEVICE, "slots wait until they are free", NODES),
+        # Sums are formed on the device.
+        omitted("ring", "0", deaf_in("_stage_first"), late_streams, "copies and sums wait for streams"),
+        omitted("ring", "0", hasty(reduce), TO_HOST, "MPI waits for the copy to the host"),
+        omitted("ring", "0", deaf_in("_add"), TO_DEVICE, "the copy to the host waits for the sum"),
+        omitted("ring", "0", deaf_in("move"), TO_DEVICE, "streams wait for the copy to the device"),
+        omitted("ring", "0", slots_are_always_free, TO_DEVICE, "slots wait until they are free"),
+        # MPI reads and writes device memory.
+        omitted(HD, "1", mpi_begins_at_once, late_streams, "MPI waits for streams"),
+        omitted(HD, "1", hasty(reduce), late_streams, "MPI waits for the sums"),
+        omitted("staged", "0", deaf_in("follow_caller"), late_caller, "streams wait for the caller"),
+        omitted("staged", "0", hasty(reduce), TO_HOST, "the host waits for the copy to it"),
+        omitted("staged", "0", deaf_in("_wait_for"), TO_DEVICE, "the caller waits for streams"),
+        omitted("nccl", "0", deaf_in("follow_caller"), late_caller, "NCCL waits for the caller"),
+        omitted("nccl", "0", deaf_in("_wait_for"), late_streams, "the caller waits for NCCL"),
     ],
 )
-def test_the_ring_whose_sums_are_formed_on_the_device(
-    fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, mutate: Any, late: Late
+def test_every_dependency_is_needed(
+    fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, algorithm: str, aware: str, mutate: Mutation, late: Late
 ) -> None:
-    some_layout(monkeypatch)
-    assert run(fake_gpus, monkeypatch, "ring", mutate, late) > 0
-
-
-@pytest.mark.parametrize(
-    ("mutate", "late"),
-    [
-        pytest.param(mpi_begins_at_once, late_streams, id="MPI does not wait for its streams"),
-        pytest.param(hasty(reduce), late_streams, id="MPI does not wait for the sums"),
-    ],
-)
-def test_the_hierarchical_way_on_device_memory(
-    fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, mutate: Any, late: Late
-) -> None:
-    some_layout(monkeypatch)
-    monkeypatch.setenv("MPIDIST_GPU_AWARE_MPI", "1")
-    assert run(fake_gpus, monkeypatch, "halving_doubling", mutate, late) > 0
-
-
-@pytest.mark.parametrize(
-    ("mutate", "late"),
-    [
-        pytest.param(deaf_in("follow_caller"), late_caller, id="its streams do not wait for the caller"),
-        pytest.param(hasty(reduce), TO_HOST, id="the host does not wait for the copy to it"),
-        pytest.param(deaf_in("_wait_for"), TO_DEVICE, id="the caller does not wait for its streams"),
-    ],
-)
-def test_the_staged_way(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, mutate: Any, late: Late) -> None:
-    assert run(fake_gpus, monkeypatch, "staged", mutate, late) > 0
-
-
-@pytest.mark.parametrize(
-    ("mutate", "late"),
-    [
-        pytest.param(deaf_in("follow_caller"), late_caller, id="NCCL does not wait for the caller"),
-        pytest.param(deaf_in("_wait_for"), late_streams, id="the caller does not wait for NCCL"),
-    ],
-)
-def test_nccl_alone(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, mutate: Any, late: Late) -> None:
-    assert run(fake_gpus, monkeypatch, "nccl", mutate, late) > 0
+    if algorithm not in ("staged", "nccl"):
+        some_layout(monkeypatch)
+    monkeypatch.setenv("MPIDIST_GPU_AWARE_MPI", aware)
+    assert run(fake_gpus, monkeypatch, algorithm, mutate, late) > 0
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_results_that_nobody_waits_for_are_kept_until_they_are_there(
-    fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, is_kept: bool
-) -> None:
+def test_results_live_without_a_wait(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, is_kept: bool) -> None:
     def finish(self: Any, call: Any) -> None:
         call.done = self.stream.record()
 

@@ -107,21 +107,19 @@ def test_a_folder_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"Start the job with MPIDIST_FLIGHT_RECORD={tmp_path}" in capsys.readouterr().err
 
 
-KILLED = """
-import os, signal, sys, numpy, mpidist
-comm = mpidist.Communicator()
-for step in range(3):
-    comm.all_reduce("SUM", numpy.ones(5))
-if comm.rank == 1:
-    work = comm.all_reduce_async("SUM", numpy.ones(1 << 20))
-    os.kill(os.getpid(), signal.SIGKILL)
-comm.barrier()
-"""
-
-
 @pytest.mark.jobs
 def test_a_killed_rank_leaves_its_record(tmp_path: Path) -> None:
-    job = run_script(KILLED, 3, env={"MPIDIST_FLIGHT_RECORD": str(tmp_path)})
+    program = """
+    import os, signal, sys, numpy, mpidist
+    comm = mpidist.Communicator()
+    for step in range(3):
+        comm.all_reduce("SUM", numpy.ones(5))
+    if comm.rank == 1:
+        work = comm.all_reduce_async("SUM", numpy.ones(1 << 20))
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.barrier()
+    """
+    job = run_script(program, 3, env={"MPIDIST_FLIGHT_RECORD": str(tmp_path)})
     assert job.returncode != 0
     problems: list[str] = []
     flights = [*read_flights(str(tmp_path), problems)]
@@ -139,27 +137,25 @@ def test_a_killed_rank_leaves_its_record(tmp_path: Path) -> None:
     assert f"reached number {number}, which had not ended" in text
 
 
-SHORT = """
-import time, numpy, mpidist
-comm = mpidist.Communicator()
-for step in range(5):
-    if comm.rank == 0 and step == 3:
-        time.sleep(0.1)
-    comm.all_reduce("SUM", numpy.ones(5))
-    comm.barrier()
-for root in (0, 0, comm.rank):
-    try:
-        comm.broadcast(numpy.ones(2), root)
-    except mpidist.MismatchError:
-        pass
-print(comm._channel.executor.fast.count, flush=True)
-"""
-
-
 @needs_core
 @pytest.mark.jobs
 def test_calls_of_the_fast_path_are_recorded(tmp_path: Path) -> None:
-    job = run_script(SHORT, 2, env={"MPIDIST_FLIGHT_RECORD": str(tmp_path)})
+    program = """
+    import time, numpy, mpidist
+    comm = mpidist.Communicator()
+    for step in range(5):
+        if comm.rank == 0 and step == 3:
+            time.sleep(0.1)
+        comm.all_reduce("SUM", numpy.ones(5))
+        comm.barrier()
+    for root in (0, 0, comm.rank):
+        try:
+            comm.broadcast(numpy.ones(2), root)
+        except mpidist.MismatchError:
+            pass
+    print(comm._channel.executor.fast.count, flush=True)
+    """
+    job = run_script(program, 2, env={"MPIDIST_FLIGHT_RECORD": str(tmp_path)})
     assert job.returncode == 0, job.stderr
     counts = [int(line) for line in job.stdout.split()]
     assert 1 <= max(counts) <= 5, "four of the sums and one broadcast, without calls that had to wait"

@@ -1,4 +1,4 @@
-"""Hang reports: which ranks keep a collective waiting, what each of them does, and on which line of its program."""
+"""Hang reports: the ranks that keep a collective waiting, with their state and the line of their program."""
 
 from __future__ import annotations
 
@@ -75,19 +75,17 @@ def test_without_the_guard_each_rank_reports() -> None:
     assert "its collective number 3, at " in job.stderr
 
 
-UNMOVED = """
-import time, numpy, mpidist
-comm = mpidist.Communicator()
-work = comm.all_reduce_async("SUM", numpy.ones(1 << 22))
-if comm.rank == 1:
-    time.sleep(3)
-work.wait()
-comm.close()
-"""
-
-
 def test_a_work_that_nobody_advances_is_named() -> None:
-    job = run_program(UNMOVED, 2, env={"MPIDIST_WARN_AFTER": "1", "MPIDIST_PROGRESS_THREAD": "0"})
+    program = """
+    import time, numpy, mpidist
+    comm = mpidist.Communicator()
+    work = comm.all_reduce_async("SUM", numpy.ones(1 << 22))
+    if comm.rank == 1:
+        time.sleep(3)
+    work.wait()
+    comm.close()
+    """
+    job = run_program(program, 2, env={"MPIDIST_WARN_AFTER": "1", "MPIDIST_PROGRESS_THREAD": "0"})
     assert job.returncode == 0, job.stderr
     assert "rank 1: has started it but does not advance it: its program is at" in job.stderr
 
@@ -135,17 +133,7 @@ def test_another_rank_asks_if_the_first_hangs(how: str, ranks_per_node: int | No
 
 
 @pytest.mark.long
-def test_without_askers_a_node_reports_alone() -> None:
-    env = {"MPIDIST_WARN_AFTER": "0.5"}
-    job = run_script(WAIT, 4, "SIGCONT", "5", "0", "1", env=env, ranks_per_node=1)
-    assert job.returncode == 0, job.stderr
-    assert "rank 2 of 4 has waited" in job.stderr
-    assert "ranks 0-1: gave no answer" in job.stderr
-    assert "rank 3: could not be asked" in job.stderr
-
-
-@pytest.mark.long
-def test_the_second_rank_answers_if_the_leader_hangs() -> None:
+def test_the_second_rank_answers_for_the_leader() -> None:
     env = {"MPIDIST_WARN_AFTER": "0.5"}
     job = run_script(WAIT, 6, "SIGCONT", "5", "3", env=env, ranks_per_node=3)
     assert job.returncode == 0, job.stderr
@@ -155,7 +143,7 @@ def test_the_second_rank_answers_if_the_leader_hangs() -> None:
 
 
 @pytest.mark.long
-def test_the_error_arrives_in_time_if_leaders_hang() -> None:
+def test_errors_arrive_if_leaders_hang() -> None:
     env = {**deadlines(1), "MPIDIST_ABORT_ON_EXCEPTION": "0"}
     job = run_script(FAIL, 6, "SIGKILL", "8", "0", "4", env=env, ranks_per_node=2)
     waited = [line.split() for line in job.stdout.splitlines()]
@@ -164,22 +152,20 @@ def test_the_error_arrives_in_time_if_leaders_hang() -> None:
     assert all(report == "True" for _, _, report in waited), waited
 
 
-SUBSET = """
-import time, numpy, mpidist
-world = mpidist.Communicator()
-part = world.split(world.rank // 2)
-if world.rank == 3:
-    time.sleep(2.5)
-part.all_reduce("SUM", numpy.ones(5))
-world.barrier()
-part.close()
-world.close()
-"""
-
-
 @pytest.mark.long
 def test_each_communicator_has_its_own_report() -> None:
-    job = run_script(SUBSET, 4, env={"MPIDIST_WARN_AFTER": "1"})
+    program = """
+    import time, numpy, mpidist
+    world = mpidist.Communicator()
+    part = world.split(world.rank // 2)
+    if world.rank == 3:
+        time.sleep(2.5)
+    part.all_reduce("SUM", numpy.ones(5))
+    world.barrier()
+    part.close()
+    world.close()
+    """
+    job = run_script(program, 4, env={"MPIDIST_WARN_AFTER": "1"})
     assert job.returncode == 0, job.stderr
     assert "rank 0 of 2 has waited" in job.stderr
     assert re.search(r"ranks 0-1 of 4 have waited \d+ s for the other ranks in barrier", job.stderr)

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 
 
 def inventory() -> dict[str, Any]:
-    """Return what this process holds, also how many handles MPI has given out: it gives those that are free again."""
+    """Return the resources of this process. MPI reuses freed handles, so new handles show leaks."""
     from mpi4py import MPI
 
     gc.collect()
@@ -97,26 +97,6 @@ def test_making_and_closing_over_and_over_again(ranks: int, per_node: int | None
         assert after == before
 
 
-KILLED = """
-import os, pathlib, signal, sys, mpidist
-from mpidist.collectives.node import memory
-mapped = memory._mapped
-def dies(*args):
-    if sys.argv[1] == "a neighbour" and comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if sys.argv[1] == "the maker" and comm.rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if sys.argv[1] == "the launcher" and comm.rank == 0:
-        os.kill(os.getppid(), signal.SIGKILL)
-    return mapped(*args)
-comm = mpidist.Communicator()
-memory._mapped = dies
-pathlib.Path(sys.argv[2], str(os.getpid())).touch()  # what a launcher has not passed on dies with it
-comm.barrier()
-comm.empty(1 << 20)
-comm.barrier()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
 NEXT = """
 import mpidist
 comm = mpidist.Communicator()
@@ -126,8 +106,28 @@ comm.close()
 
 
 @pytest.mark.parametrize("whom", ["the maker", "a neighbour", "the launcher"])
-def test_what_a_killed_job_leaves_is_removed_by_the_next(whom: str, tmp_path: Path) -> None:
-    job = run_script(KILLED, 2, whom, str(tmp_path))
+def test_the_next_job_removes_leftovers(whom: str, tmp_path: Path) -> None:
+    program = """
+    import os, pathlib, signal, sys, mpidist
+    from mpidist.collectives.node import memory
+    mapped = memory._mapped
+    def dies(*args):
+        if sys.argv[1] == "a neighbour" and comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if sys.argv[1] == "the maker" and comm.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if sys.argv[1] == "the launcher" and comm.rank == 0:
+            os.kill(os.getppid(), signal.SIGKILL)
+        return mapped(*args)
+    comm = mpidist.Communicator()
+    memory._mapped = dies
+    pathlib.Path(sys.argv[2], str(os.getpid())).touch()  # what a launcher has not passed on dies with it
+    comm.barrier()
+    comm.empty(1 << 20)
+    comm.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    job = run_script(program, 2, whom, str(tmp_path))
     assert job.returncode != 0
     pids = [path.name for path in tmp_path.iterdir()]
     assert len(pids) == 2

@@ -127,6 +127,7 @@ KINDS = {
     "array or object": Kind(lambda c: c.broadcast(LARGE), lambda c: c.broadcast_object(LARGE)),
     "two ways of objects": Kind(lambda c: c.all_gather_object(1), lambda c: c.broadcast_object(1)),
     "split or empty": Kind(lambda c: c.split(0), lambda c: c.empty(3)),
+    "step agreement": Kind(lambda c: c.step_agreement(), lambda c: c.barrier()),
     "shape of own memory": Kind(lambda c: c.empty(1 << 20), lambda c: c.empty(1 << 21)),
     "bytes_per_pack": Kind(with_options(bytes_per_pack=1 << 16), with_options(bytes_per_pack=1 << 17)),
     "algorithm": Kind(with_options(algorithm="hierarchical"), with_options(algorithm="mpi")),

@@ -1,4 +1,4 @@
-"""Loading the native core: lazily, once, not at all where that is asked for, and never one of other sources."""
+"""Loading the native core: once, on first use, unless disabled, and never a library of other sources."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_library_of_other_sources_is_an_error(folder: Path, library: Path) -> 
             ask()
 
 
-def test_an_mpi_of_which_no_function_is_to_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mpi_without_symbols_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.why_not_between_nodes() is None
     monkeypatch.setattr(native, "import_mpi", lambda: _ctypes)
     reason = native.why_not_between_nodes()

@@ -72,7 +72,7 @@ def test_what_nccl_takes(
 
 
 @pytest.mark.one_rank
-def test_slingshot_without_its_plugin_is_reached_by_sockets(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slingshot_needs_its_plugin(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (machine / "class" / "cxi" / "cxi0").mkdir(parents=True)
     assert rdma_fabric() == Fabric("cxi0 by libnccl-net.so", 200.0)
     monkeypatch.setenv("NCCL_NET_PLUGIN", "ofi")
@@ -118,7 +118,7 @@ def cupy(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def algorithm(comm: Communicator, cupy: Any) -> str:
-    """Return what a reduction takes, whose result is right."""
+    """Return the algorithm of a reduction, after a check of its result."""
     assert (comm.all_reduce("SUM", cupy.full(1000, 2, "f4")).get() == 2 * comm.size).all()
     return comm.last_algorithm
 
@@ -150,7 +150,7 @@ def test_a_table_of_the_user_has_the_last_word(cupy: Any, monkeypatch: pytest.Mo
 
 
 @on_nodes
-def test_where_nccl_does_not_start_over_all_nodes_it_stays_in_each(
+def test_nccl_stays_in_nodes_if_it_fails_over_all(
     cupy: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> Any:

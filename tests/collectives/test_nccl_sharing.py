@@ -1,8 +1,7 @@
-"""One NCCL communicator for the same ranks on the same GPUs, whoever uses it."""
+"""Communicators of the same ranks on the same GPUs share one NCCL communicator."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,13 +28,6 @@ pytestmark = [
 NCCL = CommunicationOptions(algorithm="nccl")
 
 
-@pytest.fixture
-def cupy(fake_gpus: Any) -> Iterator[Any]:
-    """Each rank has a GPU of its own."""
-    with fake_gpus.cuda.Device(world_topology().rank):
-        yield fake_gpus
-
-
 def check(cupy: Any, *comms: Communicator) -> None:
     """Reduce on each of these communicators."""
     for number, comm in enumerate(comms):
@@ -50,7 +42,7 @@ def made(world: Any, **kwargs: Any) -> NcclComm:
     return comm
 
 
-def test_communicators_of_the_same_ranks_share_one(cupy: Any) -> None:
+def test_communicators_of_equal_ranks_share_one(cupy: Any) -> None:
     with private_world() as world, Communicator() as one:
         with Communicator() as other, Communicator(world) as third:
             check(cupy, one, other, third, one, other)
@@ -72,7 +64,7 @@ def test_the_levels_of_a_hierarchy_share_theirs(cupy: Any, monkeypatch: pytest.M
     assert fake_nccl.open_communicators() == []
 
 
-def test_other_orders_and_other_gpus_have_their_own(cupy: Any) -> None:
+def test_other_orders_and_gpus_do_not_share(cupy: Any) -> None:
     with Communicator() as comm:
         check(cupy, comm)
         backwards = comm.split(0, key=-comm.rank)
@@ -103,7 +95,7 @@ def test_what_was_aborted_is_not_given_out_again(cupy: Any) -> None:
     assert fake_nccl.open_communicators() == []
 
 
-def test_after_a_user_gave_up_no_call_meets_one_of_its(cupy: Any) -> None:
+def test_no_call_meets_one_of_a_failed_user(cupy: Any) -> None:
     """Rank 0 leaves out a call that the others make: the next one of another user would meet it."""
     given_up: list[int] = []
     with private_world() as world:
@@ -125,9 +117,7 @@ def test_after_a_user_gave_up_no_call_meets_one_of_its(cupy: Any) -> None:
     assert fake_nccl.open_communicators() == []
 
 
-def test_a_rank_that_is_out_of_step_tells_the_others_before_they_reduce(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_out_of_step_raises_on_all(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with Communicator(world_topology().world) as comm:
         check(cupy, comm)
         with monkeypatch.context() as changed:
@@ -138,9 +128,7 @@ def test_a_rank_that_is_out_of_step_tells_the_others_before_they_reduce(
         check(cupy, comm)
 
 
-def test_a_communicator_that_closes_leaves_what_another_is_about_to_share(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_keeps_a_starting_communicator(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
     gather = nccl_module.gather_objects
 
@@ -161,7 +149,7 @@ def test_a_communicator_that_closes_leaves_what_another_is_about_to_share(
     assert fake_nccl.open_communicators() == []
 
 
-def test_a_strategy_starts_nccl_before_there_is_a_model(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strategy_starts_nccl_early(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "8")
     with mpidist.MultiWorkerMirroredStrategy(devices=[f"gpu:{world_topology().rank}"]):
         assert len(fake_nccl.open_communicators()) == 1

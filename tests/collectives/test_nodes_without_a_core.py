@@ -62,7 +62,7 @@ def test_a_node_without_room(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
 
 
 @pytest.mark.usefixtures("forgotten")
-def test_a_leader_that_cannot_call_mpi_and_a_node_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_mpi_nor_room(monkeypatch: pytest.MonkeyPatch) -> None:
     # Every rank would be a leader then.
     world = world_topology()
     if world.rank == 0:

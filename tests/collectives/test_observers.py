@@ -1,4 +1,4 @@
-"""Observers: what a program sees of the collectives of its communicator."""
+"""Observers see the events of collectives, and their errors reach all ranks."""
 
 from __future__ import annotations
 
@@ -97,57 +97,45 @@ def test_the_error_of_a_call() -> None:
     comm.close()
 
 
-def test_an_error_of_an_observer_is_one_of_the_call() -> None:
-    class Wrong(Observer):
-        def issued(self, operation: Operation[Any]) -> None:
-            raise ValueError("not mine")
-
-    wrong = Wrong()
-    with Communicator() as comm:
-        comm.add_observer(wrong)
-        with pytest.raises(ValueError, match="not mine"):
-            comm.barrier()
-        comm.remove_observer(wrong)
-        comm.barrier()
-
-
 def test_what_is_no_observer() -> None:
     with Communicator() as comm, pytest.raises(TypeError, match="expected an instance of a subclass of Observer"):
         comm.add_observer(print)  # type: ignore[arg-type]
 
 
-@pytest.mark.min_ranks(2)
-def test_an_error_when_a_call_is_issued_reaches_the_others() -> None:
-    class Wrong(Observer):
-        def issued(self, operation: Operation[Any]) -> None:
-            raise ValueError("not mine")
+def wrong_at(event: str) -> Observer:
+    """Return an observer that raises an error at an event."""
 
-    comm = Communicator()
-    wrong = Wrong()
-    if comm.rank == 0:
-        comm.add_observer(wrong)
-    with pytest.raises(ValueError if comm.rank == 0 else mpidist.PeerError, match="not mine"):
+    def fail(self: Observer, *_: object) -> None:
+        raise ValueError("not mine")
+
+    made: Observer = type("Wrong", (Observer,), {event: fail})()
+    return made
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_an_error_of_an_observer_reaches_all(everywhere: bool) -> None:
+    wrong = wrong_at("issued")
+    with Communicator() as comm:
+        is_wrong = everywhere or comm.rank == 0
+        if is_wrong:
+            comm.add_observer(wrong)
+        with pytest.raises(ValueError if is_wrong else mpidist.PeerError, match="not mine"):
+            comm.barrier()
+        comm.remove_observer(wrong)
         comm.barrier()
-    comm.remove_observer(wrong)
-    comm.barrier()
-    comm.close()
 
 
 @pytest.mark.min_ranks(2)
-def test_an_error_when_it_is_closed_is_logged_and_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
-    class Wrong(Observer):
-        def closed(self) -> None:
-            raise ValueError("not mine")
-
+def test_an_error_when_it_is_closed_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     comm = Communicator()
     if comm.rank == 0:
-        comm.add_observer(Wrong())
+        comm.add_observer(wrong_at("closed"))
     comm.close()
     assert ("not mine" in caplog.text) is (comm.rank == 0)
 
 
 @pytest.mark.min_ranks(2)
-def test_an_error_that_some_ranks_raise_together_reaches_those_of_another_communicator() -> None:
+def test_agreed_errors_reach_other_communicators() -> None:
     def fail() -> None:
         raise ValueError("wrong on rank 0")
 

@@ -25,7 +25,7 @@ DETERMINISTIC = CommunicationOptions(deterministic=True)
 
 
 def inputs(count: int, dtype: str) -> list[np.ndarray]:
-    """Return what each rank gives; sums of it depend on their order in the last bits."""
+    """Return the input of each rank. The last bits of sums depend on their order."""
     random = np.random.default_rng(count)
     return [random.standard_normal(count).astype(dtype) * 10.0**rank for rank in range(SIZE)]
 
@@ -34,14 +34,8 @@ def in_order(arrays: list[np.ndarray], formed: str) -> np.ndarray:
     return reduce(np.add, [array.astype(formed) for array in arrays])
 
 
-@pytest.fixture(name="comm")
-def _comm() -> Any:
-    with mpidist.Communicator() as comm:
-        yield comm
-
-
 @pytest.mark.parametrize("dtype", FORMED)
-def test_the_order_is_that_of_the_ranks_and_the_nodes(comm: Any, dtype: str) -> None:
+def test_the_order_is_by_rank_and_node(comm: Any, dtype: str) -> None:
     topology = comm._channel.node.topology
     nodes = [[r for r in range(SIZE) if topology.node_of_rank[r] == n] for n in range(topology.num_nodes)]
     options = None if topology.num_nodes == 1 else DETERMINISTIC
@@ -57,7 +51,7 @@ def test_the_order_is_that_of_the_ranks_and_the_nodes(comm: Any, dtype: str) -> 
             np.testing.assert_array_equal(beside[1], found)
 
 
-def test_replicas_of_one_process_are_summed_like_ranks() -> None:
+def test_local_replicas_are_summed_like_ranks() -> None:
     given = inputs(100, "float32")
     with mpidist.MirroredStrategy([f"cpu:{i}" for i in range(SIZE)], communicator=MPI.COMM_SELF) as strategy:
         total = strategy.reduce("SUM", per_replica(strategy, lambda i: given[i]), axis=None)
@@ -68,7 +62,7 @@ def test_replicas_of_one_process_are_summed_like_ranks() -> None:
 @pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="between nodes sums are equal to rounding")
 @pytest.mark.parametrize("dtype", FORMED)
 @pytest.mark.parametrize("count", [1, 30, 5_000, 300_001])
-def test_replicas_of_several_ranks_are_summed_in_their_order(count: int, dtype: str) -> None:
+def test_replicas_of_ranks_are_summed_in_order(count: int, dtype: str) -> None:
     """Each rank has two: its own sum would be another order."""
     random = np.random.default_rng(count)
     given = [random.standard_normal(count).astype(dtype) * 10.0 ** (k % 4) for k in range(2 * SIZE)]
@@ -83,7 +77,7 @@ def test_replicas_of_several_ranks_are_summed_in_their_order(count: int, dtype: 
 @pytest.mark.one_rank
 @pytest.mark.parametrize("ranks", [2, 3, 8, 9, 64, 200])
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 256, 5_000])
-def test_arrays_of_many_ranks_are_added_first_to_last(ranks: int, count: int) -> None:
+def test_many_ranks_are_added_in_order(ranks: int, count: int) -> None:
     given = list(np.random.default_rng(ranks).standard_normal((ranks, count)).astype("float32"))
     for found in sums(given):
         np.testing.assert_array_equal(found, reduce(np.add, given), strict=True)

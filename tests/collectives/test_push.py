@@ -147,7 +147,7 @@ leave()
 
 
 @needs_ulfm
-def test_a_rank_that_is_stopped_inside_a_write_is_named(faults: str, tmp_path: Path) -> None:
+def test_a_rank_stopped_in_a_write_is_named(faults: str, tmp_path: Path) -> None:
     program = """
 try:
     comm.all_reduce("SUM", mine)
@@ -162,7 +162,7 @@ leave(0)
 
 @pytest.mark.parametrize("fault", ["", "1 writev 1 slow"], ids=["", "inside a write"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_write_that_is_running_ends_before_the_error(ranks: int, fault: str, faults: str, tmp_path: Path) -> None:
+def test_a_running_write_ends_before_the_error(ranks: int, fault: str, faults: str, tmp_path: Path) -> None:
     """A signal handler raises on rank 0 in the middle of calls; no element of its result changes after that."""
     program = """
 class Stop(Exception): pass
@@ -187,7 +187,7 @@ leave()
     assert run(program, ranks, tmp_path, faults, fault, 2.0) == ["failed"] * (ranks - 1) + ["unchanged"]
 
 
-def test_a_rank_whose_deadline_has_passed_pushes_nothing_at_its_end(faults: str, tmp_path: Path) -> None:
+def test_a_rank_past_its_deadline_pushes_nothing(faults: str, tmp_path: Path) -> None:
     """Rank 0 gives up in its stripe and changes its input. Rank 1 must not get a sum, so rank 0 ends the job."""
     program = """
 os.environ["MPIDIST_TIMEOUT"] = str(scaled(1.0 if rank == 0 else 60.0))
@@ -202,8 +202,8 @@ except CollectiveTimeoutError:
 
 
 @needs_ulfm
-def test_elastic_ends_a_rank_that_is_stopped_inside_a_write(faults: str, tmp_path: Path) -> None:
-    """Rank 1 stops inside a write, and rank 2 is killed: rank 0 goes on alone, and rank 1 writes nothing later."""
+def test_elastic_ends_a_rank_stopped_in_a_write(faults: str, tmp_path: Path) -> None:
+    """Rank 1 stops inside a write, and rank 2 is killed: rank 0 continues alone, and rank 1 writes nothing later."""
     program = """
 import threading
 from mpidist import elastic
@@ -231,7 +231,7 @@ leave(0)
 
 @needs_ulfm
 @pytest.mark.parametrize("function", ["readv", "writev"])
-def test_elastic_continues_after_a_rank_is_killed_in_a_collective(function: str, faults: str, tmp_path: Path) -> None:
+def test_elastic_continues_after_a_kill(function: str, faults: str, tmp_path: Path) -> None:
     program = """
 from mpidist import elastic
 

@@ -1,10 +1,10 @@
-"""All-reduces of lists of arrays by the short way: what they give, and what is left to the long way."""
+"""All-reduces of lists of arrays on the fast path, and calls that need the general path."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,18 +17,12 @@ from tests.support.ranks.cores import needs_core
 
 pytestmark = [
     needs_core,
-    pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="the short way is that of one node"),
+    pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="the fast path needs one node"),
 ]
 
 # Less than a page of the meeting, some slots, and chunks; lengths that divide among no ranks, and a 0-d array.
 SHAPES = {"few": [(3,), (), (2, 5)], "some": [(301,), (7, 11), (1,)], "many": [(3, 3), (70_001,), (5,), (200_003,)]}
 Arrays = list[np.ndarray]
-
-
-@pytest.fixture
-def comm() -> Iterator[Communicator]:
-    with Communicator() as comm:
-        yield comm
 
 
 def arrays_of(rank: int, shapes: list[tuple[int, ...]], dtype: str = "f4") -> Arrays:
@@ -60,7 +54,7 @@ def test_new_arrays(
     values = kind(arrays_of(comm.rank, shapes, dtype))
     before = [value.copy() for value in values]
     results = [comm.all_reduce("SUM", values) for _ in range(UNTIL_KNOWN)]
-    monkeypatch.setattr(comm, "_run", None)  # which begins the long way
+    monkeypatch.setattr(comm, "_run", None)  # the general path
     results += [comm.all_reduce("SUM", values) for _ in range(2)]
     for result in results:
         assert type(result) is kind
@@ -79,6 +73,7 @@ def test_into_arrays_of_the_program(
         comm.all_reduce("SUM", values)
     monkeypatch.setattr(comm, "_run", None)
     results = comm.all_reduce("SUM", values, out=outs)
+    assert results is not outs
     assert all(result is out for result, out in zip(results, outs, strict=True))
     check(outs, expected_of(comm, shapes))
     comm.all_reduce("SUM", values, out=values)
@@ -112,7 +107,7 @@ def test_results_over_other_inputs(comm: Communicator, arrange: Callable[[Arrays
     check(outs, expected_of(comm, shapes))
 
 
-def test_other_kinds_of_places_go_the_long_way(comm: Communicator) -> None:
+def test_other_kinds_of_out(comm: Communicator) -> None:
     shapes = SHAPES["some"]
     values = arrays_of(comm.rank, shapes)
     for _ in range(UNTIL_KNOWN):
@@ -130,16 +125,8 @@ def test_other_kinds_of_places_go_the_long_way(comm: Communicator) -> None:
     check(comm.all_reduce("SUM", values), expected_of(comm, shapes))
 
 
-def test_the_result_is_no_list_of_the_program(comm: Communicator) -> None:
-    values = arrays_of(comm.rank, SHAPES["few"])
-    for _ in range(UNTIL_KNOWN + 1):
-        result = comm.all_reduce("SUM", values, out=values)
-        assert result is not values
-        assert all(one is other for one, other in zip(result, values, strict=True))
-
-
-def test_a_list_that_another_thread_empties_meanwhile() -> None:
-    """The arrays of a call stay, whatever becomes of the list that held them."""
+def test_another_thread_empties_the_list() -> None:
+    """The arrays of a call stay alive if the list drops them."""
     with Communicator(MPI.COMM_SELF) as comm:
         shape, rounds = (1_000_000,), 30
         comm.all_reduce("SUM", [np.ones(shape, "f4")] * 2)
@@ -155,7 +142,7 @@ def test_a_list_that_another_thread_empties_meanwhile() -> None:
 
 
 @pytest.mark.min_ranks(2)
-def test_some_ranks_say_where_and_some_give_tuples(comm: Communicator) -> None:
+def test_some_ranks_pass_out_or_tuples(comm: Communicator) -> None:
     shapes = SHAPES["some"]
     values = arrays_of(comm.rank, shapes)
     for _ in range(3):
@@ -217,7 +204,7 @@ def test_lists_that_differ(comm: Communicator, one: list[tuple[int, ...]], other
         lambda rank: [],
     ],
 )
-def test_what_is_left_to_the_long_way(comm: Communicator, given: Callable[[int], object]) -> None:
+def test_calls_of_the_general_path(comm: Communicator, given: Callable[[int], object]) -> None:
     for _ in range(3):
         assert comm.fast.all_reduce("SUM", given(comm.rank), None, 0) is None
         result = comm.all_reduce("SUM", given(comm.rank))
@@ -226,7 +213,7 @@ def test_what_is_left_to_the_long_way(comm: Communicator, given: Callable[[int],
 
 
 @pytest.mark.min_ranks(2)
-def test_replicas_take_it_and_compare_lists_and_tuples() -> None:
+def test_replicas_use_it_and_compare_structures() -> None:
     with mpidist.MultiWorkerMirroredStrategy() as strategy:
         comm, shapes = strategy.extended.communicator, SHAPES["some"]
         context = mpidist.get_replica_context

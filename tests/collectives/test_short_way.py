@@ -1,4 +1,4 @@
-"""The short way of a call: what must not happen between Python and the core, and what it gives up."""
+"""The fast path between Python and the core: memory, threads, signals, and calls that must not use it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from tests.support.speed import deadlines
 
 pytestmark = [
     needs_core,
-    pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="the short way is that of one node"),
+    pytest.mark.skipif(RANKS_PER_NODE.read() is not None, reason="the fast path needs one node"),
 ]
-RANK = MPI.COMM_WORLD.Get_rank()
 
 
 def known(comm: Communicator, count: int) -> np.ndarray:
@@ -45,7 +44,7 @@ def test_a_communicator_is_freed() -> None:
     assert gone() is None
 
 
-def test_a_rank_alone_goes_the_short_way_and_copies() -> None:
+def test_one_rank_uses_the_fast_path_and_copies() -> None:
     with Communicator(MPI.COMM_SELF) as comm:
         given = np.arange(3, dtype=np.int32)
         for out in (None, np.zeros(3, np.int32), given):
@@ -60,7 +59,7 @@ def test_a_rank_alone_goes_the_short_way_and_copies() -> None:
         assert comm.all_reduce("MEAN", given).dtype == np.float64
 
 
-def test_a_root_that_is_no_rank_is_refused_the_second_time_too() -> None:
+def test_a_wrong_root_raises_again() -> None:
     with Communicator() as comm:
         for _ in range(2):
             comm.broadcast(np.ones(3), 0)
@@ -97,7 +96,7 @@ class _Looks(Observer):
 
 
 @pytest.mark.min_ranks(2)
-def test_a_second_thread_never_gets_the_numbers_of_the_first() -> None:
+def test_two_threads_never_mix_results() -> None:
     with Communicator() as comm:
         large, small = known(comm, 30_000), known(comm, 10)
         wrong: list[object] = []
@@ -124,32 +123,30 @@ def test_a_second_thread_never_gets_the_numbers_of_the_first() -> None:
         assert not wrong
 
 
-INTERRUPTED = """
-import signal, time, numpy, mpidist
-class Alarm(Exception): pass
-def handler(*_): raise Alarm
-signal.signal(signal.SIGALRM, handler)
-comm = mpidist.Communicator()
-x = numpy.ones(100_000)
-for _ in range(3):
-    comm.all_reduce("SUM", x)
-if comm.rank == 0:
-    signal.setitimer(signal.ITIMER_REAL, 0.001)  # while the core waits, before Python does
-    try:
-        comm.all_reduce("SUM", x)
-    except Alarm:
-        try:
-            comm.all_reduce("SUM", x)
-        except RuntimeError as error:
-            print("refused:", error, flush=True)
-else:
-    time.sleep(2)
-"""
-
-
 @pytest.mark.one_rank
 @pytest.mark.min_ranks(1)
 @pytest.mark.jobs
-def test_a_call_that_a_signal_handler_breaks_off_is_the_last() -> None:
-    job = run_script(INTERRUPTED, 2, env=deadlines(10))
+def test_an_interrupted_call_is_the_last() -> None:
+    program = """
+    import signal, time, numpy, mpidist
+    class Alarm(Exception): pass
+    def handler(*_): raise Alarm
+    signal.signal(signal.SIGALRM, handler)
+    comm = mpidist.Communicator()
+    x = numpy.ones(100_000)
+    for _ in range(3):
+        comm.all_reduce("SUM", x)
+    if comm.rank == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.001)  # while the core waits, before Python does
+        try:
+            comm.all_reduce("SUM", x)
+        except Alarm:
+            try:
+                comm.all_reduce("SUM", x)
+            except RuntimeError as error:
+                print("refused:", error, flush=True)
+    else:
+        time.sleep(2)
+    """
+    job = run_script(program, 2, env=deadlines(10))
     assert "was interrupted by" in job.stdout

@@ -1,4 +1,4 @@
-"""Agreed steps: all ranks act after the same step, whatever they do when an act is requested."""
+"""Agreed steps: all ranks act after the same step."""
 
 from __future__ import annotations
 

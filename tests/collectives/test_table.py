@@ -1,4 +1,4 @@
-"""Tables of algorithms: their JSON and back, what is refused, and how they read."""
+"""Tables of algorithms: JSON, validation and text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from mpidist.collectives.reduce.registry import (
     check_table,
     gpu_algorithms,
     host_algorithms,
-    look_up,
     row_text,
     table_from_json,
     table_text,
@@ -50,13 +49,7 @@ def test_json_and_back(table: Table) -> None:
     assert table_from_json(json.loads(json.dumps(table_to_json(table))), "here") == table
 
 
-@given(rows("one_node"), st.integers(1, 1 << 41))
-def test_looking_up(row: Row, nbytes: int) -> None:
-    fitting = [name for limit, name in row if limit is None or nbytes <= limit]
-    assert look_up(row, nbytes) == fitting[0]
-
-
-def test_the_shipped_table_is_right_and_every_place_names_algorithms_that_exist() -> None:
+def test_the_shipped_table_is_valid() -> None:
     check_table(SHIPPED)
     assert {*PLACES, "between_nodes"} == set(Table._fields)
     assert algorithms_at("between_nodes") == ("halving_doubling", "pairwise", "ring")
@@ -78,15 +71,12 @@ def test_a_name_is_registered_once() -> None:
     ("row", "message"),
     [
         ([[None, "fastest"]], 'Replace "fastest" by one of the algorithms .*mpi'),
-        ([[None, "staged"]], 'Replace "staged" by one of the algorithms'),
         ([[None, ["mpi"]]], r'Replace \["mpi"\] by one of the algorithms'),
         ([[10, "mpi"]], "null, which matches any size, as the last size"),
         ([[20, "mpi"], [10, "hierarchical"], [None, "mpi"]], "rising sizes in bytes"),
-        ([[10, "mpi"], [10, "hierarchical"], [None, "mpi"]], "rising sizes in bytes"),
         ([[0, "mpi"], [None, "mpi"]], "rising sizes in bytes"),
         ([[True, "mpi"], [None, "mpi"]], "rising sizes in bytes"),
         ([[1.5, "mpi"], [None, "mpi"]], "rising sizes in bytes"),
-        ([[None, "mpi"], [None, "mpi"]], "rising sizes in bytes"),
         ([], "pairs of a largest size and an algorithm"),
         ("mpi", "pairs of a largest size and an algorithm"),
         ([["mpi"]], "pairs of a largest size and an algorithm"),
@@ -134,10 +124,6 @@ def test_a_table_made_by_hand_is_checked() -> None:
 
 def test_text() -> None:
     assert row_text(SHIPPED.several_nodes) == "up to 64 KiB leaders, above hierarchical"
-    assert row_text(((None, "mpi"),)) == "mpi at any size"
-    assert table_text(SHIPPED, "one_node") == "hierarchical at any size"
-    table = SHIPPED._replace(
-        between_nodes=SHIPPED.between_nodes._replace(latency=3e-6, overhead=1e-6, bandwidth=12.5e9)
-    )
-    between = "between nodes 4 us a message, 1.25e+04 MB/s a node"
-    assert table_text(table, "several_nodes") == f"up to 64 KiB leaders, above hierarchical; {between}"
+    network = SHIPPED.between_nodes._replace(latency=3e-6, overhead=1e-6, bandwidth=12.5e9)
+    text = table_text(SHIPPED._replace(between_nodes=network), "several_nodes")
+    assert text.endswith("; between nodes 4 us a message, 1.25e+04 MB/s a node")

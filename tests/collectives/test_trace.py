@@ -1,4 +1,4 @@
-"""MPIDIST_TRACE and MPIDIST_REPORT: what is written, when a program ends well and when it does not."""
+"""MPIDIST_TRACE and MPIDIST_REPORT: files and text after normal and failed programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from mpidist import Communicator
 from mpidist.__main__ import main
 from mpidist.collectives.observe.record import EntryRing, Kind
 from mpidist.collectives.observe.recorder import report_text
@@ -212,14 +211,6 @@ def test_clocks_of_hosts_are_aligned(traced: tuple[Path, int | None], tmp_path: 
         assert all(event["ts"] + event["dur"] >= last - 1000 for event in meeting)
 
 
-def test_hosts_without_handshakes_are_not_aligned(traced: tuple[Path, int | None], tmp_path: Path) -> None:
-    trace_path(tmp_path, 0).write_text(trace_path(traced[0], 0).read_text())
-    on_another_host(trace_path(traced[0], 1), trace_path(tmp_path, 1), 0.0, 0.0)
-    trace_path(tmp_path, 1).write_text(trace_path(tmp_path, 1).read_text().replace("communicator", "group"))
-    with pytest.raises(ValueError, match=r"rank-0001.json and the ranks on the host of rank 0 have no collective in"):
-        merge(tmp_path)
-
-
 def test_merging_by_hand(traced: tuple[Path, int | None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(tmp_path)]) == 2
     assert (
@@ -241,38 +232,22 @@ def test_merging_by_hand(traced: tuple[Path, int | None], tmp_path: Path, capsys
 # The end of a program --------------------------------------------------------------------------------------------
 
 
-def test_a_failing_rank_leaves_whole_files(tmp_path: Path) -> None:
-    program = """
-    import mpidist
-    comm = mpidist.Communicator()
-    comm.barrier()
-    if comm.rank == 1:
-        raise ArithmeticError("one and one is three")
-    comm.all_reduce("SUM", 1.0)
-    """
-    job = run_script(program, 2, env={"MPIDIST_TRACE": str(tmp_path)})
-    assert job.returncode != 0
-    assert "one and one is three" in job.stderr
-    assert [call["name"] for call in calls_of(events_of(trace_path(tmp_path, 1)))] == ["barrier"]
-    assert of(events_of(trace_path(tmp_path, 0)), name="process_name")
-    assert not (tmp_path / MERGED).exists()
-
-
-def test_an_early_exit_leaves_whole_files(tmp_path: Path) -> None:
-    program = """
+@pytest.mark.parametrize("end", ["raise ArithmeticError", "sys.exit(3)"])
+def test_an_early_exit_leaves_whole_files(end: str, tmp_path: Path) -> None:
+    program = f"""
     import sys, mpidist
     comm = mpidist.Communicator()
     comm.barrier()
     if comm.rank == 1:
-        sys.exit(3)
+        {end}
     comm.all_reduce("SUM", 1.0)
     """
     job = run_script(program, 2, env={"MPIDIST_TRACE": str(tmp_path)})
     assert job.returncode != 0
     assert [call["name"] for call in calls_of(events_of(trace_path(tmp_path, 1)))] == ["barrier"]
-    first, second = calls_of(events_of(trace_path(tmp_path, 0)))
-    assert first["name"] == "barrier"
-    assert (second["name"], second["args"]["error"]) == ("all_reduce SUM", "PeerError")
+    first = calls_of(events_of(trace_path(tmp_path, 0)))
+    assert "raise" in end or [call["args"].get("error") for call in first] == [None, "PeerError"]
+    assert of(events_of(trace_path(tmp_path, 0)), name="process_name")
     assert not (tmp_path / MERGED).exists()
 
 
@@ -399,30 +374,11 @@ def test_lost_entries_are_counted(tmp_path: Path) -> None:
     assert dropped(path) == 3
 
 
-def test_an_unfinished_entry_is_written_once(tmp_path: Path) -> None:
-    file, path = TraceFile(str(tmp_path), 0, 1, slots=4), trace_path(tmp_path, 0)
-    running = file.ring.begin(Kind.COLLECTIVE, 1, "a", "barrier", begin=1)
-    for is_saving in (False, True, True):
-        file.write(is_saving)
-    file.ring.finish(running)
-    file.write(False)
-    names = [event["name"] for event in events_of(path) if "ts" in event]
-    assert names == ["unfinished barrier", "unfinished barrier", "barrier"], "begin and end of an event, and a span"
-
-
 def test_an_unwritable_file_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = TraceFile(str(tmp_path), 0, 1, slots=4)
     trace_path(tmp_path, 0).unlink()
     assert [file.write_in_thread() for _ in range(2)] == [False, False]
     assert capsys.readouterr().err.count("the trace of rank 0 cannot be written, and the program continues") == 1
-
-
-def test_nothing_is_recorded_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MPIDIST_TRACE", "MPIDIST_REPORT"):
-        monkeypatch.delenv(name, raising=False)
-    with Communicator() as comm:
-        assert not comm._channel.observers.see_steps
-        assert not comm._channel.observers.chunk
 
 
 # The report ------------------------------------------------------------------------------------------------------
@@ -453,7 +409,7 @@ def test_the_report_of_a_program() -> None:
     assert gathering.split()[1:4] == ["1", "8", "B"]
 
 
-def test_works_are_hidden_unless_the_program_waits() -> None:
+def test_works_are_hidden_without_a_wait() -> None:
     reduced = Counter(calls=10, nbytes=2048, time=4_000_000, works=3_000_000)
     by_rank = {
         0: {"all_reduce": reduced + Counter(for_others=900_000)},

@@ -1,4 +1,4 @@
-"""Tuning: what is made of timings, and measuring on the ranks at hand."""
+"""Tuning: rows from timings, and measurements on the ranks of this session."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from mpidist.arrays.streams import find_cupy
 from mpidist.collectives import tuning
 from mpidist.collectives.reduce.choice import place_of
 from mpidist.collectives.reduce.registry import (
-    GPU_PLACES,
     HOST_PLACES,
     SHIPPED,
     Row,
@@ -27,9 +26,7 @@ from mpidist.collectives.reduce.registry import (
     algorithms_at,
     candidates_at,
     check_table,
-    gpu_names,
     host_algorithms,
-    host_names,
     look_up,
 )
 from mpidist.collectives.reduce.tuning_file import Setup, merge, read, setup_of
@@ -58,30 +55,6 @@ def test_the_crossing_is_found() -> None:
     assert limit % 1024 == 0
 
 
-def test_one_that_is_always_fastest_is_alone() -> None:
-    assert best_row(curves(slow=(20e-6, 1e-9), fast=(10e-6, 1e-9))) == ((None, "fast"),)
-
-
-def test_an_algorithm_without_a_time_at_a_size() -> None:
-    timings = [Timing(1024, {"a": 1.0, "b": 3.0}), Timing(4096, {"b": 5.0})]
-    assert best_row(timings) == ((1024, "a"), (None, "b"))
-
-
-def test_small_differences_make_no_entries() -> None:
-    timings = [Timing(n, {"a": 1.0 + 0.03 * (k % 2), "b": 1.0 + 0.03 * (k % 3)}) for k, n in enumerate(SIZES)]
-    assert len(best_row(timings)) == 1
-
-
-def test_one_disturbed_size_makes_no_entries() -> None:
-    timings = curves(small=(10e-6, 1e-9), large=(30e-6, 0.25e-9))
-    undisturbed = best_row(timings)
-    timings[2].seconds["small"] *= 2.02
-    assert best_row(timings)[-2:] == undisturbed[-2:]
-    timings[2].seconds["small"] /= 1.01
-    timings[12].seconds["large"] *= 2.0
-    assert best_row(timings)[-1] == undisturbed[-1]
-
-
 @pytest.mark.one_rank
 @given(st.lists(st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3), min_size=1, max_size=len(SIZES)))
 def test_any_timings_make_a_right_table(times: list[list[float]]) -> None:
@@ -107,14 +80,6 @@ def test_no_other_row_is_better(times: list[list[float]]) -> None:
     assert cost("".join(look_up(row, t.nbytes) for t in timings)) == pytest.approx(min(map(cost, every)))
 
 
-def test_candidates_are_algorithms() -> None:
-    assert {name for place in (*HOST_PLACES, *GPU_PLACES) for name in candidates_at(place)} <= {
-        *host_names(),
-        *gpu_names(),
-    }
-    assert candidates_at("several_nodes") == ("mpi", "hierarchical", "leaders")
-
-
 # Measuring ------------------------------------------------------------------------------------------------------------
 
 
@@ -126,7 +91,7 @@ def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.min_ranks(2)
 @pytest.mark.usefixtures("few_sizes")
-def test_tuning_measures_every_candidate_and_says_how_far_it_is(comm: Communicator) -> None:
+def test_tuning_measures_every_candidate(comm: Communicator) -> None:
     told: list[str] = []
     tuned = tuning.run(None, 0.05, told.append)
     node = comm._channel.node
@@ -149,17 +114,25 @@ def test_tuning_measures_every_candidate_and_says_how_far_it_is(comm: Communicat
 @pytest.mark.min_ranks(2)
 @pytest.mark.usefixtures("few_sizes")
 @pytest.mark.parametrize("by", ["argument", "setting"])
-def test_the_table_is_kept_in_the_file_of_rank_0_and_taken_from_there(
+def test_the_table_is_kept_in_the_file_of_rank_0(
     by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comm: Communicator
 ) -> None:
     path = tmp_path / "tuning.json"
-    setup = setup_of(comm._channel.node)
+    setup, place = setup_of(comm._channel.node), place_of(comm._channel.node)
     merge(path, ELSEWHERE, SHIPPED)
+    rows = [((77, "mpi"), (None, "reduce_broadcast"))] * 2
+    network = SHIPPED.between_nodes._replace(latency=1.0)
+    before = Table(*rows, network, *[((77, "nccl"), (None, "staged"))] * 2)
+    merge(path, setup, before)
     if by == "setting":
         monkeypatch.setenv(SETTING, str(path))
     table = mpidist.tune(path if by == "argument" else None, seconds=0.05)
     assert comm.all_gather_object(table) == [table] * comm.size
-    assert read(path) == ({ELSEWHERE: SHIPPED, setup: table} if comm.rank == 0 else {ELSEWHERE: SHIPPED})
+    measured = {place, "between_nodes"} if place == "several_nodes" else {place}
+    for row in Table._fields:
+        assert (getattr(table, row) == getattr(before, row)) == (row not in measured)
+    # Each rank has a folder of its own.
+    assert read(path) == {ELSEWHERE: SHIPPED, setup: table if comm.rank == 0 else before}
     monkeypatch.setenv(SETTING, str(path))
     with Communicator() as tuned:
         assert tuned._engine.table == table
@@ -167,21 +140,7 @@ def test_the_table_is_kept_in_the_file_of_rank_0_and_taken_from_there(
 
 @pytest.mark.min_ranks(2)
 @pytest.mark.usefixtures("few_sizes")
-def test_rows_of_other_places_stay_as_they_are_in_the_file(tmp_path: Path, comm: Communicator) -> None:
-    setup, place = setup_of(comm._channel.node), place_of(comm._channel.node)
-    rows = [((77, "mpi"), (None, "reduce_broadcast"))] * 2
-    network = SHIPPED.between_nodes._replace(latency=1.0)
-    before = Table(*rows, network, *[((77, "nccl"), (None, "staged"))] * 2)
-    merge(tmp_path / "t", setup, before)
-    table = mpidist.tune(tmp_path / "t", seconds=0.05)
-    measured = {place, "between_nodes"} if place == "several_nodes" else {place}
-    for row in Table._fields:
-        assert (getattr(table, row) == getattr(before, row)) == (row not in measured)
-
-
-@pytest.mark.min_ranks(2)
-@pytest.mark.usefixtures("few_sizes")
-def test_a_candidate_that_does_not_work_is_left_out(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_candidates_are_left_out(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     if not comm._channel.node.is_alone:
         pytest.skip("hierarchical is a candidate on one node")
 
@@ -198,7 +157,7 @@ def test_a_candidate_that_does_not_work_is_left_out(comm: Communicator, monkeypa
 
 @pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("wrong", ["content", "folder"])
-def test_a_file_that_cannot_be_kept_is_an_error_on_all_ranks_before_anything_is_measured(
+def test_an_unusable_file_raises_before_measuring(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comm: Communicator
 ) -> None:
     path = tmp_path / "t" if wrong == "content" else tmp_path / "missing" / "t"
@@ -212,7 +171,7 @@ def test_a_file_that_cannot_be_kept_is_an_error_on_all_ranks_before_anything_is_
 
 @pytest.mark.min_ranks(2)
 @pytest.mark.usefixtures("few_sizes")
-def test_a_file_that_is_spoilt_meanwhile_is_an_error_on_all_ranks(tmp_path: Path, comm: Communicator) -> None:
+def test_a_file_changed_while_tuning_raises(tmp_path: Path, comm: Communicator) -> None:
     def spoil(_: str) -> None:
         (tmp_path / "t").write_text("{}")
 
@@ -221,7 +180,7 @@ def test_a_file_that_is_spoilt_meanwhile_is_an_error_on_all_ranks(tmp_path: Path
 
 
 @pytest.mark.min_ranks(2)
-def test_large_sizes_are_left_out_where_time_is_short(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_sizes_need_time(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "_LARGEST_ALWAYS_MEASURED", 2 << 10)
     tuned = tuning.run(None, 1e-6)
     assert [timing.nbytes for timing in tuned.timings] == [1 << 10, 2 << 10]

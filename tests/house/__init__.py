@@ -1,1 +1,1 @@
-"""Figures of how the library is built: ``python -m tests.house``, of this checkout or of others, side by side."""
+"""Figures about the source of the library: ``python -m tests.house``, for one checkout or several side by side."""

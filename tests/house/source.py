@@ -1,4 +1,4 @@
-"""The source of the library, read and counted: lines, functions, words, names, private accesses."""
+"""Read and count the source of the library: lines, functions, imports in circles, names, private accesses."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 PACKAGE = "mpidist"
-SHORT_FUNCTION_LINES = 4
 LONGEST_FIRST_SENTENCE = 15
-# Public, as their libraries' documentation says, although their names begin like private ones.
+# Public, although their names begin like private ones.
 _DOCUMENTED = {"_asdict", "_exit", "_fields", "_field_defaults", "_getframe", "_make", "_replace"}
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file of the library.
+    """One file of the library.
 
     Attributes:
-        path: From the package's folder on, such as ``input/dataset.py``.
-        text: What it holds.
+        path: Path inside the package, such as ``input/dataset.py``.
+        text: Content of the file.
     """
 
     path: Path
@@ -34,29 +34,29 @@ class Source:
 
     @cached_property
     def tree(self) -> ast.Module:
-        """The text, parsed."""
+        """The parsed text."""
         return ast.parse(self.text)
 
     @property
     def module(self) -> str:
-        """The name by which it is imported."""
+        """The dotted name for imports."""
         parts = [PACKAGE, *self.path.with_suffix("").parts]
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     @cached_property
     def docstrings(self) -> list[ast.Constant]:
-        """All of them, those under attributes too."""
+        """All docstrings, including those below attributes."""
         texts = [node.value for node in ast.walk(self.tree) if isinstance(node, ast.Expr)]
         return [each for each in texts if isinstance(each, ast.Constant) and isinstance(each.value, str)]
 
     @property
-    def hands_on(self) -> bool:
-        """Whether it makes nothing and hands on names of other files, such as ``metrics.py``."""
+    def only_reexports(self) -> bool:
+        """Whether the file only imports names for others, such as ``metrics.py``."""
         kinds = (ast.Expr, ast.Import, ast.ImportFrom, ast.If)
         return all(isinstance(node, kinds) or ast.unparse(node).startswith("__all__") for node in self.tree.body)
 
-    def nodes(self, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
-        """Go through the nodes of some kinds."""
+    def nodes(self, *kinds: type[ast.AST]) -> Iterator[Any]:
+        """Iterate over the nodes of some kinds."""
         return (node for node in ast.walk(self.tree) if isinstance(node, kinds))
 
 
@@ -66,11 +66,30 @@ def read(checkout: Path) -> list[Source]:
     return [Source(path.relative_to(package), path.read_text()) for path in sorted(package.rglob("*.py"))]
 
 
-def lines(sources: list[Source]) -> dict[str, int]:
-    """Return how many lines are code (neither blank, comment nor docstring), docstring and comment."""
+def figures(checkout: Path) -> dict[str, Any]:
+    """Return each figure of a checkout by name: a number, or the list of occurrences."""
+    sources = read(checkout)
+    classes = [node.name for each in sources for node in each.nodes(ast.ClassDef)]
+    files = [each.path.stem for each in sources if each.path.stem != "__init__" and not each.only_reexports]
+    first = [first_sentence(str(node.value)) for each in sources for node in each.docstrings]
+    return {
+        **_lines(sources),
+        "files": len(sources),
+        "functions": sum(1 for each in sources for _ in each.nodes(ast.FunctionDef, ast.AsyncFunctionDef)),
+        "circles of files": circles(_imports(sources)),
+        "private accesses": _private_accesses(sources),
+        "Any": sum(len(re.findall(r"\bAny\b", each.text)) for each in sources),
+        "first sentences of more than 15 words": [each for each in first if len(each.split()) > LONGEST_FIRST_SENTENCE],
+        "class names that occur twice": _twice(classes),
+        "file names that occur twice": _twice(files),
+    }
+
+
+def _lines(sources: list[Source]) -> dict[str, int]:
+    """Count lines of code (not blank, comment or docstring), of docstrings and of comments."""
     counts = Counter({"code lines": 0, "docstring lines": 0, "comment lines": 0})
     for source in sources:
-        docstring = {line for node in source.docstrings for line in _span(node)}
+        docstring = {line for node in source.docstrings for line in range(node.lineno, (node.end_lineno or 0) + 1)}
         with_code, with_comment = set(), set()
         for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
             if token.type == tokenize.COMMENT:
@@ -84,23 +103,37 @@ def lines(sources: list[Source]) -> dict[str, int]:
     return dict(counts)
 
 
-def _span(node: ast.stmt | ast.expr) -> range:
-    assert node.end_lineno is not None
-    return range(node.lineno, node.end_lineno + 1)
+def _imports(sources: list[Source]) -> dict[str, set[str]]:
+    """Return the modules that each module imports, including imports for type checkers and inside functions."""
+    modules = {source.module for source in sources}
+    graph: dict[str, set[str]] = {}
+    for source in sources:
+        found = {alias.name for node in source.nodes(ast.Import) for alias in node.names}
+        for node in source.nodes(ast.ImportFrom):
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {name if name in modules else node.module for name in names}
+        graph[source.module] = (found & modules) - {source.module}
+    return graph
 
 
-def functions(sources: list[Source]) -> dict[str, int]:
-    """Return how many functions there are, and how many have four lines or fewer from ``def`` to their end."""
-    sizes = [len(_span(node)) for each in sources for node in each.nodes(ast.FunctionDef, ast.AsyncFunctionDef)]
-    short = sum(size <= SHORT_FUNCTION_LINES for size in sizes)
-    return {"functions": len(sizes), f"functions of {SHORT_FUNCTION_LINES} lines or fewer": short}
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of modules that import one another, directly or not, the largest first."""
+    reached = {module: _reached(edges, module) for module in edges}
+    groups = {frozenset(other for other in reached[one] if one in reached[other]) for one in edges}
+    return sorted((sorted(group) for group in groups if len(group) > 1), key=len, reverse=True)
 
 
-def private_accesses(sources: list[Source]) -> list[str]:
-    """Return place and text of each ``x._name`` where ``x`` is another object than ``self``, a class or a module too.
+def _reached(edges: dict[str, set[str]], start: str) -> set[str]:
+    found, left = {start}, [start]
+    while left:
+        new = edges[left.pop()] - found
+        found |= new
+        left += new
+    return found
 
-    ``super()``, ``cls`` and the classes around count as ``self``; ``x`` may be any expression, such as ``self.y``.
-    """
+
+def _private_accesses(sources: list[Source]) -> list[str]:
+    """Return place and text of each ``x._name`` if ``x`` is not ``self``, ``cls``, ``super()`` or a class around it."""
     return [
         f"{source.path}:{node.lineno} {text}"
         for source in sources
@@ -108,7 +141,7 @@ def private_accesses(sources: list[Source]) -> list[str]:
     ]
 
 
-def _foreign(node: ast.AST, own: set[str]) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
+def _foreign(node: ast.AST, own: set[str]) -> Iterator[tuple[Any, str]]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Attribute) and _is_private(child.attr) and ast.unparse(child.value) not in own:
             yield child, ast.unparse(child)
@@ -121,34 +154,8 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name not in _DOCUMENTED
 
 
-def is_of_a_name(access: str) -> bool:
-    """Whether a private access is of a plain name, such as ``x._y`` and not ``self.x._y``."""
-    return access.split(" ", 1)[1].count(".") == 1
-
-
-def any_count(sources: list[Source]) -> int:
-    """Return how often the word ``Any`` stands in the text."""
-    return sum(len(re.findall(r"\bAny\b", source.text)) for source in sources)
-
-
-def what_per_10_000(sources: list[Source]) -> float:
-    """Return how many of 10,000 words of docstrings are "what"."""
-    words = [word.lower() for each in sources for node in each.docstrings for word in _words(str(node.value))]
-    return round(10_000 * words.count("what") / max(1, len(words)), 1)
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"[A-Za-z']+", text)
-
-
-def long_first_sentences(sources: list[Source]) -> list[str]:
-    """Return the first sentences of docstrings that have more than 15 words."""
-    firsts = [first_sentence(str(node.value)) for each in sources for node in each.docstrings]
-    return [first for first in firsts if len(first.split()) > LONGEST_FIRST_SENTENCE]
-
-
 def first_sentence(docstring: str) -> str:
-    """Return the text up to the first full stop, or to the first paragraph's end.
+    """Return the text up to the first full stop, or to the end of the first paragraph.
 
     >>> first_sentence("Add 1.5 to x. Then stop.")
     'Add 1.5 to x.'
@@ -157,15 +164,5 @@ def first_sentence(docstring: str) -> str:
     return re.split(r"(?<=[.?!]) ", paragraph)[0]
 
 
-def classes_twice(sources: list[Source]) -> list[str]:
-    """Return the names that more than one class has."""
-    return _twice(node.name for each in sources for node in each.nodes(ast.ClassDef) if isinstance(node, ast.ClassDef))
-
-
-def files_twice(sources: list[Source]) -> list[str]:
-    """Return the names that more than one file has; ``__init__`` and files of public names alone do not count."""
-    return _twice(each.path.stem for each in sources if each.path.stem != "__init__" and not each.hands_on)
-
-
-def _twice(names: Iterator[str]) -> list[str]:
+def _twice(names: list[str]) -> list[str]:
     return sorted(name for name, times in Counter(names).items() if times > 1)

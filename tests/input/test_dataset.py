@@ -82,10 +82,6 @@ def test_transforms_of_batches_agree_with_lists(length, operations, size):
     assert len(dataset) == len(expected)
 
 
-def test_repeat_before_batch_straddles_epochs():
-    assert numbers(Dataset.range(3).repeat(2).batch(4)) == [[0, 1, 2, 0], [1, 2]]
-
-
 def test_endless_repeat():
     dataset = Dataset.range(3).repeat().batch(2)
     assert dataset.cardinality() == -1
@@ -171,12 +167,6 @@ def test_element_specs():
     assert Dataset.zip(Dataset.range(3), stream(2)).element_spec == (ArraySpec((), INT),) * 2
     with pytest.raises(ValueError, match="output_signature"):
         stream(0).element_spec
-
-
-def test_the_spec_describes_what_comes():
-    dataset = Dataset.from_tensor_slices((np.zeros((5, 3), np.float16), np.arange(5))).batch(2, drop_remainder=True)
-    for element in dataset:
-        assert tuple(ArraySpec(a.shape, a.dtype) for a in element) == dataset.element_spec
 
 
 def test_output_signature_converts_and_checks():

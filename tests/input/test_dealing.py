@@ -55,14 +55,6 @@ def test_block_assignment_agrees_with_the_reference_and_keeps_the_order(rows, co
     assert [row for worker in hands for part in worker for row in part] == list(range(rows))
 
 
-@quick
-@given(st.integers(0, 70), st.integers(1, 5), st.integers(1, 4))
-def test_the_union_of_all_parts_is_the_batch(rows, num_workers, replicas):
-    hands = dealt(list(range(rows)), (replicas,) * num_workers, "tf")
-    assert sorted(row for worker in hands for part in worker for row in part) == list(range(rows))
-    assert all(len(worker) == replicas for worker in hands)
-
-
 @pytest.mark.parametrize(
     ("rows", "n", "sizes"),
     [(4, 3, [2, 2, 0]), (5, 4, [2, 2, 1, 0]), (2, 2, [1, 1]), (1, 2, [1, 0]), (0, 2, [0, 0])],

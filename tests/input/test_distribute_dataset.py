@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 import mpidist
-from mpidist.core.errors import MismatchError, OutOfRangeError, PeerError
+from mpidist.core.errors import MismatchError, OutOfRangeError
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset
 from mpidist.input.element_spec import ArraySpec, PerReplicaSpec
@@ -32,27 +32,6 @@ def distribute(dataset, counts):
 
 def stream(count, dtype=np.int64):
     return Dataset.from_generator(lambda: iter(np.arange(count, dtype=dtype)))
-
-
-@pytest.mark.parametrize("source", [Dataset.range, stream], ids=["rows", "stream"])
-@pytest.mark.parametrize(
-    ("rows", "batch", "counts", "drop", "expected"),
-    [
-        (4, 2, (2,), False, [[([0], [1]), ([2], [3])]]),
-        (6, 4, (2,), False, [[([0, 1], [2, 3]), ([4], [5])]]),
-        (4, 4, (5,), False, [[([0], [1], [2], [3], [])]]),
-        (8, 4, (3,), False, [[([0, 1], [2, 3], []), ([4, 5], [6, 7], [])]]),
-        (12, 4, (1, 1), False, [[([0, 1],), ([4, 5],), ([8, 9],)], [([2, 3],), ([6, 7],), ([10, 11],)]]),
-        (9, 2, (1, 1), False, [[([0],), ([2],), ([4],), ([6],), ([8],)],
-                                [([1],), ([3],), ([5],), ([7],), ([],)]]),
-        (15, 4, (2, 2), False, [[([0], [2]), ([4], [6]), ([8], [10]), ([12], [14])],
-                                [([1], [3]), ([5], [7]), ([9], [11]), ([13], [])]]),
-        (15, 4, (2, 2), True, [[([0], [2]), ([4], [6]), ([8], [10])], [([1], [3]), ([5], [7]), ([9], [11])]]),
-        (14, 8, (1, 1), False, [[([0, 1, 2, 3],), ([8, 9, 10],)], [([4, 5, 6, 7],), ([11, 12, 13],)]]),
-    ],
-)  # fmt: skip
-def test_examples(source, rows, batch, counts, drop, expected):
-    assert distribute(source(rows).batch(batch, drop_remainder=drop), counts) == expected
 
 
 def test_block_assignment():
@@ -139,30 +118,6 @@ def test_an_iteration_on_one_worker_alone_does_not_disturb_the_order():
     assert sorted(row for worker in found for step in worker for part in step for row in part) == list(range(30))
 
 
-def test_only_the_rows_of_the_worker_are_read():
-    asked = {0: [], 1: []}
-
-    class Samples:
-        def __init__(self, worker):
-            self.worker = worker
-
-        def __len__(self):
-            return 20
-
-        def __getitem__(self, index):
-            asked[self.worker].append(index)
-            return index
-
-    def work(workers):
-        dataset = Dataset.from_source(Samples(workers.worker_id)).map(lambda x: -x).batch(8)
-        return steps_of(distribute_dataset(dataset, workers, None))
-
-    found = run_workers(work, (1, 1))
-    for worker in (0, 1):
-        assert [-row for step in found[worker] for part in step for row in part] == asked[worker]
-    assert sorted(asked[0] + asked[1]) == list(range(20))
-
-
 def test_empty_parts_keep_structure_dtype_and_other_sizes():
     nest = {"x": np.zeros((4, 3), np.float16), "y": (np.arange(4, dtype=np.uint8),)}
     arrays = Dataset.from_tensor_slices(nest)
@@ -214,17 +169,6 @@ def test_a_worker_whose_generator_is_empty_learns_what_batches_look_like():
     assert (empty.shape, empty.dtype, full.shape) == ((0, 3), np.float16, (2, 3))
 
 
-def test_different_datasets_are_refused_on_all_workers():
-    errors = run_workers(
-        lambda workers: distribute_dataset(Dataset.range(4 + workers.worker_id).batch(2), workers, None),
-        (1, 1),
-    )
-    assert [type(error) for error in errors] == [MismatchError] * 2
-    assert "range(0, 4)" in str(errors[0])
-    assert "range(0, 5)" in str(errors[0])
-    assert sorted(errors[1].plans) == [0, 1]
-
-
 def test_different_numbers_of_passes_are_refused_on_all_workers():
     def work(workers):
         distributed = distribute_dataset(Dataset.range(4).batch(2), workers, None)
@@ -232,31 +176,6 @@ def test_different_numbers_of_passes_are_refused_on_all_workers():
         return iter(distributed)
 
     assert [type(error) for error in run_workers(work, (1, 1))] == [MismatchError] * 2
-
-
-def test_an_error_in_reading_reaches_all_workers():
-    def work(workers):
-        def read(x):
-            if workers.worker_id == 1 and x == 3:
-                raise RuntimeError("the disk is gone")
-            return x
-
-        distributed = distribute_dataset(Dataset.range(8).map(read).batch(4), workers, None)
-        steps_of(distributed)
-        iter(distributed)
-
-    errors = run_workers(work, (1, 1))
-    assert [type(error) for error in errors] == [PeerError, RuntimeError]
-
-
-def test_nothing_is_exchanged_in_a_step_where_the_number_of_steps_is_known():
-    def work(workers):
-        distributed = distribute_dataset(Dataset.range(100).batch(4), workers, None)
-        iterator = iter(distributed)
-        before = workers.communicator.exchanges
-        return sum(1 for _ in iterator), workers.communicator.exchanges - before
-
-    assert run_workers(work, (1, 1)) == [(25, 0)] * 2
 
 
 def test_iterator_methods_and_the_end():

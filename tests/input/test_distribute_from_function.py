@@ -12,7 +12,7 @@ from mpidist.input.element_spec import ArraySpec
 from mpidist.input.input_options import InputOptions, InputReplicationMode
 from mpidist.input.input_workers import InputContext, InputWorkers
 from mpidist.values import PerReplica
-from tests.input.worker_threads import lists, run_workers, steps_of
+from tests.input.worker_threads import run_workers, steps_of
 
 pytestmark = pytest.mark.one_rank
 
@@ -39,35 +39,6 @@ def test_replicas_take_the_next_batches_in_turn():
     assert len(static) == 2
     assert len(steps_of(static)) == 2
     assert [spec.shape for spec in static.element_spec.specs] == [(2,), (2,)]
-
-
-def test_sharded_by_the_user():
-    def dataset_fn(context):
-        return Dataset.range(14).batch(4).shard(context.num_input_pipelines, context.input_pipeline_id)
-
-    assert from_function(dataset_fn, (1, 1)) == [
-        [([0, 1, 2, 3],), ([8, 9, 10, 11],)],
-        [([4, 5, 6, 7],), ([12, 13],)],
-    ]
-
-
-@pytest.mark.parametrize("source", [Dataset.range, stream], ids=["rows", "stream"])
-def test_uneven_workers(source):
-    found = from_function(lambda context: source(8 + context.input_pipeline_id).batch(2), (1, 1))
-    assert found == [
-        [([0, 1],), ([2, 3],), ([4, 5],), ([6, 7],), ([],)],
-        [([0, 1],), ([2, 3],), ([4, 5],), ([6, 7],), ([8],)],
-    ]
-
-
-def test_endless_and_sharded():
-    def work(workers):
-        def dataset_fn(context):
-            return Dataset.range(100).repeat().batch(5).shard(2, context.input_pipeline_id)
-
-        return int(next(iter(distribute_from_function(dataset_fn, workers, None))).values[0].sum())
-
-    assert run_workers(work, (1, 1)) == [10, 35]
 
 
 @settings(max_examples=40)
@@ -204,7 +175,3 @@ def test_values_from_function():
     assert distribute_values(lambda c: 5, ONE).values == (5,)
     with pytest.raises(TypeError, match="ValueContext"):
         distribute_values(3, ONE)
-
-
-def test_lists_helper_reads_per_replica_values():
-    assert lists(PerReplica((np.arange(2), np.arange(1)))) == ([0, 1], [0])

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidist.core.errors import MismatchError
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset
 from mpidist.input.sources import FileNames
@@ -165,11 +164,3 @@ def test_each_worker_opens_its_own_files_only():
     names, _ = named([2, 2, 2, 2, 2])
     run_workers(work, (1, 1))
     assert [sorted(set(paths)) for paths in opened.values()] == [names[::2], names[1::2]]
-
-
-def test_different_files_on_different_workers_are_refused():
-    def work(workers):
-        names, _ = named([1, 1, 1 + workers.worker_id])
-        return distribute_dataset(Dataset.from_files(names, read).batch(2), workers, None)
-
-    assert [type(error) for error in run_workers(work, (1, 1))] == [MismatchError] * 2

@@ -9,10 +9,9 @@ import pytest
 
 from mpidist.core.errors import MismatchError
 from mpidist.input.dataset import Dataset, TextLineDataset
-from mpidist.input.distribute import distribute_dataset, distribute_from_function
+from mpidist.input.distribute import distribute_dataset
 from mpidist.input.element_spec import ArraySpec
 from mpidist.input.input_options import AutoShardPolicy
-from mpidist.input.input_workers import InputWorkers
 from tests.input.worker_threads import run_workers, steps_of
 
 pytestmark = pytest.mark.one_rank
@@ -67,33 +66,6 @@ def test_files_are_opened_when_their_turn_comes_with_the_path_as_it_was_given(pa
     assert opened == paths
 
 
-def test_the_graph_remembers_its_files(paths):
-    files = Dataset.from_files(paths, lines)
-    whole = Dataset.zip(files.map(lambda x: x).batch(2), Dataset.range(3)).prefetch(1)
-    assert list(whole._node.files()) == [str(path) for path in paths]
-    assert list(Dataset.range(3).batch(2)._node.files()) == []
-
-
-def test_on_one_worker_auto_fills_batches_in_order(paths):
-    distributed = distribute_dataset(
-        Dataset.from_files(paths, lines).batch(6), InputWorkers(1, 0, (2,), None, True), None
-    )
-    assert steps_of(distributed) == [([0, 1, 2], [3, 4, 5]), ([6, 7, 8], [])]
-
-
-def test_on_several_workers_auto_deals_files_and_data_deals_batches(paths):
-    dataset = Dataset.from_files(paths, lines).batch(4)
-    assert run_workers(lambda workers: steps_of(distribute_dataset(dataset, workers, None)), (1, 1)) == [
-        [([0, 1],), ([2, 3],), ([4, 5],), ([6, 7],), ([8],)],
-        [([],), ([],), ([],), ([],), ([],)],
-    ]
-    data = dataset.with_options(auto_shard_policy=AutoShardPolicy.DATA)
-    assert run_workers(lambda workers: steps_of(distribute_dataset(data, workers, None)), (1, 1)) == [
-        [([0, 1],), ([4, 5],), ([8],)],
-        [([2, 3],), ([6, 7],), ([],)],
-    ]
-
-
 def test_files_by_a_pattern(paths, monkeypatch):
     folder = paths[0].parent
     names = [str(path) for path in paths]
@@ -136,14 +108,6 @@ def test_bad_patterns(arguments, error, text, tmp_path, monkeypatch):
     (tmp_path / "a").touch()
     with pytest.raises(error, match=text):
         Dataset.list_files(*arguments)
-
-
-def test_each_worker_may_read_files_of_its_own(paths):
-    def dataset_fn(context):
-        return Dataset.from_files(paths[context.input_pipeline_id :: 2], lines).batch(5)
-
-    found = run_workers(lambda workers: steps_of(distribute_from_function(dataset_fn, workers, None)), (1, 1))
-    assert found == [[([0, 1, 2, 3, 4],), ([5, 6, 7, 8],)], [([],), ([],)]]
 
 
 def test_another_order_of_the_files_on_another_worker_is_refused(paths):

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mpidist.input.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
+from mpidist.input.input_options import InputOptions, InputReplicationMode
 from mpidist.input.input_workers import InputContext, InputWorkers, ValueContext
 
 pytestmark = pytest.mark.one_rank
@@ -33,16 +33,6 @@ def test_input_options():
         InputOptions(experimental_per_replica_buffer_size=0)
     with pytest.raises(TypeError, match="'PER_WORKER'"):
         InputOptions(experimental_replication_mode="PER_WORKER")
-
-
-def test_values_of_the_auto_shard_policies():
-    assert [(p.name, p.value) for p in AutoShardPolicy] == [
-        ("OFF", -1),
-        ("AUTO", 0),
-        ("FILE", 1),
-        ("DATA", 2),
-        ("HINT", 3),
-    ]
 
 
 def test_replica_ids_of_a_worker():

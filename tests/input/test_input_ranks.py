@@ -10,7 +10,6 @@ from mpidist.input.distribute import distribute_dataset, distribute_from_functio
 from mpidist.input.input_options import AutoShardPolicy
 from mpidist.input.input_workers import InputWorkers
 from tests.input.policy_helpers import read
-from tests.input.test_dealing import reference
 from tests.input.worker_threads import lists, steps_of
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts]
@@ -31,36 +30,6 @@ def stream(count):
     return Dataset.from_generator(lambda: iter(range(count)))
 
 
-@pytest.mark.parametrize("source", [Dataset.range, stream], ids=["rows", "stream"])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_rule_a(communicator, source, replicas):
-    workers = workers_of(communicator, replicas)
-    distributed = distribute_dataset(source(23).batch(5), workers, None)
-    batches = [list(range(23))[i : i + 5] for i in range(0, 23, 5)]
-    expected = [tuple(reference(b, workers.replica_counts, "tf")[workers.worker_id]) for b in batches]
-    assert steps_of(distributed) == expected
-    assert steps_of(distributed) == expected
-
-
-def test_unseeded_shuffle_is_a_partition(communicator):
-    dataset = Dataset.range(50).shuffle().batch(7)
-    distributed = distribute_dataset(dataset, workers_of(communicator), None)
-    for _ in range(2):
-        rows = [row for step in steps_of(distributed) for part in step for row in part]
-        everything = [row for rank in communicator.all_gather_object(rows) for row in rank]
-        assert sorted(everything) == list(range(50))
-
-
-@pytest.mark.parametrize("source", [Dataset.range, stream], ids=["rows", "stream"])
-def test_uneven_ranks_make_the_same_number_of_steps(communicator, source):
-    def dataset_fn(context):
-        return source(2 * context.input_pipeline_id + 1).batch(2)
-
-    steps = steps_of(distribute_from_function(dataset_fn, workers_of(communicator), None))
-    assert len(steps) == communicator.size
-    assert [row for (part,) in steps for row in part] == list(range(2 * communicator.rank + 1))
-
-
 def test_a_rank_without_elements_learns_what_they_look_like(communicator):
     def dataset_fn(context):
         last = context.input_pipeline_id == context.num_input_pipelines - 1
@@ -75,19 +44,25 @@ def test_a_rank_without_elements_learns_what_they_look_like(communicator):
 @pytest.mark.min_ranks(2)
 def test_different_datasets_are_refused_on_all_ranks(communicator):
     dataset = Dataset.range(4 + communicator.rank).batch(2)
-    with pytest.raises(MismatchError, match=r"range\(0, 4\)"):
+    with pytest.raises(MismatchError, match=r"range\(0, 4\)") as caught:
         distribute_dataset(dataset, workers_of(communicator), None)
+    assert "range(0, 5)" in str(caught.value)
+    assert sorted(caught.value.plans) == list(range(communicator.size))
 
 
-@pytest.mark.min_ranks(2)
-def test_an_error_on_one_rank_reaches_all(communicator):
+@pytest.mark.parametrize(("calls", "ahead"), [(None, False), (None, True), (2, False)], ids=["", "prefetch", "threads"])
+def test_a_reading_error_on_one_rank_reaches_all(communicator, calls, ahead):
+    last = communicator.size - 1
+
     def read(x):
-        if communicator.rank == 1 and x >= 4:
+        if communicator.rank == last and x >= 4:
             raise OSError("the disk is gone")
         return x
 
-    distributed = distribute_from_function(lambda _: stream(8).map(read).batch(2), workers_of(communicator), None)
-    with pytest.raises(OSError if communicator.rank == 1 else PeerError):
+    dataset = stream(8).map(read, num_parallel_calls=calls).batch(2)
+    dataset = dataset.prefetch(2) if ahead else dataset
+    distributed = distribute_from_function(lambda _: dataset, workers_of(communicator), None)
+    with pytest.raises(OSError if communicator.rank == last else PeerError):
         steps_of(distributed)
 
 
@@ -124,39 +99,6 @@ def test_reduce_with_a_collective_in_the_function(communicator):
     assert distributed.reduce(0, add) == sum(range(23))
 
 
-def test_an_error_in_the_reading_thread_of_one_rank_reaches_all(communicator):
-    last = communicator.size - 1
-
-    def read(x):
-        if communicator.rank == last and x >= 4:
-            raise OSError("the disk is gone")
-        return x
-
-    dataset = stream(8).map(read).batch(2).prefetch(2)
-    distributed = distribute_from_function(lambda _: dataset, workers_of(communicator), None)
-    with pytest.raises(OSError if communicator.rank == last else PeerError):
-        steps_of(distributed)
-
-
-def test_files(communicator):
-    def reader(path):
-        yield from range(10 * int(path), 10 * int(path) + 4)
-
-    dataset = Dataset.from_files(["0", "1", "2"], reader).batch(5)
-    workers = workers_of(communicator)
-    if communicator.size > 3:
-        with pytest.raises(ValueError, match=r"auto_shard_policy=AutoShardPolicy\.DATA"):
-            distribute_dataset(dataset, workers, None)
-    else:
-        rows = [row for (part,) in steps_of(distribute_dataset(dataset, workers, None)) for row in part]
-        assert rows == [row for path in "012"[communicator.rank :: communicator.size] for row in reader(path)]
-    data = dataset.with_options(auto_shard_policy=AutoShardPolicy.DATA)
-    steps = steps_of(distribute_dataset(data, workers, None))
-    everything = [row for rank in communicator.all_gather_object(steps) for (part,) in rank for row in part]
-    assert len(steps) == 3
-    assert sorted(everything) == [0, 1, 2, 3, 10, 11, 12, 13, 20, 21, 22, 23]
-
-
 @pytest.mark.parametrize("policy", [AutoShardPolicy.DATA, AutoShardPolicy.FILE, AutoShardPolicy.OFF], ids=str)
 def test_going_on_from_a_state_on_these_ranks_and_alone(communicator, policy):
     names = [f"{10 * i}:{10 - i}" for i in range(communicator.size + 1)]
@@ -176,3 +118,15 @@ def test_going_on_from_a_state_on_these_ranks_and_alone(communicator, policy):
     steps = zip(*communicator.all_gather_object(rest), strict=True)
     together = [sorted(row for (part,) in parts for row in part) for parts in steps]
     assert [sorted(batch.tolist()) for batch in alone] == together
+
+
+@pytest.mark.min_ranks(2)
+def test_other_files_are_errors_on_all_ranks(communicator):
+    workers, size = workers_of(communicator), communicator.size
+    others = ["0:1"] * (size + communicator.rank)
+    with pytest.raises(MismatchError):
+        distribute_dataset(Dataset.from_files(others, read).batch(2), workers, None)
+    # A rank that sees fewer files than there are ranks tells the others, which see enough.
+    fewer = ["0:1"] * (1 if communicator.rank == 0 else size)
+    with pytest.raises(ValueError if communicator.rank == 0 else PeerError):
+        distribute_dataset(Dataset.from_files(fewer, read).batch(2), workers, None)

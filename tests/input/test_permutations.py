@@ -109,3 +109,8 @@ def test_joined_blocks(blocks):
     places = np.arange(len(expected))[::-1]
     assert len(joined) == len(expected)
     assert np.array_equal(joined.at(places), expected[::-1])
+
+
+def test_contiguous_rows_stay_a_range():
+    assert list(row_indices.batch([range(10)], 4, False)) == [range(4), range(4, 8), range(8, 10)]
+    assert list(row_indices.cut([range(8)], 1, None, 2)) == [range(1, 8, 2)]

@@ -232,7 +232,7 @@ def test_rows_of_others_are_not_read():
     assert [rows_of(worker) for worker in found] == [asked[0], asked[1]]
 
 
-@pytest.mark.parametrize("policy", [OFF, HINT])
+@pytest.mark.parametrize("policy", [AUTO, OFF, HINT])
 @pytest.mark.parametrize("drop", [False, True])
 def test_nothing_is_exchanged_in_a_step_where_the_rows_of_each_worker_are_known(policy, drop):
     def work(workers):
@@ -261,14 +261,6 @@ def test_endless_streams_need_no_vote_under_rule_b():
     assert run_workers(work, (1, 1)) == [
         (-1, [[0, 1, 2], [3, 4], [0, 1, 2]], 0),
         (-1, [[0, 1], [2, 3, 4], [0, 1]], 0),
-    ]
-
-
-def test_more_replicas_than_rows_in_a_global_batch():
-    names, _ = named([4, 4])
-    assert distribute(Dataset.from_files(names, read).batch(2), (2, 2)) == [
-        [([0], [1]), ([], []), ([2], [3]), ([], [])],
-        [([], []), ([4], [5]), ([], []), ([6], [7])],
     ]
 
 

@@ -299,14 +299,15 @@ def test_an_error_of_the_function_of_reduce_ends_the_thread_too(distributed):
     assert dataset.reduce(0, lambda count, _: count + 1) == 10
 
 
-def test_an_error_in_the_thread_of_one_worker_reaches_all():
+@pytest.mark.parametrize("ahead", [lambda dataset: dataset, lambda dataset: dataset.prefetch(2)])
+def test_an_error_in_reading_reaches_all_workers(ahead):
     def work(workers):
         def read(x):
             if workers.worker_id == 1 and x == 3:
                 raise OSError("the disk is gone")
             return x
 
-        distributed = distribute_dataset(Dataset.range(8).map(read).batch(4).prefetch(2), workers, None)
+        distributed = distribute_dataset(ahead(Dataset.range(8).map(read).batch(4)), workers, None)
         steps_of(distributed)
         iter(distributed)
 

@@ -4,7 +4,6 @@ import gc
 import subprocess
 import sys
 import threading
-import traceback
 import weakref
 
 import pytest
@@ -45,45 +44,6 @@ class Numbers:
             assert self.changed.wait_for(lambda: condition(self), SECONDS)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_as_many_as_asked_for_are_read_ahead_and_no_more(size):
-    numbers = Numbers()
-    elements = ReadAhead(numbers, size)
-    assert numbers.yielded == 0
-    for taken in range(1, 5):
-        assert next(elements) == taken
-        # The reader is not asked again, and so reads on by itself.
-        numbers.wait_for(lambda numbers, taken=taken: numbers.yielded == taken + size)
-    elements.close()
-    assert numbers.yielded == 4 + size
-
-
-def test_it_reads_while_its_user_works():
-    asked, answered = threading.Event(), threading.Event()
-
-    def source():
-        yield 1
-        assert asked.wait(SECONDS)
-        answered.set()
-        yield 2
-
-    elements = ReadAhead(source, 1)
-    assert next(elements) == 1
-    asked.set()
-    assert answered.wait(SECONDS)
-    assert next(elements) == 2
-    assert list(elements) == []
-
-
-def test_the_end_comes_again_and_again_and_leaves_no_thread():
-    elements = ReadAhead(lambda: iter(()), 2)
-    for _ in range(3):
-        with pytest.raises(StopIteration):
-            next(elements)
-    assert readers_alive() == []
-    elements.close()
-
-
 def test_close_ends_the_thread_and_closes_the_generator_in_it():
     numbers = Numbers()
     elements = ReadAhead(numbers, 2)
@@ -117,25 +77,6 @@ def test_dropping_it_ends_the_thread(in_a_cycle):
     assert numbers.closed_in is not None
 
 
-def test_an_error_comes_in_its_turn_with_its_own_traceback():
-    def fails_at_2():
-        raise OSError("the disk is gone")
-
-    def source():
-        yield 1
-        fails_at_2()
-
-    elements = ReadAhead(source, 5)
-    assert next(elements) == 1
-    with pytest.raises(OSError, match="disk") as caught:
-        next(elements)
-    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert names[-2:] == ["source", "fails_at_2"]
-    assert "__next__" in names
-    assert readers_alive() == []
-    assert list(elements) == []
-
-
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
 def test_any_exception_reaches_the_user(error):
     def source():
@@ -144,11 +85,6 @@ def test_any_exception_reaches_the_user(error):
 
     with pytest.raises(error):
         next(ReadAhead(source, 1))
-
-
-def test_an_error_in_opening():
-    with pytest.raises(ZeroDivisionError):
-        next(ReadAhead(lambda: 1 // 0, 1))
 
 
 def test_what_was_read_is_closed_also_while_somebody_holds_the_error():

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mpidist.collectives import Communicator
-from mpidist.core.errors import PeerError
 from mpidist.input import row_indices
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset
@@ -72,18 +71,3 @@ def test_interleaved_streams_in_threads_come_alike_on_all_ranks(communicator):
     seen = [row for step in steps_of(distributed) for part in step for row in part]
     everything = [row for rank in communicator.all_gather_object(seen) for row in rank]
     assert sorted(everything) == [100 * number + i for number in range(5) for i in range(9)]
-
-
-def test_an_error_in_a_thread_of_one_rank_is_raised_on_all(communicator):
-    last = communicator.size - 1
-
-    def function(x):
-        if communicator.rank == last and x == 9:
-            raise OSError("cannot decode 9")
-        return x
-
-    # Of a stream, as ranks that know the number of their steps exchange nothing in them.
-    stream = Dataset.from_generator(lambda: iter(range(40))).map(function, num_parallel_calls=2).batch(8)
-    distributed = distribute_dataset(stream, workers_of(communicator), None)
-    with pytest.raises(OSError if communicator.rank == last else PeerError):
-        steps_of(distributed)

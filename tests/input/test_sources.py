@@ -68,20 +68,6 @@ def test_memory_mapped_array(tmp_path):
         assert np.array_equal(shuffled[np.argsort(shuffled[:, 0])], mapped)
 
 
-def test_hdf5_is_read_by_slices(tmp_path):
-    h5py = pytest.importorskip("h5py", reason="h5py is not installed; it is an optional source")
-    with h5py.File(tmp_path / "data.h5", "w") as file:
-        file["x"] = np.arange(60).reshape(20, 3)
-        file["y"] = np.arange(20)
-        dataset = Dataset.from_tensor_slices((file["x"], file["y"]))
-        x, y = next(iter(dataset.batch(7)))
-        assert np.array_equal(x, np.arange(21).reshape(7, 3))
-        for x, y in dataset.shuffle(seed=2).repeat(2).batch(7):
-            assert np.array_equal(x[:, 0], 3 * y)
-        rows = np.sort(np.concatenate(list(Dataset.from_source(file["y"]).shuffle().batch(6))))
-        assert rows.tolist() == list(range(20))
-
-
 def test_lists_of_arrays_become_one_array_and_tuples_are_structure():
     dataset = Dataset.from_tensor_slices(([np.zeros(2), np.ones(2)], {"a": [1, 2]}))
     assert dataset.element_spec == (
@@ -170,23 +156,6 @@ def test_a_list_in_a_sample_is_one_array_and_map_can_make_it_a_structure():
     x, y = next(iter(Dataset.from_source(samples).map(tuple).batch(2)))
     assert x.shape == (2, 2)
     assert y.tolist() == [1, 2]
-
-
-@pytest.mark.torch
-def test_pytorch_datasets():
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed; it is an optional source")
-    data = torch.utils.data.TensorDataset(torch.arange(12.0).reshape(6, 2), torch.arange(6))
-    x, y = next(iter(Dataset.from_source(data).shuffle(seed=1).batch(4)))
-    assert isinstance(x, np.ndarray)
-    assert x[:, 0].tolist() == (2 * y).tolist()
-    loader = torch.utils.data.DataLoader(data, batch_size=4)
-    assert [y.shape[0] for _, y in Dataset.from_generator(lambda: map(tuple, loader))] == [4, 2]
-
-    class Streamed(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(torch.arange(3))
-
-    assert [batch.tolist() for batch in Dataset.from_source(Streamed()).batch(2)] == [[0, 1], [2]]
 
 
 class Rewound:

@@ -1,15 +1,13 @@
-"""Puts faults into the library one by one and shows that the tests see each: ``python -m tests.mutations``.
+"""Put faults into the library one by one and check that the tests see each: ``python -m tests.mutations``.
 
-The faults of ``tests.mutations.faults`` are put into a temporary worktree of a commit: none can stay in the checkout,
-and nothing that is not committed takes part. A fault is seen where its tests fail, hang or crash, and the one that did
-passes without it. Prints a line for each fault and a table. The status is 1 if a fault was not seen, 2 if the tests of
-one could not be run.
+The faults of ``tests.mutations.faults`` are put into a temporary worktree of a commit, so none stays in the checkout.
+Uncommitted changes have no effect. A fault is seen if its tests fail, hang or crash, and if the test that saw it passes
+without the fault. Prints a line for each fault. The status is 1 if a fault was not seen, 2 if tests could not be run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -19,7 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import cache_from_source
 from pathlib import Path
 
@@ -35,14 +33,7 @@ _PYTEST = (sys.executable, "-m", "pytest", *f"-q -x -p no:cacheprovider --color=
 
 @dataclass(frozen=True)
 class Trial:
-    """One fault that was tried.
-
-    Args:
-        fault: The fault.
-        sighting: What its tests said; None where they could not be run.
-        seconds: How long they ran.
-        error: Why they could not be run.
-    """
+    """One fault that was tried. The sighting is None if its tests could not be run."""
 
     fault: Fault
     sighting: Sighting | None
@@ -51,12 +42,12 @@ class Trial:
 
     @property
     def is_seen(self) -> bool:
-        """Whether the tests have seen it."""
+        """Whether the tests saw the fault."""
         return self.sighting is not None and self.sighting.seen
 
     @property
     def verdict(self) -> str:
-        """What became of it, in one line."""
+        """The outcome, in one line."""
         if self.sighting is None:
             return f"ERROR: {self.error}"
         if not self.sighting.seen:
@@ -100,9 +91,7 @@ def injected(fault: Fault, tree: Path) -> Iterator[None]:
 
 def run_tests(fault: Fault, tree: Path) -> tuple[int | None, str]:
     """Return the exit status of a fault's tests, None at the time limit, and their output; ends all they started."""
-    # A commit from before a mark ran these tests on any number of ranks.
-    is_known = fault.mark is not None and f'"{fault.mark}:' in (tree / "pyproject.toml").read_text()
-    command = [*_PYTEST, *(["-m", fault.mark] if is_known else []), *fault.tests]
+    command = [*_PYTEST, *(["-m", fault.mark] if fault.mark else []), *fault.tests]
     if fault.ranks > 1:
         ranks = str(fault.ranks)
         command = [*mpirun_command(), "-n", ranks, *command, "--with-mpi", "--ranks", ranks]
@@ -153,19 +142,10 @@ def check_without(fault: Fault, test: str, tree: Path) -> None:
         raise RunError(f"{test} does not pass without the fault either (status {status}):\n{output[-2000:]}")
 
 
-def table(trials: Sequence[Trial]) -> str:
-    """Return a line for each fault, by room."""
-    lines = [f"{'room':<18} {'seconds':>7}  fault"]
-    for trial in sorted(trials, key=lambda trial: trial.fault.room):
-        lines.append(f"{trial.fault.room:<18} {trial.seconds:7.1f}  {trial.fault.name}\n{'':<28}{trial.verdict}")
-    return "\n".join(lines)
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
     parser.add_argument("--at", metavar="COMMIT", default="HEAD", help="whose library and tests are taken (HEAD)")
     parser.add_argument("--only", metavar="TEXT", default="", help="the faults that have this in their name or file")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="where to write what was found, too")
     given = parser.parse_args(arguments)
     commit = _git("rev-parse", "--verify", f"{given.at}^{{commit}}").strip()
     chosen = [fault for fault in FAULTS if given.only in fault.name or given.only in fault.file]
@@ -179,10 +159,10 @@ def main(arguments: Sequence[str]) -> int:
             trials.append(try_fault(fault, tree))
             print(f"[{number}/{len(chosen)}] {trials[-1].line}", flush=True)
     seen = sum(trial.is_seen for trial in trials)
-    print(f"\n{table(trials)}\n\n{seen} of {len(trials)} faults were seen at {commit[:10]}")
-    if given.out is not None:
-        found = [{**asdict(trial), "is_seen": trial.is_seen, "room": trial.fault.room} for trial in trials]
-        given.out.write_text(json.dumps({"commit": commit, "seen": seen, "trials": found}, indent=1) + "\n")
+    print(f"\n{seen} of {len(trials)} faults were seen at {commit[:10]}")
+    for trial in trials:
+        if not trial.is_seen:
+            print(trial.line)
     if any(trial.sighting is None for trial in trials):
         return 2
     return int(seen < len(trials) or not trials)
@@ -198,10 +178,8 @@ def _check_what_is_imported(tree: Path) -> None:
 
 
 def _build_native_core(folder: Path) -> None:
-    program = folder / "build_library.py"
-    if not program.exists():  # later than some commits that --at may name
-        return
-    done = subprocess.run([sys.executable, str(program)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    program = str(folder / "build_library.py")
+    done = subprocess.run([sys.executable, program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         raise RunError(f"the native core cannot be built: {done.stderr[-2000:]}")
 

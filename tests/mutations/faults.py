@@ -23,7 +23,7 @@ class Fault:
         file: The file of the library.
         old: The text that is replaced.
         new: What takes its place.
-        tests: The test files that are to see it.
+        tests: The test files, or tests, that must see it.
         ranks: Of the session that runs them, which takes the tests that ``make test`` does; 1 for pytest alone.
         ranks_per_node: Of virtual nodes; None for real ones.
     """
@@ -59,7 +59,8 @@ class Fault:
         return text.replace(self.old, self.new)
 
 
-_NATIVE = (
+# By folder of the library, from the lowest layer to the highest.
+FAULTS: tuple[Fault, ...] = (
     Fault(
         "the id of the native core leaves headers out",
         "mpidist/native/build_library.py",
@@ -152,28 +153,28 @@ _NATIVE = (
         "mpidist/native/chunks.c",
         "reached(c, TAKEN, free, c->ranks))",
         "reached(c, TAKEN, free - 1, c->ranks))",
-        ("tests/native/test_threads.py",),
+        ("tests/native/test_programs.py::test_random_calls",),
     ),
     Fault(
         "what a rank counts may be seen before what it has written",
         "mpidist/native/core.h",
         ".value, value, memory_order_release);",
         ".value, value, memory_order_relaxed);",
-        ("tests/native/test_threads.py",),
+        ("tests/native/test_programs.py::test_random_calls",),
     ),
     Fault(
         "a rank returns while others still write into its result",
         "mpidist/native/push.c",
         "return reached(c, LEFT, c->exits, c->ranks) ? core_end(c, NC_DONE) : check_peers(c);",
         "return core_end(c, NC_DONE);",
-        ("tests/native/test_threads.py",),
+        ("tests/native/test_programs.py::test_random_calls",),
     ),
     Fault(
         "ranks write into the result of a rank that has left the call",
         "mpidist/native/push.c",
         "if (get(c, rank, ABANDONED))\n        return ECANCELED;",
         "",
-        ("tests/native/test_kills.py",),
+        ("tests/native/test_programs.py::test_killed_ranks_hang_nobody",),
     ),
     Fault(
         "a rank leaves a call while another rank is inside a write",
@@ -194,7 +195,7 @@ _NATIVE = (
         "mpidist/native/push.c",
         "(size_t)(number - skipped)",
         "(size_t)(number / 2)",
-        ("tests/native/test_threads.py",),
+        ("tests/native/test_programs.py::test_random_calls",),
     ),
     Fault(
         "a short count of the kernel is taken for all data",
@@ -215,7 +216,7 @@ _NATIVE = (
         "mpidist/native/kernels_table.h",
         "0x7fffu + (bits >> 16 & 1)",
         "0x8000u",
-        ("tests/native/test_kernels.py",),
+        ("tests/native/test_programs.py::test_every_dtype_and_operation",),
     ),
     Fault(
         "a slice for other nodes is taken from where slots do not begin",
@@ -240,9 +241,6 @@ _NATIVE = (
         "        if (waited >= 60 * leaving.limit_seconds) {",
         ("tests/topology/test_suspension.py",),
     ),
-)
-
-_CORE = (
     Fault(
         "the leaves of a dict come in the order in which it was built",
         "mpidist/core/nest.py",
@@ -264,9 +262,6 @@ _CORE = (
         "self._seconds += now - self._last",
         ("tests/topology/test_suspension.py",),
     ),
-)
-
-_ARRAYS = (
     Fault(
         "sums of float16 and bfloat16 are rounded after every addend",
         "mpidist/arrays/dtypes.py",
@@ -295,9 +290,6 @@ _ARRAYS = (
         "        return np.dtype(np.float64), dtype\n",
         ("tests/acceptance/test_reduce_and_gather.py",),
     ),
-)
-
-_TOPOLOGY = (
     Fault(
         "GPUs that do not divide are dealt to two processes at once",
         "mpidist/topology/topology.py",
@@ -338,7 +330,7 @@ _TOPOLOGY = (
         "mpidist/topology/finalize.py",
         "        atexit.unregister(_finalize_at_exit)\n",
         "        pass\n",
-        ("tests/collectives/test_interruptions.py",),
+        ("tests/collectives/test_interruptions.py::test_the_end_of_a_forked_child_is_its_own",),
     ),
     Fault(
         "a rank that has made no strategy does not answer the ranks that wait for it",
@@ -347,9 +339,6 @@ _TOPOLOGY = (
         "            del answer, rank\n",
         ("tests/topology/test_start.py",),
     ),
-)
-
-_CLUSTER_RESOLVER = (
     Fault(
         "tasks are dealt out in the order of their names",
         "mpidist/cluster_resolver/cluster_spec.py",
@@ -378,9 +367,6 @@ _CLUSTER_RESOLVER = (
         "        if len(twice) > 1:\n",
         ("tests/cluster_resolver/test_simple_and_union.py",),
     ),
-)
-
-_COLLECTIVES = (
     Fault(
         "a native core of other sources is used",
         "mpidist/collectives/node/native.py",
@@ -434,14 +420,14 @@ _COLLECTIVES = (
         "mpidist/native/leaders.c",
         "theirs->id != c->call.id || theirs",
         "theirs",
-        ("tests/native/test_leaders.py",),
+        ("tests/native/test_programs.py::test_random_calls_over_nodes",),
     ),
     Fault(
         "the last of several nodes that are no power of two gets no result",
         "mpidist/native/leaders.c",
         "if (me < l->power && me >= extra)",
         "if (me < l->power && me >= extra - 1)",
-        ("tests/native/test_leaders.py",),
+        ("tests/native/test_programs.py::test_random_calls_over_nodes",),
     ),
     Fault(
         "a mean over nodes is not divided",
@@ -457,15 +443,14 @@ _COLLECTIVES = (
         "mpidist/collectives/reduce/plan.py",
         "{signature_text(signature, on_device)}{note_text('as', note)}{_options_text(options)}",
         "{signature_text(signature, on_device)}{_options_text(options)}",
-        ("tests/acceptance/test_rank_mismatch.py",),
-        ranks=2,
+        ("tests/strategies/test_mismatch_kinds.py",),
     ),
     Fault(
         "a deadline that is earlier than the report of a long wait never comes",
         "mpidist/core/concurrency.py",
         "        if waited > self._limit and",
         "        if waited > max(self._limit, self._warn) and",
-        ("tests/collectives/test_mismatch.py",),
+        ("tests/collectives/test_interruptions.py::test_a_deadline_ends_the_communicator",),
     ),
     Fault(
         "a node whose first rank gives no answer is not asked",
@@ -636,9 +621,6 @@ _COLLECTIVES = (
         ranks=2,
         ranks_per_node=1,
     ),
-)
-
-_VALUES = (
     Fault(
         "assigning to a sum gives each copy the whole",
         "mpidist/values/synchronization.py",
@@ -675,9 +657,6 @@ _VALUES = (
         "",
         ("tests/checkpoint/test_slots.py",),
     ),
-)
-
-_CROSS_DEVICE_OPS = (
     Fault(
         "the results of several replicas share their memory",
         "mpidist/cross_device_ops/local_values.py",
@@ -707,9 +686,6 @@ _CROSS_DEVICE_OPS = (
         ("tests/acceptance/test_cross_device_ops.py",),
         ranks=2,
     ),
-)
-
-_INPUT = (
     Fault(
         "every worker begins with the larger sub-batches",
         "mpidist/input/dealing.py",
@@ -731,9 +707,6 @@ _INPUT = (
         "keep = filter",
         ("tests/input/test_transforms.py",),
     ),
-)
-
-_STRATEGIES = (
     Fault(
         "an error in the function of one rank is not told to the others",
         "mpidist/strategies/strategy_extended.py",
@@ -764,9 +737,6 @@ _STRATEGIES = (
         "        if self._extended.is_closed and self._extended.communicator is not None:\n",
         ("tests/strategies/test_closed.py",),
     ),
-)
-
-_TRAINING = (
     Fault(
         "an accumulator adds to the caller's own gradients",
         "mpidist/training/gradients.py",
@@ -796,9 +766,6 @@ _TRAINING = (
         "kept = gradient",
         ("tests/training/test_gradients.py",),
     ),
-)
-
-_PARAMETER_SERVER = (
     Fault(
         "a server carries out a request that the worker has given up half sent",
         "mpidist/parameter_server/service.py",
@@ -834,9 +801,6 @@ _PARAMETER_SERVER = (
         "return client not in self.clients",
         ("tests/parameter_server/test_v1.py",),
     ),
-)
-
-_CHECKPOINT = (
     Fault(
         "a manifest is read without a look at its checksum",
         "mpidist/checkpoint/formats.py",
@@ -865,9 +829,6 @@ _CHECKPOINT = (
         "                pass\n",
         ("tests/checkpoint/test_contents.py",),
     ),
-)
-
-_ELASTIC = (
     Fault(
         "the ranks go on from the first rank's commit where another has a newer one",
         "mpidist/elastic/state.py",
@@ -896,9 +857,6 @@ _ELASTIC = (
         "arrays.update({key: on_host(array) for key, array in leaves.arrays.items()})",
         ("tests/elastic/test_run.py",),
     ),
-)
-
-_ESTIMATOR = (
     Fault(
         "evaluations follow one another without a pause",
         "mpidist/estimator/evaluations.py",
@@ -927,9 +885,6 @@ _ESTIMATOR = (
         "",
         ("tests/estimator/test_evaluations.py",),
     ),
-)
-
-_COMPAT = (
     Fault(
         "workers are numbered as if there were no chief",
         "mpidist/compat/multi_worker_util.py",
@@ -958,10 +913,7 @@ _COMPAT = (
         "",
         ("tests/compat/test_v1_iterators.py",),
     ),
-)
-
-# Of the parts that tests see without torch, which is not in their environment.
-_TORCH = (
+    # Of the parts that tests see without torch, which is not in their environment.
     Fault(
         "a rank on its node is told as one among all",
         "mpidist/torch/variables.py",
@@ -990,9 +942,6 @@ _TORCH = (
         "if name in os.environ:",
         ("tests/torch/test_launchers.py",),
     ),
-)
-
-_JAX = (
     Fault(
         "leaves behind the first one are cut from the beginning",
         "mpidist/jax/leaf_packs.py",
@@ -1014,10 +963,7 @@ _JAX = (
         "pack[start:stop]",
         ("tests/jax/test_leaf_packs.py",),
     ),
-)
-
-# Of the part that tests see without Keras.
-_KERAS = (
+    # Of the part that tests see without Keras.
     Fault(
         "rows of a rank's second replica are left out",
         "mpidist/keras/shares.py",
@@ -1046,9 +992,6 @@ _KERAS = (
         "np.arange(start, stop) + end",
         ("tests/keras/test_shares.py",),
     ),
-)
-
-_CLI = (
     Fault(
         "launch replaces what the user has set",
         "mpidist/cli/launch.py",
@@ -1077,9 +1020,6 @@ _CLI = (
         "json.dumps({**facts}, indent=2)",
         ("tests/cli/test_json_output.py",),
     ),
-)
-
-_FACADES_FAULTS = (
     Fault(
         "the v1 name of a strategy is that of v2",
         "mpidist/v1/experimental.py",
@@ -1109,28 +1049,3 @@ _FACADES_FAULTS = (
         ("tests/acceptance/test_public_paths.py",),
     ),
 )
-
-FAULTS: tuple[Fault, ...] = (
-    *_NATIVE,
-    *_CORE,
-    *_ARRAYS,
-    *_TOPOLOGY,
-    *_CLUSTER_RESOLVER,
-    *_COLLECTIVES,
-    *_VALUES,
-    *_CROSS_DEVICE_OPS,
-    *_INPUT,
-    *_STRATEGIES,
-    *_TRAINING,
-    *_PARAMETER_SERVER,
-    *_CHECKPOINT,
-    *_ELASTIC,
-    *_ESTIMATOR,
-    *_COMPAT,
-    *_TORCH,
-    *_JAX,
-    *_KERAS,
-    *_CLI,
-    *_FACADES_FAULTS,
-)
-"""By room, from the lowest to the highest."""

@@ -12,7 +12,7 @@ _NO_TESTS = {
     4: "pytest was started with wrong arguments",
     5: "pytest found no tests",
 }
-_FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (tests/\S+?\.py(?:::\w+)*(?:\[.*?\])?)(?: - (.*))?$", re.MULTILINE)
+_FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (tests/\S+?\.py(?:::\w+)*(?:\[.*?\])?)(?: - .*)?$", re.MULTILINE)
 # What tests.support.ranks.sessions and faulthandler say where a rank does not come to the end of its test.
 _HANG = re.compile(r"never finished tests/|^Timeout \(\d+:\d\d:\d\d", re.MULTILINE)
 _ANY_TEST = re.compile(r"tests/(?:\w+/)*test_\w+\.py(?:::\w+(?:\[[^\]\s]*\])?)?")
@@ -24,31 +24,18 @@ class RunError(Exception):
 
 @dataclass(frozen=True)
 class Sighting:
-    """What one run of tests says of a fault.
-
-    Args:
-        seen: Whether the tests have seen it.
-        how: ``"failed"``, or ``"hang"`` or ``"crash"`` where the job was ended before pytest could say so; empty if not
-            seen.
-        test: The first test that failed, or the last that the output names; empty if not seen.
-        why: The line of pytest's summary on that test.
-    """
+    """The judgement of one run: whether and how (failed, hang or crash) tests saw the fault, and which one."""
 
     seen: bool
     how: str = ""
     test: str = ""
-    why: str = ""
 
 
 def judge(status: int | None, output: str) -> Sighting:
-    """Return what a run says of its fault.
-
-    Args:
-        status: With which it ended; None where it was ended by the time limit.
-        output: What it printed.
+    """Judge a run by its exit status (None at the time limit) and its output.
 
     Raises:
-        RunError: No test was run, or they took too long without a sign of a hang.
+        RunError: No test was run, or the tests took too long without a sign of a hang.
     """
     if status == PASSED:
         return Sighting(False)
@@ -57,12 +44,12 @@ def judge(status: int | None, output: str) -> Sighting:
         raise RunError(f"{what} (status {status}):\n{output[-2000:]}")
     failure = _FIRST_FAILURE.search(output)
     if status == FAILED and failure is not None:
-        return Sighting(True, "failed", failure[1], failure[2] or "")
+        return Sighting(True, "failed", failure[1])
     # pytest could not print a summary: it hung, or a rank was ended and the others with it.
     named = _ANY_TEST.findall(output)
     if not named:
         what = "no test failed within the time limit" if status is None else "no test was run"
         raise RunError(f"{what} (status {status}):\n{output[-2000:]}")
     if status is None:
-        return Sighting(True, "hang", named[-1], "ended at the time limit")
-    return Sighting(True, "hang" if _HANG.search(output) else "crash", named[-1], f"ended with status {status}")
+        return Sighting(True, "hang", named[-1])
+    return Sighting(True, "hang" if _HANG.search(output) else "crash", named[-1])

@@ -55,6 +55,10 @@ PLAIN = Variant("plain", _ANY, ("-O3",))
 BASE = Variant("without AVX2", _ANY, ("-O3", "-DNC_NO_AVX2"))
 ADDRESSES = Variant("ASan and UBSan", _ANY, ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"))
 THREADS = Variant("TSan", _ANY, ("-O1", "-fsanitize=thread"))
+# Debian's packages are qemu-user, gcc-aarch64-linux-gnu and libc6-dev-arm64-cross.
+AARCH64 = Variant(
+    "aarch64", ("aarch64-linux-gnu-gcc",), ("-O3", "-static"), emulators=("qemu-aarch64", "qemu-aarch64-static")
+)
 
 
 def compiled(program: str, variant: Variant, folder: Path) -> list[str]:

@@ -86,25 +86,19 @@ def test_the_id_is_of_names_and_contents(sources: Path) -> None:
 
 
 @on_linux
-@pytest.mark.parametrize(("value", "wanted"), [("", True), ("1", True), ("0", False)])
-def test_it_is_built_unless_told_otherwise(value: str, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPIDIST_BUILD_NATIVE", value)
-    assert build_library.is_wanted() is wanted
-
-
-def test_another_value_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, wanted in (("", True), ("1", True), ("0", False)):
+        monkeypatch.setenv("MPIDIST_BUILD_NATIVE", value)
+        assert build_library.is_wanted() is wanted
     monkeypatch.setenv("MPIDIST_BUILD_NATIVE", "no")
     with pytest.raises(SystemExit, match="MPIDIST_BUILD_NATIVE='no': expected 0 or 1"):
         build_library.is_wanted()
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("sys.platform", "darwin"), ("sys.maxsize", 2**31 - 1), ("sys.implementation.name", "pypy")]
-)
-def test_elsewhere_it_is_not_built(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(name, value)
-    assert not build_library.is_wanted()
-    assert build_library.requirements() == []
+    monkeypatch.delenv("MPIDIST_BUILD_NATIVE")
+    for name, other in (("platform", "darwin"), ("maxsize", 2**31 - 1), ("implementation.name", "pypy")):
+        with monkeypatch.context() as changed:
+            changed.setattr(f"sys.{name}", other)
+            assert not build_library.is_wanted()
+            assert build_library.requirements() == []
 
 
 @on_linux
@@ -112,12 +106,13 @@ def test_elsewhere_it_is_not_built(name: str, value: object, monkeypatch: pytest
 class TestCompilers:
     def test_a_library_has_the_id_of_its_sources(self, sources: Path, capfd: pytest.CaptureFixture[str]) -> None:
         real_compiler()
+        assert build_library.requirements() == []
         build_library.build_in_place()
         assert id_of(sources / "libmpidist.so") == build_library.source_id(sources)
         assert f"{sources / 'libmpidist.so'} was made by" in capfd.readouterr().err
         assert sorted(os.listdir(sources)) == ["libmpidist.so", "one.c", "x.h"]
 
-    def test_the_named_one_is_first_then_those_of_the_system(
+    def test_cc_is_first_then_the_system_compilers(
         self, sources: Path, bin_folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for name in ("gcc", "clang", "cc", "mine"):
@@ -134,7 +129,7 @@ class TestCompilers:
         assert "export CC=" in text
         assert (sources / "libmpidist.so").read_text() == "an older one"
 
-    def test_after_one_that_fails_comes_the_next(
+    def test_the_next_compiler_after_a_failure(
         self, sources: Path, bin_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setenv("PATH", os.defpath)
@@ -150,17 +145,13 @@ class TestCompilers:
         assert "clang (clang): compiles for another machine" in said
         assert "was made by cc" in said
 
-    def test_the_named_one_may_be_for_another_machine(
+    def test_cc_may_be_for_another_machine(
         self, sources: Path, bin_folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         other = script(bin_folder / "other-cc", 'while [ "$1" != -o ]; do shift; done; echo other > "$2"')
         monkeypatch.setenv("CC", str(other))
         build_library.build_in_place()
         assert (sources / "libmpidist.so").read_text() == "other\n"
-
-    def test_none_is_asked_of_pypi_where_one_works(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        real_compiler()
-        assert build_library.requirements() == []
 
     @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
     def test_one_is_asked_of_pypi_where_none_works(
@@ -179,7 +170,7 @@ class TestCompilers:
 
 
 @pytest.mark.parametrize("system", ["any", "manylinux_2_17_aarch64"])
-def test_a_wheel_holds_the_library_and_its_sources(sources: Path, tmp_path: Path, system: str) -> None:
+def test_a_wheel_holds_library_and_sources(sources: Path, tmp_path: Path, system: str) -> None:
     wheel = tmp_path / f"mpidist-1.0-py3-none-{system}.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("mpidist/__init__.py", "")

@@ -217,9 +217,6 @@ def main() -> None:
         strategy = mpidist.ParameterServerStrategy(resolver)
         globals()[case](strategy, ClusterCoordinator(strategy))
         say("CHIEF AT THE END")
-    elif case == "absent" and resolver.task_type == "worker":
-        # Never joins.
-        wait_until(lambda: False)
     else:
         mpidist.Server(resolver).join()
         say("LEFT", resolver.task_type, resolver.task_id)

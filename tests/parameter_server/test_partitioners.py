@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-import mpidist
 from mpidist import Variable
 from mpidist.experimental.partitioners import (
     FixedShardsPartitioner,
@@ -147,8 +146,3 @@ def test_cut(sizes: list[int]) -> None:
     for wrong in (np.zeros((sum(sizes) + 1, 2)), np.zeros(())):
         with pytest.raises(ValueError, match=f"of {sum(sizes)} rows together"):
             cut(wrong, variables)
-
-
-def test_they_are_where_tensorflow_has_them() -> None:
-    names = {"FixedShardsPartitioner", "MinSizePartitioner", "MaxSizePartitioner", "Partitioner"}
-    assert set(mpidist.experimental.partitioners.__all__) == names

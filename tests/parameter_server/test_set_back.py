@@ -85,24 +85,6 @@ def test_all_workers_go_on_from_what_the_chief_has_set() -> None:
         assert (first, second) == (-0.1, -0.1)
 
 
-def settings(strategy: Any) -> list[float]:
-    with strategy.scope():
-        v = mpidist.Variable(0.0, name="v")
-        optimizer = SGD(1.0, momentum=0.5)
-    found = []
-    for momentum in (0.5, 0.25, 0.75):
-        optimizer.momentum = momentum
-        before = float(v.numpy())
-        strategy.run(lambda: optimizer.apply_gradients([(1.0, v)]))
-        found.append(float(v.numpy()) - before)
-    return found
-
-
-def test_settings_of_an_optimizer_reach_the_servers() -> None:
-    # m = momentum * m - 1
-    assert on_workers(settings, 1, 1) == [[-1.0, -1.25, -1.9375]]
-
-
 def bad_indices(strategy: Any) -> Any:
     with strategy.scope():
         a, b = (mpidist.Variable(np.zeros((5, 2)), name=name) for name in "ab")

@@ -39,6 +39,16 @@ def test_a_closed_strategy_refuses(
     assert float(variable) == 3.0
 
 
+@pytest.mark.counts
+@pytest.mark.min_ranks(2)
+def test_data_of_a_closed_strategy_is_refused() -> None:
+    strategy = mpidist.MultiWorkerMirroredStrategy()
+    data = strategy.experimental_distribute_dataset(mpidist.Dataset.range(8).batch(4))
+    strategy.close()
+    with pytest.raises(RuntimeError, match="it has been closed"):
+        iter(data)
+
+
 @pytest.mark.one_rank
 def test_the_default_strategy_stays_open() -> None:
     with mpidist.get_strategy() as strategy:

@@ -48,8 +48,12 @@ def reduced(value: Any, op: str = "SUM") -> Callable[[Strategy], Any]:
     return lambda s: s.run(lambda: context().all_reduce(op, value))
 
 
-def gathered(axis: int) -> Callable[[Strategy], Any]:
-    return lambda s: s.run(lambda: context().all_gather(ROWS, axis=axis))
+def gathered(axis: int, value: Any = ROWS) -> Callable[[Strategy], Any]:
+    return lambda s: s.run(lambda: context().all_gather(value, axis=axis))
+
+
+def reduces_batch(length: int) -> Callable[[Strategy], Any]:
+    return lambda s: s.extended.batch_reduce_to("SUM", [(ROWS, "cpu:0")] * length)
 
 
 def variable(strategy: Strategy, value: Any = 0.0, **options: Any) -> mpidist.Variable:
@@ -170,6 +174,11 @@ def fails_in_run(strategy: Strategy) -> Any:
     return strategy.run(step)
 
 
+def fails_in_its_block(strategy: Strategy) -> Any:
+    with strategy:
+        raise KeyError("lost")
+
+
 def fails_in_data(strategy: Strategy) -> Any:
     def fails(_: Any) -> Any:
         raise ZeroDivisionError("a bad row")
@@ -202,6 +211,10 @@ KINDS = {
     "axis of reduce": kind(lambda s: s.reduce("SUM", ROWS, axis=0), lambda s: s.reduce("SUM", ROWS, axis=1)),
     "axis of gather": kind(lambda s: s.gather(ROWS, axis=0), lambda s: s.gather(ROWS, axis=1)),
     "axis of all_gather": kind(gathered(0), gathered(1)),
+    "dtype of all_gather": kind(gathered(0), gathered(0, ROWS.astype("f4"))),
+    "MIN or MAX of a number": kind(reduced(1.0, "MIN"), reduced(1.0, "MAX")),
+    "axis or none": kind(lambda s: s.reduce("SUM", ROWS, axis=0), lambda s: s.reduce("SUM", ROWS[0], axis=None)),
+    "length of a batch": kind(reduces_batch(2), reduces_batch(3)),
     "reduce_to or broadcast_to": kind(updates(), lambda s: s.extended.broadcast_to(ROWS, "cpu:0")),
     "op of reduce_to": kind(updates(), updates(op=ReduceOp.MEAN)),
     "a variable too many": kind(one_variable, one_more_variable),
@@ -242,6 +255,7 @@ KINDS = {
         lambda s: mpidist.MultiWorkerMirroredStrategy(), lambda s: mpidist.Communicator()
     ),
     "an error in run": kind(reduced(ROWS), fails_in_run, own_error=ZeroDivisionError),
+    "an error in a block of the strategy": kind(reduced(ROWS), fails_in_its_block, own_error=KeyError),
     "an error in the data": kind(reads_data, fails_in_data, own_error=ZeroDivisionError),
     "an op that there is not": kind(
         lambda s: s.reduce("SUM", ROWS, axis=None), lambda s: s.reduce("SUMM", ROWS, axis=None), own_error=ValueError

@@ -376,7 +376,7 @@ class DevicePack:
         """Return cached chunks of at most ``per_chunk`` elements for host memory."""
         if not self._on_host:
             for start in range(0, sum(self._counts), per_chunk):
-                found = pieces(self._counts, start, start + per_chunk, per_chunk)
+                found = pieces(self._counts, start, start + per_chunk)
                 spans = [(piece, first, first + count, at - start) for piece, first, count, at in found]
                 size = sum(count for _, _, count, _ in found)
                 self._on_host.append(HostChunk(Pack([0], [(size,)], self.dtype, self.dtype, self.dtype), spans))

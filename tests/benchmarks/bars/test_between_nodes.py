@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.bars.between_nodes import SIZE, verdicts
 from benchmarks.measuring.rows import Figure, Row
-from benchmarks.measuring.wire import Sent, bits_per_second, floor_seconds, least_bytes
+from benchmarks.measuring.wire import Sent, bits_per_second, floor_seconds
 from benchmarks.suite.cluster_jobs import NODES, jobs
 from tests.benchmarks.support import row
 
@@ -32,10 +32,6 @@ def test_the_floor(placement: str) -> None:
     assert judge([all_reduce("mpidist", placement, FLOOR_US)], rate=None) == {}
 
 
-def test_the_floor_is_that_of_gigabit_ethernet() -> None:
-    assert floor_seconds(NODES, SIZE, 1e9) == pytest.approx(0.855, rel=1e-3)
-
-
 def test_bytes_sent() -> None:
     for mib, met in ((96.0, True), (99.0, False)):
         figure = Figure("sent", "mpidist, block, 64 MiB, most by a node", mib, "MiB", "some")
@@ -47,16 +43,6 @@ def test_as_fast_as_mpi(placement: str, bar: float) -> None:
     for times, met in ((bar + 0.01, True), (bar - 0.01, False)):
         rows = [all_reduce("mpi", placement, times * 1e6), all_reduce("mpidist", placement, 1e6)]
         assert judge(rows, rate=None) == {f"64 MiB, {placement}: as fast as MPI": met}
-
-
-def test_small_messages() -> None:
-    for ours, met in ((0.99, True), (1.01, False)):
-        rows = [
-            row("all_reduce", by, "block", size, median, algorithm="some")
-            for size in (4, 64 << 10, 128 << 10)
-            for by, median in (("mpi", 1.0), ("mpidist", ours))
-        ]
-        assert judge(rows) == {"4 B, block: as fast as MPI": met, "64 KiB, block: as fast as MPI": met}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -81,11 +67,6 @@ def test_headers_are_taken_off_per_packet() -> None:
     before = Sent(1000, 10)
     # Two frames full of data and an acknowledgement.
     assert Sent(1000 + 2 * 1514 + 66, 13).data_since(before) == 2 * 1448
-
-
-def test_least_bytes() -> None:
-    assert least_bytes(2, SIZE) == SIZE
-    assert least_bytes(1, SIZE) == 0
 
 
 def test_rates() -> None:

@@ -52,23 +52,12 @@ def test_calls_in_turn_and_their_checks() -> None:
     assert second.wrong == 2 * sum(range(comm.size))
 
 
-def test_the_times_are_the_same_on_all_ranks() -> None:
-    comm = MPI.COMM_WORLD
-    (measured,) = measure(comm, [Case("mpi", "barrier", comm.Barrier)], seconds=0.001)
-    assert measured.wrong is None
-    assert comm.allgather(measured.times) == [measured.times] * comm.size
-
-
 def test_calls_of_a_group_are_made_once_each() -> None:
     calls: list[int] = []
     group = [lambda number=number: calls.append(number) for number in range(3)]
     (measured,) = measure(MPI.COMM_WORLD, [Case("mpidist", "new", group[0], group=group)], seconds=1e-9)
     assert measured.calls == 3
     assert calls[3:-1] == [0, 1, 2] * LEAST_REPETITIONS
-
-
-def test_nothing_to_time() -> None:
-    assert measure(MPI.COMM_WORLD, [], seconds=1.0) == []
 
 
 def test_samples_have_the_state_of_the_cores() -> None:

@@ -42,12 +42,6 @@ def test_a_small_message_goes_by_leaders() -> None:
     assert each.seconds == leaders_seconds(8, 2, 4, SHIPPED_NETWORK)
 
 
-def test_one_node_sends_nothing() -> None:
-    each = predicted(SHIPPED_NETWORK, 1, 4, MIB)
-    assert (each.sent, each.slice_bytes) == (0, 0)
-    assert 0 < each.seconds < predicted(SHIPPED_NETWORK, 2, 4, MIB).seconds
-
-
 def test_an_algorithm_is_forced_or_refused() -> None:
     assert predicted(SHIPPED_NETWORK, 64, 1, MIB, "ring").algorithm == "ring"
     with pytest.raises(ValueError, match="algorithm is 'other'; expected one of leaders, halving_doubling"):
@@ -96,14 +90,6 @@ def test_costs_of_a_tuning_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
         predict(capsys, "--tuning", str(path))
     with pytest.raises(SystemExit, match=r"absent.json cannot be read"):
         predict(capsys, "--tuning", str(tmp_path / "absent.json"))
-
-
-def test_a_step_is_less_efficient_on_more_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = predict(capsys, "--nodes", "2,64", "--compute", "1s", "--model", "bert_base", "--json")
-    steps = json.loads(printed)["steps"]
-    assert [step["nodes"] for step in steps] == [2, 64]
-    assert 1 > steps[0]["efficiency"] > steps[1]["efficiency"] > 0
-    assert steps[0]["seconds"] == pytest.approx(1 / steps[0]["efficiency"])
 
 
 def test_results_are_held_against(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.measuring.models import MODELS
-from benchmarks.predicting.steps import Work, buckets_of, step_of, work_of
+from benchmarks.predicting.steps import Work, buckets_of, step_of
 
 pytestmark = pytest.mark.one_rank
-
-
-def test_the_work_of_a_step_is_divided() -> None:
-    work = work_of([1, 2], 0.3)
-    assert (work.forward_seconds, work.backward_seconds) == pytest.approx((0.1, 0.2))
-    assert work.seconds == pytest.approx(0.3)
 
 
 def test_a_reduction_that_ends_before_backward_is_hidden() -> None:
@@ -28,13 +22,6 @@ def test_a_reduction_waits_for_the_one_before() -> None:
     # Ready after 1, 2 and 3 s; they end after 6, 11 and 16 s.
     step = step_of(Work([1, 1, 1], 0.0, 3.0), [[1], [1], [1]], lambda _: 5.0)
     assert (step.seconds, step.communication, step.exposed) == pytest.approx((16.0, 15.0, 13.0))
-
-
-def test_a_bucket_waits_for_its_last_gradient() -> None:
-    # One bucket of everything: ready at the end of backward.
-    step = step_of(Work([3, 1], 1.0, 2.0), [[1, 3]], lambda nbytes: nbytes / 4)
-    assert step.seconds == pytest.approx(4.0)
-    assert step.efficiency == pytest.approx(3.0 / 4.0)
 
 
 def test_gradients_take_as_much_of_backward_as_they_have_bytes() -> None:

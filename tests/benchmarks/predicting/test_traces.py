@@ -68,16 +68,6 @@ def test_a_message_without_bytes_has_one_for_simgrid() -> None:
     assert lines[5] == "1 irecv 0 7 1"
 
 
-def test_a_line_of_another_trace_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'0 bcast 8' is no line"):
-        schedule_of(["0 init", "0 bcast 8"])
-
-
-def test_slices_of_small_messages_are_one() -> None:
-    assert slices_of(8, 8, 64 * KIB) == Slices(1, 1)
-    assert slices_of(1 << 30, 2, 1 << 20).lanes == 16
-
-
 def replayed(folder: Path, name: str, nodes: int, rails: int, nbytes: int, slice_bytes: int) -> tuple[float, float]:
     """Return what SimGrid and the model say."""
     slices = slices_of(nbytes, rails, slice_bytes)

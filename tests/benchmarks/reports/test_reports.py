@@ -113,13 +113,6 @@ def test_plots(some: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert str(image) in printed
 
 
-def test_a_plot_of_nothing(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib; type: pip install '.[bench]'")
-    path, _ = save(results([]), tmp_path, "empty")
-    with pytest.raises(SystemExit, match="nothing to plot"):
-        main(["plot", str(path)])
-
-
 def test_comparing_several_runs_of_each_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def saved(name: str, microseconds: float) -> str:
         of_run = results([row("all_reduce", "mpidist", "out=", 4, microseconds)])
