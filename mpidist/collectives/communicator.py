@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import math
 import pickle
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial, wraps
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
 from inspect import signature
-from itertools import accumulate
+from io import BytesIO
 from typing import Any, Concatenate, ParamSpec, TypeVar
+from weakref import proxy
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -17,11 +18,12 @@ from numpy.typing import DTypeLike
 from mpidist.arrays.convert import to_array
 from mpidist.arrays.device_ops import ops_of
 from mpidist.arrays.dtypes import Array, as_dtype, check_transportable
-from mpidist.collectives.array_collectives import ArrayCollectives
+from mpidist.collectives.channel.changes import LocalChanges
+from mpidist.collectives.channel.channel import Channel
+from mpidist.collectives.channel.mismatch import FOR_COMMUNICATORS, Advice
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import (
     Description,
-    FastCall,
     Operation,
     Work,
     describe,
@@ -29,18 +31,26 @@ from mpidist.collectives.channel.operation import (
     signature_text,
     which_on_device,
 )
+from mpidist.collectives.engine import Engine
 from mpidist.collectives.gpu.staging import on_host
-from mpidist.collectives.move.move import check_has_axis
+from mpidist.collectives.move.move import check_has_axis, cut_rows
 from mpidist.collectives.move.point_to_point import PointToPoint
 from mpidist.collectives.mpi import exchange
 from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.node import packing
-from mpidist.collectives.node.memory import borders
-from mpidist.collectives.reading import delivering, read, read_out, restore
+from mpidist.collectives.node.core import NO_FAST_CALLS
+from mpidist.collectives.observe.attach import observe_channel
+from mpidist.collectives.planner import Planner
+from mpidist.collectives.reading import Given, deliver, read, read_out, restore
+from mpidist.collectives.reduce.registry import Table, check_options, check_table
+from mpidist.collectives.reduce.tuning_file import agreed_table
 from mpidist.collectives.step_agreement import StepAgreement
+from mpidist.collectives.world_channel import world_channel
 from mpidist.core.message_tags import TAGS_OF_PROGRAMS
-from mpidist.core.options import CommunicationOptions, ReduceOp
-from mpidist.topology import import_mpi
+from mpidist.core.nest import flat_kind
+from mpidist.core.options import CommunicationOptions, ReduceOp, check_communication_options
+from mpidist.core.text import user_call_site
+from mpidist.topology import import_mpi, world_topology
 from mpidist.topology.start import create_group
 
 T = TypeVar("T")
@@ -49,48 +59,28 @@ P = ParamSpec("P")
 _log = logging.getLogger("mpidist")
 _LARGEST_C_INT = 2**31 - 1
 _BARRIER = describe("barrier", operation="barrier")
-# Public names of its base class.
-_OF_PROGRAMS = {"close", "last_algorithm", "shares_memory"}
+_DEFAULT_OPTIONS = CommunicationOptions()
+# Public methods that programs do not call.
+_FOR_STRATEGIES = {"announce", "broadcast_arrays", "changing", "common_memory", "done", "fast", "gather_arrays"}
+_FOR_STRATEGIES |= {"gather_objects", "meet", "prepare_device", "reduce_arrays", "reduce_arrays_async", "shared_errors"}
 
 
-def _runs(make: Callable[Concatenate[Communicator, P], Operation[T]]) -> Callable[Concatenate[Communicator, P], T]:
-    """Return the method that runs the operation of ``make``. Its arguments and docstring are those of ``make``."""
+def _started(call: Callable[Concatenate[Communicator, P], T]) -> Callable[Concatenate[Communicator, P], Work[T]]:
+    """Return the method that starts a collective or message, and returns its handle."""
 
-    @wraps(make)
-    def run(self: Communicator, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = self._run(make(self, *args, **kwargs))
-        return result
-
-    _describe(run, make, make.__name__.lstrip("_"), "Operation[", "]")
-    return run
-
-
-def _starts(
-    make: Callable[Concatenate[Communicator, P], Operation[T]],
-) -> Callable[Concatenate[Communicator, P], Work[T]]:
-    """Return the method that starts the operation of ``make`` and returns its handle."""
-
-    @wraps(make)
+    @wraps(call)
     def start(self: Communicator, /, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
-        work: Work[T] = self._start(make(self, *args, **kwargs))
+        work: Work[T] = call(self._starting, *args, **kwargs)  # type: ignore[assignment]
         return work
 
-    name = make.__name__.lstrip("_")
-    start.__doc__ = f"Start :meth:`{name}` and return its handle (collective)."
-    _describe(start, make, f"{name}_async", "Operation", "")
+    name, found = call.__name__, signature(call)
+    start.__name__, start.__qualname__ = f"{name}_async", f"Communicator.{name}_async"
+    start.__doc__ = f"Start :meth:`{name}` and return its handle. Do not change its arrays before it is done."
+    start.__dict__["__signature__"] = found.replace(return_annotation=f"Work[{found.return_annotation}]")
     return start
 
 
-def _describe(method: Callable[..., object], make: Callable[..., object], name: str, before: str, after: str) -> None:
-    """Give a method its name and the signature of ``make``, with another result."""
-    found = signature(make)
-    returns = str(found.return_annotation).removeprefix(before).removesuffix(after)
-    returns = returns if after else f"Work{returns}"
-    method.__name__, method.__qualname__ = name, f"Communicator.{name}"
-    method.__dict__["__signature__"] = found.replace(return_annotation=returns)
-
-
-class Communicator(ArrayCollectives):
+class Communicator:
     """Collectives between the ranks of an MPI communicator, which is duplicated (collective).
 
     Every method is collective: call it on every rank, in the same order. If ranks make different calls at the same
@@ -108,9 +98,15 @@ class Communicator(ArrayCollectives):
     Args:
         comm: An mpi4py intracommunicator; all ranks of the job by default.
         options: Defaults for every call.
+        table: Algorithms by size; that of rank 0 counts. By default the one in ``MPIDIST_TUNING_FILE`` for these
+            ranks, else the shipped one.
+        owner: Name of the owner, for messages; equal on every rank.
+        advice: Advice for errors.
 
     Raises:
         LaunchError: The MPI library is missing, or the ranks do not form one world.
+        ValueError: The tuning file cannot be read or is wrong; on all ranks.
+        MismatchError: Other ranks make something else.
 
     >>> comm = Communicator()
     >>> comm.all_reduce("SUM", np.ones(3)) / comm.size
@@ -120,60 +116,73 @@ class Communicator(ArrayCollectives):
 
     _has_warned = False
 
-    @cached_property
-    def _messages(self) -> PointToPoint:
-        return PointToPoint(self._channel)
+    def __init__(
+        self,
+        comm: Comm | None = None,
+        *,
+        options: CommunicationOptions | None = None,
+        table: Table | None = None,
+        owner: str = "Communicator",
+        advice: Advice = FOR_COMMUNICATORS,
+    ) -> None:
+        check_communication_options(options)
+        check_table(table)
+        self._options = _DEFAULT_OPTIONS.merge(options)
+        check_options(self._options)
+        if comm is not None and not isinstance(comm, import_mpi().Intracomm):
+            raise TypeError(f"comm is {comm!r}; expected an mpi4py intracommunicator, or None for all ranks")
+        self._uses_world_channel = world_channel.agree_to_make(owner, comm)
+        base = world_topology().world if comm is None else comm
+        self._channel = channel = Channel(base, self._options.timeout_seconds, owner, advice=advice)
+        observe_channel(channel)
+        self.rank: int = channel.rank
+        self.size: int = channel.size
+        try:
+            agreeing = agreed_table(channel.comm, channel.node, table)
+            agreed = channel.run(Operation(agreeing, describe("agreeing on the tuning table")))
+        except ValueError:
+            self._close(lambda: None)
+            raise
+        self._engine = Engine(channel, agreed)
+        self._planner = Planner(channel, self._engine, self._options)
+        self._messages = PointToPoint(channel)
+        self.fast = self._engine.open_fast_calls(partial(Communicator._resume, proxy(self)))
+        """The collectives of the fast path. They return None for calls of the general path."""
+        self._starting = _Starting(self)
 
-    def step_agreement(self) -> StepAgreement:
-        """Return an object that lets the ranks agree on a step (collective).
+    # Running ----------------------------------------------------------------------------------------------------
 
-        No message is sent in each step.
+    def _run(self, operation: Operation[T]) -> T:
+        """Run an operation and return its result."""
+        try:
+            return self._channel.run(operation)
+        finally:
+            if operation.release is not None:
+                operation.release()
 
-        >>> comm = Communicator()
-        >>> agreement = comm.step_agreement()
-        >>> agreement.ask_for("a save")
-        >>> agreement.step_done()
-        ['a save']
-        >>> agreement.close()
-        >>> comm.close()
-        """
-        self.meet("preparing to agree on steps")
-        return StepAgreement(self._channel.comm)
+    def _wait(self, message: Work[T]) -> T:
+        """Return the result of a message."""
+        return message.wait()
 
-    def add_observer(self, observer: Observer) -> None:
-        """Let an observer see the collectives of this communicator from now on (local).
+    def _resume(self, number: int, state: int, value: Array, result: Array, out: Array | None) -> Array:
+        """Finish a fast-path call whose peers are late or made another call."""
+        description = self._channel.executor.fast.description(number)
+        rest = Operation(self._engine.resume(description, state, value, result), description)
+        rest.is_resumed = True
+        final = self._channel.run(rest)
+        # If ranks give unequal parts, the result is not the array that the fast path has prepared.
+        return final if out is None else deliver([out], [final])[0]
 
-        A call takes a few microseconds longer while an observer sees beginnings, ends or chunks.
+    @property
+    def last_algorithm(self) -> str:
+        """Name of the algorithm of the last all-reduce."""
+        took_fast_path = self._channel.executor.fast.last() is not None
+        return self._engine.core_algorithm if took_fast_path else self._engine.last_algorithm
 
-        Args:
-            observer: A subclass of ``mpidist.collectives.Observer``, which lists the events.
-
-        Raises:
-            TypeError: It is no Observer.
-
-        >>> from mpidist.collectives import Observer
-        >>> class Texts(Observer):
-        ...     def ended(self, operation):
-        ...         print(operation.text, "by", *operation.algorithms)
-        >>> comm = Communicator()
-        >>> comm.add_observer(Texts())
-        >>> _ = comm.all_reduce("SUM", np.ones(3))
-        all_reduce SUM of float64(3,) by alone
-        >>> comm.close()
-        close by
-        """
-        if not isinstance(observer, Observer):
-            raise TypeError(f"observer is {observer!r}; expected an instance of a subclass of Observer")
-        self._channel.observers.add(observer)
-
-    def remove_observer(self, observer: Observer) -> None:
-        """Remove an observer (local)."""
-        self._channel.observers.remove(observer)
-
-    # Reductions -------------------------------------------------------------------------------------------
+    # Reductions -------------------------------------------------------------------------------------------------
 
     def all_reduce(
-        self, op: ReduceOp | str, value: T, *, out: T | None = None, options: CommunicationOptions | None = None
+        self, op: ReduceOp | str, value: T, options: CommunicationOptions | None = None, *, out: T | None = None
     ) -> T:
         """Reduce element by element over all ranks; every rank gets the same bits (collective; MPI_Allreduce).
 
@@ -207,32 +216,21 @@ class Communicator(ArrayCollectives):
             result: T | None = self.fast.all_reduce(op, value, out, 0)
             if result is not None:
                 return result
-        return self._run(self._all_reduce(op, value, options, out=out))
+        op, given, outs = self._read(value, out, op)
+        return self._run(self._planner.all_reduce(op, given, self.size, options, outs).then(given.rebuild))
 
-    def _all_reduce(
-        self, op: ReduceOp | str, value: T, options: CommunicationOptions | None = None, *, out: T | None = None
-    ) -> Operation[T]:
-        op, arrays, outs, structure, rebuild = self._read(op, value, out)
-        return self._reduction(op, arrays, self.size, options, outs, structure).then(rebuild)
+    all_reduce_async = _started(all_reduce)
 
-    all_reduce_async = _starts(_all_reduce)
-
-    def _reduce(
+    def reduce(
         self, op: ReduceOp | str, value: T, root: int = 0, options: CommunicationOptions | None = None
-    ) -> Operation[T | None]:
+    ) -> T | None:
         """Reduce over all ranks to rank ``root``; the others return None (collective; MPI_Reduce)."""
-        op, arrays, _, structure, rebuild = self._read(op, value)
-        root = self._check_root(root)
-        copies, bring_back = on_host(arrays)
-        are_copies = bool(which_on_device(arrays))
-        plan = self._plan("reduce", op, copies, self.size, options, structure, root=root, are_copies=are_copies)
-        operation = self._operation(self._engine.reduce_to(plan, copies, root), plan.description, options)
-        if self.rank != root:
-            return operation.then(_nothing)
-        return operation.then(bring_back).then(rebuild)
+        op, given, _ = self._read(value, None, op)
+        root = self._planner.check_root(root)
+        operation = self._planner.reduce(op, given, root, options)
+        return self._run(operation.then(given.rebuild if self.rank == root else _nothing))
 
-    reduce = _runs(_reduce)
-    reduce_async = _starts(_reduce)
+    reduce_async = _started(reduce)
 
     def reduce_scatter(
         self,
@@ -264,50 +262,22 @@ class Communicator(ArrayCollectives):
         >>> comm.close()
         """
         if options is None and counts is None:
-            rows: T | None = self.fast.reduce_scatter(op, value, out)
-            if rows is not None:
-                return rows
-        return self._run(self._reduce_scatter(op, value, options, counts=counts, out=out))
-
-    def _reduce_scatter(
-        self,
-        op: ReduceOp | str,
-        value: T,
-        options: CommunicationOptions | None = None,
-        *,
-        counts: Sequence[int] | None = None,
-        out: T | None = None,
-    ) -> Operation[T]:
+            kept: T | None = self.fast.reduce_scatter(op, value, out)
+            if kept is not None:
+                return kept
         with self.shared_errors("reduce_scatter"):
-            op = ReduceOp.of(op)
-            given = to_array(value)
-            check_has_axis(given.ndim, 0, "reduce_scatter")
-            rows = self._cut(len(given), counts)
+            op, array = ReduceOp.of(op), to_array(value)
+            check_has_axis(array.ndim, 0, "reduce_scatter")
+            rows = cut_rows(len(array), self.size, counts)
+            given: Given[T] = Given([array], "", lambda parts: restore(value, parts[0]))
             outs = None if out is None else read_out(out, "")
-        engine, note = self._engine, "" if counts is None else f"parts of {list(counts)} rows"
-        on_device = self._moved_on_device("reduce_scatter", [given], options)
-        if on_device is not None and counts is None:
-            plan = self._plan("reduce_scatter", op, [given], self.size, options, "")
-            if engine.scatters_on_device(plan):
-                shape = (rows[self.rank + 1] - rows[self.rank], *given.shape[1:])
-                result = (math.prod(shape),), plan.result_dtypes[0]
-                call = self._movement_call("reduce_scatter", [given], [given], (result,), options)
-                operation = self._operation(on_device.reduce_scatter(plan, call), plan.description, options, call)
-                kept = operation.then(lambda flats: [flats[0].reshape(shape)])
-                return kept.then(delivering(outs)).then(lambda parts: restore(value, parts[0]))
-        copies, bring_back = on_host([given])
-        are_copies = bool(which_on_device([given]))
-        plan = self._plan("reduce_scatter", op, copies, self.size, options, note, are_copies=are_copies)
-        on_host_out = outs[0] if outs and not which_on_device(outs) else None
-        steps = engine.reduce_scatter(plan, copies[0], rows, on_host_out)
-        operation = self._operation(steps, plan.description, options)
-        if options is None and counts is None and plan.may_be_short:
-            operation.fast_call = FastCall("reduce_scatter", given, signature_of([given]), op, plan.divisor)
-        return operation.then(bring_back).then(delivering(outs)).then(lambda parts: restore(value, parts[0]))
+        note = "" if counts is None else f"parts of {list(counts)} rows"
+        operation = self._planner.reduce_scatter(op, given, rows, note, options, outs)
+        return self._run(operation.then(given.rebuild))
 
-    reduce_scatter_async = _starts(_reduce_scatter)
+    reduce_scatter_async = _started(reduce_scatter)
 
-    # Movement ---------------------------------------------------------------------------------------------
+    # Movement ---------------------------------------------------------------------------------------------------
 
     def all_gather(
         self, value: T, axis: int = 0, options: CommunicationOptions | None = None, *, out: T | None = None
@@ -335,19 +305,14 @@ class Communicator(ArrayCollectives):
             gathered: T | None = self.fast.all_gather(value, out)
             if gathered is not None:
                 return gathered
-        return self._run(self._all_gather(value, axis, options, out=out))
+        _, given, outs = self._read(value, out)
+        return self._run(self._planner.move("all_gather", given, options, outs, axis=axis).then(given.rebuild))
 
-    def _all_gather(
-        self, value: T, axis: int = 0, options: CommunicationOptions | None = None, *, out: T | None = None
-    ) -> Operation[T]:
-        _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
-        return self._gathering(arrays, axis, options, structure, outs).then(delivering(outs)).then(rebuild)
+    all_gather_async = _started(all_gather)
 
-    all_gather_async = _starts(_all_gather)
-
-    def _gather(
+    def gather(
         self, value: T, root: int = 0, options: CommunicationOptions | None = None, *, out: T | None = None
-    ) -> Operation[T | None]:
+    ) -> T | None:
         """Concatenate the arrays of all ranks along axis 0 on one rank (collective; MPI_Gatherv).
 
         Args:
@@ -362,21 +327,15 @@ class Communicator(ArrayCollectives):
         True
         >>> comm.close()
         """
-        root = self._check_root(root)
-        _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
-
-        def cut(rows: int) -> Sequence[int]:
-            return [0] * (root + 1) + [rows] * (self.size - root)
-
-        gathering = self._dealing("gather", arrays, cut, options, structure, outs, root)
+        root = self._planner.check_root(root)
+        _, given, outs = self._read(value, out)
         if self.rank != root:
-            return gathering.then(_nothing)
-        return gathering.then(delivering(outs)).then(rebuild)
+            return self._run(self._planner.move("gather", given, options, root=root).then(_nothing))
+        return self._run(self._planner.move("gather", given, options, outs, root=root).then(given.rebuild))
 
-    gather = _runs(_gather)
-    gather_async = _starts(_gather)
+    gather_async = _started(gather)
 
-    def _scatter(
+    def scatter(
         self,
         value: T,
         root: int = 0,
@@ -384,7 +343,7 @@ class Communicator(ArrayCollectives):
         *,
         counts: Sequence[int] | None = None,
         out: T | None = None,
-    ) -> Operation[T]:
+    ) -> T:
         """Distribute the rows of one rank's array, in rank order (collective; MPI_Scatterv).
 
         Args:
@@ -401,14 +360,12 @@ class Communicator(ArrayCollectives):
         array([0., 1., 2.])
         >>> comm.close()
         """
-        root = self._check_root(root)
-        _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
-        cut = partial(self._cut, counts=counts) if self.rank == root else None
-        dealing = self._dealing("scatter", arrays, cut, options, structure, outs, root)
-        return dealing.then(delivering(outs)).then(rebuild)
+        root = self._planner.check_root(root)
+        _, given, outs = self._read(value, out)
+        operation = self._planner.move("scatter", given, options, outs, root=root, counts=counts)
+        return self._run(operation.then(given.rebuild))
 
-    scatter = _runs(_scatter)
-    scatter_async = _starts(_scatter)
+    scatter_async = _started(scatter)
 
     def all_to_all(
         self,
@@ -444,29 +401,15 @@ class Communicator(ArrayCollectives):
             rows: T | None = self.fast.all_to_all(value, out)
             if rows is not None:
                 return rows
-        return self._run(self._all_to_all(value, options, counts=counts, expected=expected, out=out))
-
-    def _all_to_all(
-        self,
-        value: T,
-        options: CommunicationOptions | None = None,
-        *,
-        counts: Sequence[int] | None = None,
-        expected: Sequence[int] | None = None,
-        out: T | None = None,
-    ) -> Operation[T]:
-        _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
+        _, given, outs = self._read(value, out)
         if expected is not None:
             with self.shared_errors("checking what it expects"):
                 expected = [*map(int, expected)]
                 self._check_expected(expected, outs or ())
-        cut = partial(self._cut, counts=counts)
-        exchange = self._dealing("all_to_all", arrays, cut, options, structure, outs, expected=expected)
-        if options is None and counts is None and expected is None and len(arrays) == 1 and not structure:
-            exchange.fast_call = FastCall("all_to_all", arrays[0], signature_of(arrays))
-        return exchange.then(delivering(outs)).then(rebuild)
+        operation = self._planner.move("all_to_all", given, options, outs, counts=counts, expected=expected)
+        return self._run(operation.then(given.rebuild))
 
-    all_to_all_async = _starts(_all_to_all)
+    all_to_all_async = _started(all_to_all)
 
     def broadcast(
         self, value: T, root: int = 0, options: CommunicationOptions | None = None, *, out: T | None = None
@@ -483,22 +426,17 @@ class Communicator(ArrayCollectives):
             copy: T | None = self.fast.broadcast(value, root, out)
             if copy is not None:
                 return copy
-        return self._run(self._broadcast(value, root, options, out=out))
+        _, given, outs = self._read(value, out)
+        root = self._planner.check_root(root)
+        return self._run(self._planner.move("broadcast", given, options, outs, root=root).then(given.rebuild))
 
-    def _broadcast(
-        self, value: T, root: int = 0, options: CommunicationOptions | None = None, *, out: T | None = None
-    ) -> Operation[T]:
-        _, arrays, outs, structure, rebuild = self._read(ReduceOp.SUM, value, out)
-        return self._broadcasting(arrays, root, options, structure, outs).then(delivering(outs)).then(rebuild)
+    broadcast_async = _started(broadcast)
 
-    broadcast_async = _starts(_broadcast)
-
-    def _barrier(self, options: CommunicationOptions | None = None) -> Operation[None]:
+    def barrier(self, options: CommunicationOptions | None = None) -> None:
         """Wait until every rank has called it (collective; MPI_Barrier)."""
-        return self._meeting(_BARRIER, options)
+        return self._run(self._planner.operation(self._channel.open(_BARRIER), _BARRIER, options))
 
-    barrier = _runs(_barrier)
-    barrier_async = _starts(_barrier)
+    barrier_async = _started(barrier)
 
     def all_gather_object(self, value: T) -> list[T]:
         """Return the picklable objects of all ranks, in rank order (collective); for metadata, not data."""
@@ -506,7 +444,9 @@ class Communicator(ArrayCollectives):
 
     def broadcast_object(self, value: object, root: int = 0) -> Any:
         """Return the picklable object of rank ``root`` on every rank (collective); for metadata, not data."""
-        description = describe(f"broadcast_object from rank {self._check_root(root)}", operation="broadcast_object")
+        description = describe(
+            f"broadcast_object from rank {self._planner.check_root(root)}", operation="broadcast_object"
+        )
         with self.shared_errors(description.text):
             pickled = pickle.dumps(value) if self.rank == root else b""
 
@@ -516,7 +456,7 @@ class Communicator(ArrayCollectives):
 
         return self._run(Operation(steps(), description))
 
-    # Messages ---------------------------------------------------------------------------------------------
+    # Messages ---------------------------------------------------------------------------------------------------
 
     def send(self, value: object, dest: int, tag: int = 0, options: CommunicationOptions | None = None) -> None:
         """Send an array to one rank, which calls :meth:`recv` (MPI_Send).
@@ -540,20 +480,13 @@ class Communicator(ArrayCollectives):
         >>> work.wait()
         >>> comm.close()
         """
-        self._sending(value, dest, tag, options).wait()
-
-    def send_async(
-        self, value: object, dest: int, tag: int = 0, options: CommunicationOptions | None = None
-    ) -> Work[None]:
-        """Start a :meth:`send` and return its handle. Do not change ``value`` before it is done."""
-        return self._messages.later(self._sending(value, dest, tag, options))
-
-    def _sending(self, value: object, dest: int, tag: int, options: CommunicationOptions | None) -> Work[None]:
         with self.shared_errors("send"):
             (array,), _ = on_host([to_array(value)])
             check_transportable(array.dtype, "send")
-            self._check_message(dest, tag, options)
-        return self._messages.send(array, dest, tag, self._timeout_of(options))
+            self._check_message(dest, tag)
+        return self._wait(self._messages.send(array, dest, tag, self._planner.timeout_of(options)))
+
+    send_async = _started(send)
 
     def recv(
         self, out: object, source: int | None = None, tag: int = 0, options: CommunicationOptions | None = None
@@ -570,36 +503,25 @@ class Communicator(ArrayCollectives):
             MismatchError: The message has another shape or dtype; with the lines of both calls.
             MessageTimeoutError: No message arrived in time.
         """
-        return self._receiving(out, source, tag, options).wait()
-
-    def recv_async(
-        self, out: object, source: int | None = None, tag: int = 0, options: CommunicationOptions | None = None
-    ) -> Work[int]:
-        """Start a :meth:`recv` and return its handle. ``out`` is undefined before it is done."""
-        return self._messages.later(self._receiving(out, source, tag, options))
-
-    def _receiving(self, out: object, source: int | None, tag: int, options: CommunicationOptions | None) -> Work[int]:
         with self.shared_errors("recv"):
             (target,) = read_out(out, "")
             check_transportable(target.dtype, "recv")
-            self._check_message(self.rank if source is None else source, tag, options)
+            self._check_message(self.rank if source is None else source, tag)
         into = np.empty(target.shape, target.dtype) if which_on_device([target]) else target
+        message = self._messages.receive(into, source, tag, self._planner.timeout_of(options))
+        if into is not target:
+            message.add(partial(_to_device, into, target))
+        return self._wait(message)
 
-        def deliver(rank: int) -> int:
-            if into is not target:
-                target[...] = ops_of(target).from_host(into, ops_of(target).device_of(target))
-            return rank
+    recv_async = _started(recv)
 
-        return self._messages.receive(into, source, tag, self._timeout_of(options)).then(deliver)
-
-    def _check_message(self, rank: int, tag: int, options: CommunicationOptions | None) -> None:
-        self._check_options(options)
+    def _check_message(self, rank: int, tag: int) -> None:
         if not _is_c_int(rank, 0) or rank >= self.size:
             raise ValueError(f"the other side is {rank!r}; expected a rank from 0 to {self.size - 1}")
         if not _is_c_int(tag, 0) or tag >= TAGS_OF_PROGRAMS:
             raise ValueError(f"tag is {tag!r}; expected a whole number from 0 to {TAGS_OF_PROGRAMS - 1}")
 
-    # The end ----------------------------------------------------------------------------------------------
+    # The end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Finish all works and free the communicator (collective). Closing again does nothing.
@@ -610,9 +532,13 @@ class Communicator(ArrayCollectives):
         with self.shared_errors("closing a Communicator"):
             self._messages.check_none_in_flight()
         try:
-            super().close()
+            self._close(self._engine.close, self._engine.before_close())
         finally:
             self._messages.close()
+
+    def _close(self, free_first: Callable[[], None], before: Steps[None] | None = None) -> None:
+        if self._channel.close(free_first, before) and self._uses_world_channel:
+            world_channel.release()
 
     def abort(self) -> None:
         """Leave without the other ranks, for good (local; any thread may call it).
@@ -630,7 +556,7 @@ class Communicator(ArrayCollectives):
         self._messages.abort()
         self._channel.executor.abort()
 
-    # Memory and groups ------------------------------------------------------------------------------------
+    # Memory and groups ------------------------------------------------------------------------------------------
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = "float32") -> Array:
         """Return a new uninitialized array in memory that collectives handle best (collective).
@@ -717,18 +643,168 @@ class Communicator(ArrayCollectives):
         part.Free()
         return group
 
-    # Reading arguments ------------------------------------------------------------------------------------
+    # Observers and steps ----------------------------------------------------------------------------------------
 
-    def _cut(self, rows: int, counts: Sequence[int] | None) -> Sequence[int]:
-        """Return the borders of the rows for each rank."""
-        if counts is None:
-            return borders(rows, self.size)
-        cuts = list(accumulate(map(int, counts), initial=0))
-        if len(cuts) != self.size + 1 or cuts[-1] != rows or min(counts) < 0:
-            raise ValueError(
-                f"counts is {counts!r}; expected how many of {rows} rows each of {self.size} ranks gets, in their order"
-            )
-        return cuts
+    def step_agreement(self) -> StepAgreement:
+        """Return an object that lets the ranks agree on a step (collective).
+
+        No message is sent in each step.
+
+        >>> comm = Communicator()
+        >>> agreement = comm.step_agreement()
+        >>> agreement.ask_for("a save")
+        >>> agreement.step_done()
+        ['a save']
+        >>> agreement.close()
+        >>> comm.close()
+        """
+        self.meet("preparing to agree on steps")
+        return StepAgreement(self._channel.comm)
+
+    def add_observer(self, observer: Observer) -> None:
+        """Let an observer see the collectives of this communicator from now on (local).
+
+        A call takes a few microseconds longer while an observer sees beginnings, ends or chunks.
+
+        Args:
+            observer: A subclass of ``mpidist.collectives.Observer``, which lists the events.
+
+        Raises:
+            TypeError: It is no Observer.
+
+        >>> from mpidist.collectives import Observer
+        >>> class Texts(Observer):
+        ...     def ended(self, operation):
+        ...         print(operation.text, "by", *operation.algorithms)
+        >>> comm = Communicator()
+        >>> comm.add_observer(Texts())
+        >>> _ = comm.all_reduce("SUM", np.ones(3))
+        all_reduce SUM of float64(3,) by alone
+        >>> comm.close()
+        close by
+        """
+        if not isinstance(observer, Observer):
+            raise TypeError(f"observer is {observer!r}; expected an instance of a subclass of Observer")
+        self._channel.observers.add(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Remove an observer (local)."""
+        self._channel.observers.remove(observer)
+
+    # For strategies ---------------------------------------------------------------------------------------------
+
+    def reduce_arrays(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        divisor: int,
+        *,
+        options: CommunicationOptions | None = None,
+        out: Sequence[Array] | None = None,
+        note: str = "",
+        more: Sequence[Sequence[Array]] = (),
+    ) -> list[Array]:
+        """All-reduce arrays; a mean is the sum divided by ``divisor`` (collective).
+
+        ``more`` are the arrays of further replicas of this rank, in host memory. On one node, sums are formed in the
+        order of ranks, and of replicas in each rank.
+        """
+        kind = flat_kind(note) if options is None and not more and divisor == self.size else None
+        if kind is not None:
+            is_one = len(arrays) == 1 and not kind and (out is None or len(out) == 1)
+            given, outs = ([*arrays], out and [*out]) if not is_one else (arrays[0], out and out[0])
+            result = self.fast.all_reduce(op, given, outs, kind)
+            if result is not None:
+                return [result] if is_one else list(result)
+        return self._run(self._planner.all_reduce(op, Given(arrays, note), divisor, options, out, more))
+
+    reduce_arrays_async = _started(reduce_arrays)
+
+    def gather_arrays(
+        self, arrays: Sequence[Array], axis: int, *, options: CommunicationOptions | None = None, note: str = ""
+    ) -> list[Array]:
+        """Concatenate arrays of all ranks along ``axis`` (collective)."""
+        return self._run(self._planner.move("all_gather", Given(arrays, note), options, axis=axis))
+
+    def broadcast_arrays(
+        self, arrays: Sequence[Array], root: int, *, options: CommunicationOptions | None = None, note: str = ""
+    ) -> list[Array]:
+        """Return the arrays of rank ``root``, as new arrays (collective)."""
+        root = self._planner.check_root(root)
+        return self._run(self._planner.move("broadcast", Given(arrays, note), options, root=root))
+
+    def gather_objects(self, value: T, note: str = "") -> list[T]:
+        """Return the picklable objects of all ranks, in rank order (collective)."""
+        with self.shared_errors("all_gather_object"):
+            pickled = pickle.dumps(value)
+        stream = BytesIO(self._run(self._planner.gather_bytes(pickled, note))[0].data)
+        return [pickle.load(stream) for _ in range(self.size)]
+
+    def prepare_device(self, kind: str, device: int) -> None:
+        """Make the algorithms for arrays on a device, while memory is free (collective)."""
+        self._planner.prepare_device(kind, device)
+
+    def meet(self, text: str) -> None:
+        """Wait until every rank has called it with the same ``text`` (collective)."""
+        description = describe(text)
+        self._run(Operation(self._channel.open(description), description))
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks are on one node that has room for shared memory."""
+        return self._channel.node.is_alone
+
+    def common_memory(self, nbytes: int, text: str) -> Array | None:
+        """Return a block of bytes for all ranks, None without room for it (collective).
+
+        The block lives while any rank holds an array over it. ``text`` must contain the size.
+        """
+        description = describe(text)
+
+        def steps() -> Steps[Array | None]:
+            yield from self._channel.open(description)
+            whole = yield from self._channel.node.shared.unlisted(max(nbytes, 1))
+            return None if whole is None else whole[:nbytes]
+
+        return self._run(Operation(steps(), description))
+
+    @contextmanager
+    def changing(self, label: str, what: str, checksum: Callable[[], int]) -> Iterator[None]:
+        """Compare the change of this block with the other ranks' at the next collective.
+
+        That collective raises MismatchError if the ranks have not made the same change.
+
+        Args:
+            label: The changed variable; equal on all ranks.
+            what: The change, as in "assign of variable 'w'".
+            checksum: Returns the present checksum of the variable.
+        """
+        known = None if self._channel.executor.changes is None else self._channel.executor.changes.now(label)
+        before = checksum() if known is None else known
+        try:
+            yield
+        finally:
+            # A collective in the block may have compared the earlier changes, so this makes new ones.
+            self._changes().change(label, before, checksum(), f"{what} at {user_call_site()}")
+
+    def done(self, label: str, what: str, checksum: int) -> None:
+        """Compare an act with the other ranks at the next collective, as :meth:`changing` does."""
+        self._changes().add(label, checksum, f"{what} at {user_call_site()}")
+
+    def _changes(self) -> LocalChanges:
+        if self._channel.executor.changes is None:
+            self._channel.executor.changes = LocalChanges()
+        return self._channel.executor.changes
+
+    def shared_errors(self, doing: str) -> AbstractContextManager[None]:
+        """Return a block for work of this rank alone. Its errors reach every rank (see ``Channel``)."""
+        return self._channel.shared_errors(doing)
+
+    def announce(self, error: Exception, doing: str) -> None:
+        """Tell the other ranks of an error, as :meth:`shared_errors` does."""
+        self._channel.announce(error, doing)
+
+    # Reading arguments ------------------------------------------------------------------------------------------
 
     def _check_expected(self, expected: Sequence[int], outs: Sequence[Array]) -> None:
         if len(expected) != self.size or min(expected) < 0:
@@ -741,13 +817,12 @@ class Communicator(ArrayCollectives):
                 raise ValueError(f"out has {given}; expected {sum(expected)} rows, as in {expected!r}")
 
     def _read(
-        self, op: ReduceOp | str, value: T, out: T | None = None
-    ) -> tuple[ReduceOp, list[Array], list[Array] | None, str, Callable[[list[Array]], T]]:
-        """Return operation, arrays of the value and of ``out``, structure, and function for the result."""
+        self, value: T, out: object = None, op: ReduceOp | str = ReduceOp.SUM
+    ) -> tuple[ReduceOp, Given[T], list[Array] | None]:
+        """Return the operation, the arrays of the value, and those of ``out``."""
         try:
-            op = ReduceOp.of(op)
-            arrays, structure, rebuild = read(value)
-            return op, arrays, None if out is None else read_out(out, structure), structure, rebuild
+            given = read(value)
+            return ReduceOp.of(op), given, None if out is None else read_out(out, given.structure)
         except Exception as error:  # a generator may raise anything
             self.announce(error, "reading its arguments")
             raise
@@ -768,8 +843,7 @@ class Communicator(ArrayCollectives):
 
     def __dir__(self) -> list[str]:
         """Return the names for programs, without those for strategies alone."""
-        for_strategies = {"fast", *(name for name in vars(ArrayCollectives) if name[0] != "_")} - _OF_PROGRAMS
-        return sorted(set(super().__dir__()) - for_strategies)
+        return sorted(set(super().__dir__()) - _FOR_STRATEGIES)
 
     def __copy__(self) -> Communicator:
         return self.__deepcopy__({})
@@ -778,9 +852,34 @@ class Communicator(ArrayCollectives):
         raise ValueError("a Communicator cannot be copied, because it owns an MPI communicator. Make a new one")
 
 
+class _Starting(Communicator):
+    """The same communicator, whose methods start collectives and messages, and return their handles."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.__dict__.update(comm.__dict__)
+        self.fast = NO_FAST_CALLS
+
+    def _run(self, operation: Operation[Any]) -> Any:
+        try:
+            return self._channel.start(operation)
+        except BaseException:
+            if operation.release is not None:
+                operation.release()
+            raise
+
+    def _wait(self, message: Work[Any]) -> Any:
+        return self._messages.later(message)
+
+
 def _is_c_int(value: object, smallest: int) -> bool:
     return isinstance(value, (int, np.integer)) and bool(smallest <= value <= _LARGEST_C_INT)
 
 
 def _nothing(_: object) -> None:
     return None
+
+
+def _to_device(into: Array, target: Array, rank: int) -> int:
+    """Copy a received array to the device of ``target``, and return the sender."""
+    target[...] = ops_of(target).from_host(into, ops_of(target).device_of(target))
+    return rank

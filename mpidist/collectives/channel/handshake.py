@@ -23,7 +23,7 @@ import numpy as np
 from mpidist.collectives.channel.changes import LocalChanges
 from mpidist.collectives.channel.mismatch import Advice, mismatch_text, news_text, printing_ranks
 from mpidist.collectives.channel.operation import plan_id
-from mpidist.collectives.mpi.exchange import gather_equal_objects
+from mpidist.collectives.mpi.exchange import gather_objects
 from mpidist.collectives.mpi.waiting import Steps, until_done
 from mpidist.collectives.node.core import MISMATCH, WAITING
 from mpidist.collectives.node.node import Node
@@ -156,7 +156,7 @@ class Handshake:
         if self.begin(identity):
             return
         if not (yield from self._finish()):
-            everyone = yield from gather_equal_objects(self._comm, (kind, text, call_site))
+            everyone = yield from gather_objects(self._comm, (kind, text, call_site))
             self._note_left(everyone)
 
     def _note_left(self, everyone: list[tuple[str, str, str]]) -> None:
@@ -164,7 +164,7 @@ class Handshake:
 
     def _compare(self, text: str, call_site: str | None) -> Steps[None]:
         mine = ("plan", text, call_site or user_call_site())
-        everyone = yield from gather_equal_objects(self._comm, mine)
+        everyone = yield from gather_objects(self._comm, mine)
         self._note_left(everyone)
         news = news_text(everyone)
         prints = self._comm.Get_rank() in printing_ranks(everyone)

@@ -27,7 +27,7 @@ from mpidist.collectives.channel.operation import Description, Operation, Work, 
 from mpidist.collectives.channel.progress import progress
 from mpidist.collectives.mpi.exchange import MessageCount
 from mpidist.collectives.mpi.mpi_types import as_bytes, one_message
-from mpidist.collectives.mpi.waiting import Steps, drive, until_done
+from mpidist.collectives.mpi.waiting import Steps, drive, looks_before_yield, relax
 from mpidist.collectives.node.packing import in_order
 from mpidist.core import settings
 from mpidist.core.concurrency import Deadline
@@ -44,18 +44,20 @@ _HEAD = struct.Struct("<IQH")
 _TEXT_BYTES, _SMALL_BYTES = 500, 4096
 # Every 16th poll of a wait advances all messages, and the others only the message that is waited for.
 _POLLS_OF_ONE = 16
+# Polls at the start of a wait, without checks.
+_QUICK_POLLS = 64
 # Interval of queries during a long wait: has the peer exited?
 _ASK_EVERY_SECONDS = 5.0
 
 
-class _Message(Operation[object]):
+class _Message(Operation[Any]):
     """One message. ``other`` is the peer, or None for any rank."""
 
-    def __init__(
-        self, steps: Steps[object], description: Description, timeout: float | None, other: int | None, here: str
-    ) -> None:
-        super().__init__(steps, description, timeout)
-        self.other, self.call_site, self.is_async, self.has_header = other, here, True, False
+    is_async, has_header = True, False
+
+    def __init__(self, description: Description, timeout: float, other: int | None) -> None:
+        super().__init__(_no_steps(), description, timeout)
+        self.other, self.call_site = other, user_call_site()
 
 
 class PointToPoint:
@@ -85,29 +87,22 @@ class PointToPoint:
     def send(self, array: Array, dest: int, tag: int, timeout: float | None) -> Work[None]:
         """Start sending an array."""
         text, description = _described(f"send to rank {dest}", tag, array.shape, array.dtype)
-        here = user_call_site()
-        data, header_text = as_bytes(in_order(array)), f"{text}\n{here}".encode()[:_TEXT_BYTES]
-        message = _Message(self._sending(data, dest, tag, header_text), description, timeout, dest, here)
-        return self._started(message)
+        message = _Message(description, timeout or self._channel.timeout, dest)
+        return self._started(message, self._sending(array, dest, tag, f"{text}\n{message.call_site}"))
 
     def receive(self, out: Array, source: int | None, tag: int, timeout: float | None) -> Work[int]:
         """Start receiving an array into ``out``. The result is the sending rank."""
         of = "any rank" if source is None else f"rank {source}"
         text, description = _described(f"recv from {of}", tag, out.shape, out.dtype)
-        here = user_call_site()
-        message = _Message(_no_steps(), description, timeout, source, here)
-        message.steps = self._receiving(out, source, tag, text, here, message)
-        return self._started(message)
+        message = _Message(description, timeout or self._channel.timeout, source)
+        return self._started(message, self._receiving(message, out, tag, text))
 
-    def _started(self, message: _Message) -> Work[Any]:
+    def _started(self, message: _Message, steps: Steps[object]) -> Work[Any]:
         channel = self._channel
         channel.executor.check_usable()
-        message.timeout = message.timeout or channel.timeout
+        message.steps = self._observed(message, steps) if channel.observers.message_ended else steps
         message.ask_at = time.monotonic() + self._ask_after
-        if channel.observers.message_began:
-            self._notify(message, channel.observers.message_began)
-        if channel.observers.message_ended:
-            message.steps = self._observed(message, message.steps)
+        self._notify(message, channel.observers.message_began)
         message.start(self)
         with self._lock:
             self._in_flight.append(message)
@@ -143,45 +138,48 @@ class PointToPoint:
 
     # The steps of one message ------------------------------------------------------------------------------------
 
-    def _sending(self, data: Array, dest: int, tag: int, header_text: bytes) -> Steps[None]:
-        comm, byte = self._channel.comm, self._mpi.BYTE
+    def _sending(self, array: Array, dest: int, tag: int, header_text: str) -> Steps[None]:
+        comm, byte, text = self._channel.comm, self._mpi.BYTE, header_text.encode()[:_TEXT_BYTES]
         self._numbers[dest] = number = (self._numbers[dest] + 1) % TAGS_OF_PROGRAMS
-        head = _HEAD.pack(number, data.size, len(header_text)) + header_text
-        if data.size <= _SMALL_BYTES:
-            head += data.tobytes()
+        head = _HEAD.pack(number, array.nbytes, len(text)) + text
+        is_small = array.nbytes <= _SMALL_BYTES
+        if is_small:
+            head += array.tobytes()
         requests = [comm.Isend([head, len(head), byte], dest, HEADS_OF_PROGRAMS + tag)]
-        self._count.sent[dest] += 1
-        if data.size > _SMALL_BYTES:
-            requests.append(comm.Isend(one_message(data), dest, DATA_OF_PROGRAMS + number))
-            self._count.sent[dest] += 1
+        if not is_small:
+            requests.append(comm.Isend(one_message(in_order(array)), dest, DATA_OF_PROGRAMS + number))
+        self._count.sent[dest] += len(requests)
         for request in requests:
-            yield from until_done(request)
+            # No back-off here, because other messages are in flight.
+            while not request.Test():
+                yield
 
-    def _receiving(
-        self, out: Array, source: int | None, tag: int, text: str, here: str, message: _Message
-    ) -> Steps[int]:
+    def _receiving(self, message: _Message, out: Array, tag: int, text: str) -> Steps[int]:
         mpi, comm, status = self._mpi, self._channel.comm, self._mpi.Status()
         head = np.empty(_HEAD.size + _TEXT_BYTES + _SMALL_BYTES, np.uint8)
-        sender = mpi.ANY_SOURCE if source is None else source
+        sender = mpi.ANY_SOURCE if message.other is None else message.other
         request = comm.Irecv([head, head.size, mpi.BYTE], sender, HEADS_OF_PROGRAMS + tag)
         while not request.Test(status):
             yield
         self._count.received += 1
         rank = int(status.Get_source())
         message.has_header = True
-        number, nbytes, length = _HEAD.unpack(head[: _HEAD.size].tobytes())
-        theirs, _, there = head[_HEAD.size :][:length].tobytes().decode(errors="replace").partition("\n")
+        number, nbytes, length = _HEAD.unpack_from(head.data)
+        end = _HEAD.size + length
+        theirs, _, there = head[_HEAD.size : end].tobytes().decode(errors="replace").partition("\n")
         fits = theirs == text
         into = out if fits and in_order(out) is out else np.empty(nbytes, np.uint8)
         if nbytes > _SMALL_BYTES:
-            yield from until_done(comm.Irecv(one_message(into), rank, DATA_OF_PROGRAMS + number))
+            request = comm.Irecv(one_message(into), rank, DATA_OF_PROGRAMS + number)
+            while not request.Test():
+                yield
             self._count.received += 1
         else:
-            as_bytes(into)[:] = head[_HEAD.size + length :][:nbytes]
+            as_bytes(into)[:] = head[end : end + nbytes]
         if not fits:
             raise MismatchError(
-                f"rank {rank} sends {theirs}, at {there}, but rank {self._channel.rank} expects {text}, at {here}, "
-                f"with tag {tag}. Pass arrays of the same shape and dtype on both sides"
+                f"rank {rank} sends {theirs}, at {there}, but rank {self._channel.rank} expects {text}, at "
+                f"{message.call_site}, with tag {tag}. Pass arrays of the same shape and dtype on both sides"
             )
         if into is not out:
             out[...] = into.view(out.dtype).reshape(out.shape)
@@ -234,19 +232,30 @@ class PointToPoint:
     def wait_for(self, operation: Operation[object], timeout: float | None) -> None:
         """Advance messages until ``operation`` is done, for at most ``timeout`` seconds."""
         assert isinstance(operation, _Message), "messages only"
-        left = operation.timeout - operation.waited
-        is_last = timeout is None or timeout >= left
-        seconds = left if is_last or timeout is None else timeout
-        operation.waited += 0 if is_last else seconds
-        error = partial(self._expired if is_last else _not_yet, operation)
+        with self._lock:
+            # Most messages arrive soon.
+            for _ in range(min(_QUICK_POLLS, looks_before_yield())):
+                if not operation.is_done:
+                    self._step(operation)
+        if operation.is_done:
+            return
+        seconds = operation.timeout - operation.waited
+        failure: Callable[[_Message, float], TimeoutError] = self._expired
+        if timeout is not None and timeout < seconds:
+            seconds, failure = timeout, _not_yet
+            operation.waited += timeout
         report = partial(self._report, operation)
         with suppress(MessageTimeoutError):  # every message has failed with it, including this one
-            drive(self._polling(operation), lambda: Deadline(report, error, seconds, meanwhile=move_works))
+            drive(
+                self._polling(operation),
+                lambda: Deadline(report, partial(failure, operation), seconds, meanwhile=move_works),
+            )
 
     def _polling(self, message: _Message) -> Steps[None]:
-        polls = 0
+        polls, limit = 0, looks_before_yield()
         while not message.is_done:
             polls += 1
+            relax(polls, limit)
             if polls % _POLLS_OF_ONE:
                 # Poll only this message for low latency, because most messages arrive soon.
                 with self._lock:

@@ -9,6 +9,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
+from io import BytesIO
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -87,18 +88,6 @@ def all_gather_flat(
         yield from _exchange(comm, {before: received}, {after: sent})
 
 
-def all_gather_bytes(comm: Comm, data: bytes) -> Steps[list[bytes]]:
-    """Return the bytes of all ranks, in rank order."""
-    lengths = [length for (length,) in (yield from gather_lengths(comm, [len(data)]))]
-    return (yield from _gather_parts(comm, data, lengths))
-
-
-def _gather_parts(comm: Comm, data: bytes, lengths: list[int]) -> Steps[list[bytes]]:
-    whole = np.empty(sum(lengths), np.uint8)
-    yield from all_gather_flat(comm, np.frombuffer(data, np.uint8), whole, lengths)
-    return [part.tobytes() for part in np.split(whole, np.cumsum(lengths[:-1]))]
-
-
 def _exchange(comm: Comm, received: Mapping[int, Array], sent: Mapping[int, Array]) -> Steps[None]:
     """Receive bytes from ranks, and send bytes to ranks (MPI_Irecv, MPI_Isend)."""
     byte, requests = import_mpi().BYTE, []
@@ -125,14 +114,13 @@ def reduce_to(comm: Comm, send: Array, receive: Array | None, op: ReduceOp, root
         yield from until_done(comm.Ireduce([send[a:b], b - a, datatype], target, mpi_op(op, send.dtype), root))
 
 
-def exchange_lengths(comm: Comm, lengths: Sequence[int], note: int) -> Steps[tuple[list[int], list[int]]]:
-    """Send each rank one length and the note. Return the received pairs (MPI_Ialltoall)."""
-    mpi = import_mpi()
-    mine = np.array([lengths, [note] * len(lengths)], np.int64).T.copy()
+def exchange_words(comm: Comm, words: list[list[int]]) -> Steps[list[list[int]]]:
+    """Send each rank its integer of each list. Return the received integers by rank (MPI_Ialltoall)."""
+    mpi, count = import_mpi(), len(words)
+    mine = np.array(words, np.int64).T.copy()
     theirs = np.empty_like(mine)
-    yield from until_done(comm.Ialltoall([mine, 2, mpi.INT64_T], [theirs, 2, mpi.INT64_T]))
-    received: list[list[int]] = theirs.T.tolist()
-    return received[0], received[1]
+    yield from until_done(comm.Ialltoall([mine, count, mpi.INT64_T], [theirs, count, mpi.INT64_T]))
+    return theirs.T.tolist()  # type: ignore[no-any-return]
 
 
 def exchange_parts(
@@ -177,12 +165,6 @@ def reduce_scatter_rows(comm: Comm, send: Array, result: Array, borders: Sequenc
 
 
 def gather_objects(comm: Comm, value: T) -> Steps[list[T]]:
-    """Return the objects of all ranks on every rank, in rank order."""
-    parts = yield from all_gather_bytes(comm, pickle.dumps(value))
-    return [*map(pickle.loads, parts)]
-
-
-def gather_equal_objects(comm: Comm, value: T) -> Steps[list[T]]:
     """Return the objects of all ranks. Equal ones are sent once, and are one object."""
     data = pickle.dumps(value)
     digest = int.from_bytes(blake2b(data, digest_size=8).digest(), "big", signed=True)
@@ -191,8 +173,10 @@ def gather_equal_objects(comm: Comm, value: T) -> Steps[list[T]]:
     for rank, (digest, _) in enumerate(headers):
         firsts.setdefault(digest, rank)
     lengths = [length if firsts[digest] == rank else 0 for rank, (digest, length) in enumerate(headers)]
-    parts = yield from _gather_parts(comm, data[: lengths[comm.Get_rank()]], lengths)
-    objects = {digest: pickle.loads(parts[rank]) for digest, rank in firsts.items()}
+    whole = np.empty(sum(lengths), np.uint8)
+    yield from all_gather_flat(comm, np.frombuffer(data, np.uint8)[: lengths[comm.Get_rank()]], whole, lengths)
+    stream = BytesIO(whole.data)
+    objects = {digest: pickle.load(stream) for digest in firsts}
     return [objects[digest] for digest, _ in headers]
 
 

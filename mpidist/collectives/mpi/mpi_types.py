@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # MPI before version 4 counts elements in a C int. Tests lower it.
 MAX_COUNT = 2**31 - 1
+_BYTE = np.dtype(np.uint8)
 
 NUMPY_OPS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add,
@@ -102,7 +103,7 @@ def tag_of(number: int) -> int:
 
 def as_bytes(array: Array) -> Array:
     """Return a contiguous array as a flat array of bytes."""
-    return array.reshape(-1).view("u1")
+    return (array if array.ndim == 1 else array.reshape(-1)).view(_BYTE)
 
 
 def chunks(count: int, limit: int | None = None) -> Iterator[tuple[int, int]]:
