@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from inspect import signature
-from io import BytesIO
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import proxy
 
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpidist.arrays.convert import to_array
-from mpidist.arrays.device_ops import ops_of
+from mpidist.arrays.device_ops import is_device_array, ops_of
 from mpidist.arrays.dtypes import Array, as_dtype, check_transportable
 from mpidist.collectives.channel.changes import LocalChanges
 from mpidist.collectives.channel.channel import Channel
@@ -29,7 +28,6 @@ from mpidist.collectives.channel.operation import (
     describe,
     signature_of,
     signature_text,
-    which_on_device,
 )
 from mpidist.collectives.engine import Engine
 from mpidist.collectives.gpu.staging import on_host
@@ -481,7 +479,9 @@ class Communicator:
         >>> comm.close()
         """
         with self.shared_errors("send"):
-            (array,), _ = on_host([to_array(value)])
+            array = to_array(value)
+            if is_device_array(array):
+                (array,), _ = on_host([array])
             check_transportable(array.dtype, "send")
             self._check_message(dest, tag)
         return self._wait(self._messages.send(array, dest, tag, self._planner.timeout_of(options)))
@@ -507,7 +507,7 @@ class Communicator:
             (target,) = read_out(out, "")
             check_transportable(target.dtype, "recv")
             self._check_message(self.rank if source is None else source, tag)
-        into = np.empty(target.shape, target.dtype) if which_on_device([target]) else target
+        into = np.empty(target.shape, target.dtype) if is_device_array(target) else target
         message = self._messages.receive(into, source, tag, self._planner.timeout_of(options))
         if into is not target:
             message.add(partial(_to_device, into, target))
@@ -737,8 +737,13 @@ class Communicator:
         """Return the picklable objects of all ranks, in rank order (collective)."""
         with self.shared_errors("all_gather_object"):
             pickled = pickle.dumps(value)
-        stream = BytesIO(self._run(self._planner.gather_bytes(pickled, note))[0].data)
-        return [pickle.load(stream) for _ in range(self.size)]
+        # Each object follows its length, so that no lengths need to be exchanged.
+        operation = self._planner.gather_bytes(len(pickled).to_bytes(8, "little") + pickled, note)
+        whole, start, objects = self._run(operation)[0].tobytes(), 0, []
+        while start < len(whole):
+            begin, start = start + 8, start + 8 + int.from_bytes(whole[start : start + 8], "little")
+            objects.append(pickle.loads(whole[begin:start]))
+        return objects
 
     def prepare_device(self, kind: str, device: int) -> None:
         """Make the algorithms for arrays on a device, while memory is free (collective)."""
@@ -845,11 +850,10 @@ class Communicator:
         """Return the names for programs, without those for strategies alone."""
         return sorted(set(super().__dir__()) - _FOR_STRATEGIES)
 
-    def __copy__(self) -> Communicator:
-        return self.__deepcopy__({})
-
-    def __deepcopy__(self, memo: object) -> Communicator:
+    def __deepcopy__(self, memo: object = None) -> Communicator:
         raise ValueError("a Communicator cannot be copied, because it owns an MPI communicator. Make a new one")
+
+    __copy__ = __deepcopy__
 
 
 class _Starting(Communicator):

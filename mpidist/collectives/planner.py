@@ -156,8 +156,10 @@ class Planner:
             call = self._movement_call(name, arrays, plan.moved(arrays), known, options)
             steps = on_device.broadcast(plan, call) if is_broadcast else on_device.all_gather(plan, call)
             return _finishing(self.operation(steps, plan.description, options, call), None, outs)
-        with self._channel.shared_errors(name):
-            cuts = plan.cuts(counts)
+        cuts = plan.equal_cuts
+        if counts is not None:
+            with self._channel.shared_errors(name):
+                cuts = plan.cut(counts)
         if given.on_device:
             needed = [array[:0] for array in arrays] if cuts is not None and not plan.sends else arrays
             arrays, bring_back = on_host(needed)
@@ -233,7 +235,7 @@ class Planner:
         call: DeviceCall | None = None,
     ) -> Operation[T]:
         """Return an operation with the deadline of ``options``."""
-        operation = Operation(steps, description, self.timeout_of(options))
+        operation = Operation(steps, description, None if options is None else self.timeout_of(options))
         if call is not None:
             operation.add(call.join)
             operation.release, operation.before_return = call.leave, call.wait_here

@@ -32,9 +32,15 @@ class Given(Generic[T]):
 
     __slots__ = ("arrays", "on_device", "rebuild", "signature", "structure")
 
-    def __init__(self, arrays: Sequence[Array], structure: str = "", rebuild: Callable[..., T] = list) -> None:  # type: ignore[assignment]
-        self.arrays, self.structure, self.rebuild = arrays, structure, rebuild
-        self.signature, self.on_device = signature_of(arrays), which_on_device(arrays)
+    def __init__(
+        self,
+        arrays: Sequence[Array],
+        structure: str = "",
+        rebuild: Callable[..., T] = list,  # type: ignore[assignment]
+        on_device: tuple[bool, ...] | None = None,
+    ) -> None:
+        self.arrays, self.structure, self.rebuild, self.signature = arrays, structure, rebuild, signature_of(arrays)
+        self.on_device = which_on_device(arrays) if on_device is None else on_device
 
 
 @lru_cache(maxsize=4096)
@@ -57,14 +63,14 @@ def read(value: Any) -> Given[Any]:
     """
     kind: Any = type(value)
     if kind is np.ndarray:
-        return Given([value], "", _only)
+        return Given([value], "", _only, ())
     if _opens(kind):
         return read(_opened(value))
     leaves: list[Any] = list(value) if kind is list or kind is tuple else [value]
     samples: dict[Any, Any] = {type(leaf): leaf for leaf in leaves}
     if samples.keys() <= _ARRAYS:
         # Fast case for most lists: no call for each array.
-        return Given(leaves, "", kind)
+        return Given(leaves, "", kind, ())
     if any([nest.is_nest(sample) or _opens(of) for of, sample in samples.items()]):
         return _read_nest(value)
     arrays = _to_arrays(value, leaves)
@@ -114,22 +120,21 @@ def restore(value: object, result: Array) -> Any:
 # Arrays for results ---------------------------------------------------------------------------------------------------
 
 
-def read_out(out: object, structure: str) -> list[Array]:
+def read_out(out: Any, structure: str) -> list[Array]:
     """Return the arrays of ``out``.
 
     Raises:
         ValueError: It has another structure than the value, is read-only, or holds a number or one array twice.
         TypeError: A leaf is no array.
     """
-    given = read(out)
-    arrays = list(given.arrays)
+    arrays, given = [out], ""
     if type(out) is not np.ndarray:
+        read_in = read(out)
+        arrays, given = list(read_in.arrays), read_in.structure
         check_can_be_written(out, arrays)
-    if given.structure != structure:
+    if given != structure:
         flat = "an array, or a list of arrays"
-        raise ValueError(
-            f"out is {given.structure or flat}; expected {structure or flat}, as the value is (* is an array)"
-        )
+        raise ValueError(f"out is {given or flat}; expected {structure or flat}, as the value is (* is an array)")
     check_writable(arrays)
     return arrays
 

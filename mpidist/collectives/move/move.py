@@ -29,7 +29,7 @@ from mpidist.collectives.reduce.plan import ReductionPlan
 _NOTHING = np.empty(0, np.uint8)
 # Arrays for all results. None to allocate them.
 Outs = Sequence[Array] | None
-# Borders of the bytes for each rank, by array. None if all bytes go to all ranks.
+# Borders of the bytes for each rank, by array.
 Cuts = list[list[int]] | None
 
 
@@ -50,6 +50,7 @@ class MovePlan:
         positions: The axis of each array, counted from 0.
         row_sizes: Elements of each array per index of the axis.
         sends: Whether this rank sends its arrays.
+        equal_cuts: Borders of equal parts for each rank. None if all bytes go to all ranks.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class MovePlan:
         # Bytes of a row in messages. A row without bytes has one, so that rows can be counted.
         self._widths = [size * dtype.itemsize or 1 for size, (_, dtype) in zip(self.row_sizes, signature, strict=True)]
         self._signature = signature
-        self._equal_cuts = self._cut(None) if name in ("gather", "scatter", "all_to_all") else None
+        self.equal_cuts = self.cut(None) if name in ("gather", "scatter", "all_to_all") else None
         at = "" if root is None else f" {'from' if self._receiver is None else 'to'} rank {root}"
         title = f"{name} along axis {axis}" if name == "all_gather" else f"{name}{at}"
         of = signature_text(signature) if self.is_broadcast else ", ".join(texts)
@@ -88,11 +89,8 @@ class MovePlan:
         nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in signature)
         self.description = describe(title, f"{of}{more}{note}", operation=name, nbytes=nbytes)
 
-    def cuts(self, counts: Sequence[int] | None) -> Cuts:
+    def cut(self, counts: Sequence[int] | None) -> list[list[int]]:
         """Return the borders of the rows for each rank. Raises ValueError if ``counts`` do not fit."""
-        return self._equal_cuts if counts is None else self._cut(counts)
-
-    def _cut(self, counts: Sequence[int] | None) -> list[list[int]]:
         cuts = []
         for (shape, _), width in zip(self._signature, self._widths, strict=True):
             cut: Sequence[int] = [0] * (self._size + 1)
@@ -213,7 +211,7 @@ class HostMovement:
                 received.append((core.lengths(), notes if expected is None else core.notes()))
             lengths, their_notes = received[index]
             out = None if outs is None or plan.positions[index] else outs[index]
-            if cuts is None and plan.root is None and sum(lengths[:rank]) != rank * data.size:
+            if out is not None and cuts is None and plan.root is None and sum(lengths[:rank]) != rank * data.size:
                 # The input may be inside ``out``, but at another address than this rank's rows.
                 out = None
             result = self._target(plan.shape(index, sum(lengths)), arrays[index].dtype, out)

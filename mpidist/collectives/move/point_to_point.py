@@ -25,8 +25,9 @@ from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.executor import also_moved, move_works
 from mpidist.collectives.channel.operation import Description, Operation, Work, describe, signature_text
 from mpidist.collectives.channel.progress import progress
+from mpidist.collectives.mpi import mpi_types
 from mpidist.collectives.mpi.exchange import MessageCount
-from mpidist.collectives.mpi.mpi_types import as_bytes, one_message
+from mpidist.collectives.mpi.mpi_types import as_bytes
 from mpidist.collectives.mpi.waiting import Steps, drive, looks_before_yield, relax
 from mpidist.collectives.node.packing import in_order
 from mpidist.core import settings
@@ -88,7 +89,7 @@ class PointToPoint:
         """Start sending an array."""
         text, description = _described(f"send to rank {dest}", tag, array.shape, array.dtype)
         message = _Message(description, timeout or self._channel.timeout, dest)
-        return self._started(message, self._sending(array, dest, tag, f"{text}\n{message.call_site}"))
+        return self._started(message, self._sending(message, array, dest, tag, text))
 
     def receive(self, out: Array, source: int | None, tag: int, timeout: float | None) -> Work[int]:
         """Start receiving an array into ``out``. The result is the sending rank."""
@@ -138,8 +139,9 @@ class PointToPoint:
 
     # The steps of one message ------------------------------------------------------------------------------------
 
-    def _sending(self, array: Array, dest: int, tag: int, header_text: str) -> Steps[None]:
-        comm, byte, text = self._channel.comm, self._mpi.BYTE, header_text.encode()[:_TEXT_BYTES]
+    def _sending(self, message: _Message, array: Array, dest: int, tag: int, content: bytes) -> Steps[None]:
+        comm, byte = self._channel.comm, self._mpi.BYTE
+        text = (content + str(message.call_site).encode())[:_TEXT_BYTES]
         self._numbers[dest] = number = (self._numbers[dest] + 1) % TAGS_OF_PROGRAMS
         head = _HEAD.pack(number, array.nbytes, len(text)) + text
         is_small = array.nbytes <= _SMALL_BYTES
@@ -147,14 +149,14 @@ class PointToPoint:
             head += array.tobytes()
         requests = [comm.Isend([head, len(head), byte], dest, HEADS_OF_PROGRAMS + tag)]
         if not is_small:
-            requests.append(comm.Isend(one_message(in_order(array)), dest, DATA_OF_PROGRAMS + number))
+            requests.append(comm.Isend(mpi_types.message(in_order(array)), dest, DATA_OF_PROGRAMS + number))
         self._count.sent[dest] += len(requests)
         for request in requests:
             # No back-off here, because other messages are in flight.
             while not request.Test():
                 yield
 
-    def _receiving(self, message: _Message, out: Array, tag: int, text: str) -> Steps[int]:
+    def _receiving(self, message: _Message, out: Array, tag: int, content: bytes) -> Steps[int]:
         mpi, comm, status = self._mpi, self._channel.comm, self._mpi.Status()
         head = np.empty(_HEAD.size + _TEXT_BYTES + _SMALL_BYTES, np.uint8)
         sender = mpi.ANY_SOURCE if message.other is None else message.other
@@ -166,20 +168,22 @@ class PointToPoint:
         message.has_header = True
         number, nbytes, length = _HEAD.unpack_from(head.data)
         end = _HEAD.size + length
-        theirs, _, there = head[_HEAD.size : end].tobytes().decode(errors="replace").partition("\n")
-        fits = theirs == text
+        text = head[_HEAD.size : end].tobytes()
+        fits = text.startswith(content)
         into = out if fits and in_order(out) is out else np.empty(nbytes, np.uint8)
         if nbytes > _SMALL_BYTES:
-            request = comm.Irecv(one_message(into), rank, DATA_OF_PROGRAMS + number)
+            request = comm.Irecv(mpi_types.message(into), rank, DATA_OF_PROGRAMS + number)
             while not request.Test():
                 yield
             self._count.received += 1
         else:
             as_bytes(into)[:] = head[end : end + nbytes]
         if not fits:
+            theirs, _, there = text.decode(errors="replace").partition("\n")
             raise MismatchError(
-                f"rank {rank} sends {theirs}, at {there}, but rank {self._channel.rank} expects {text}, at "
-                f"{message.call_site}, with tag {tag}. Pass arrays of the same shape and dtype on both sides"
+                f"rank {rank} sends {theirs}, at {there}, but rank {self._channel.rank} expects "
+                f"{content.decode().rstrip()}, at {message.call_site}, with tag {tag}. Pass arrays of the same shape "
+                "and dtype on both sides"
             )
         if into is not out:
             out[...] = into.view(out.dtype).reshape(out.shape)
@@ -235,10 +239,9 @@ class PointToPoint:
         with self._lock:
             # Most messages arrive soon.
             for _ in range(min(_QUICK_POLLS, looks_before_yield())):
-                if not operation.is_done:
-                    self._step(operation)
-        if operation.is_done:
-            return
+                if operation.is_done:
+                    return
+                self._step(operation)
         seconds = operation.timeout - operation.waited
         failure: Callable[[_Message, float], TimeoutError] = self._expired
         if timeout is not None and timeout < seconds:
@@ -246,16 +249,15 @@ class PointToPoint:
             operation.waited += timeout
         report = partial(self._report, operation)
         with suppress(MessageTimeoutError):  # every message has failed with it, including this one
-            drive(
-                self._polling(operation),
-                lambda: Deadline(report, partial(failure, operation), seconds, meanwhile=move_works),
-            )
+            deadline = partial(Deadline, report, partial(failure, operation), seconds, meanwhile=move_works)
+            drive(self._polling(operation), deadline)
 
     def _polling(self, message: _Message) -> Steps[None]:
         polls, limit = 0, looks_before_yield()
         while not message.is_done:
             polls += 1
-            relax(polls, limit)
+            if not message.has_header:  # large data would wait for each back-off
+                relax(polls, limit)
             if polls % _POLLS_OF_ONE:
                 # Poll only this message for low latency, because most messages arrive soon.
                 with self._lock:
@@ -300,10 +302,12 @@ class PointToPoint:
 
 
 @lru_cache(maxsize=1024)
-def _described(what: str, tag: int, shape: tuple[int, ...], dtype: DType) -> tuple[str, Description]:
+def _described(what: str, tag: int, shape: tuple[int, ...], dtype: DType) -> tuple[bytes, Description]:
+    """Return the first line of the header, and the description."""
     text = signature_text(((shape, dtype),))
     nbytes = math.prod(shape) * dtype.itemsize
-    return text, describe(f"{what} with tag {tag}", text, operation=what.partition(" ")[0], nbytes=nbytes)
+    description = describe(f"{what} with tag {tag}", text, operation=what.partition(" ")[0], nbytes=nbytes)
+    return f"{text}\n".encode(), description
 
 
 def _not_yet(message: _Message, waited: float) -> TimeoutError:

@@ -76,13 +76,9 @@ def mpi_datatype(dtype: DType) -> MPI.Datatype:
 
 
 def message(array: Array) -> tuple[Array, int, MPI.Datatype]:
-    """Return mpi4py's message of a contiguous array of any dtype."""
-    return as_bytes(array), array.nbytes, import_mpi().BYTE
-
-
-def one_message(array: Array) -> tuple[Array, int, MPI.Datatype]:
     """Return mpi4py's message of a contiguous array of any dtype and size."""
-    return message(array) if array.nbytes <= MAX_COUNT else (as_bytes(array), 1, _bytes(array.nbytes))
+    nbytes = array.nbytes
+    return (as_bytes(array), nbytes, import_mpi().BYTE) if nbytes <= MAX_COUNT else (as_bytes(array), 1, _bytes(nbytes))
 
 
 @cache
