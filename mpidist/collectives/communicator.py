@@ -22,7 +22,6 @@ from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.mismatch import FOR_COMMUNICATORS, Advice
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import (
-    Description,
     Operation,
     Work,
     describe,
@@ -31,7 +30,6 @@ from mpidist.collectives.channel.operation import (
 )
 from mpidist.collectives.engine import Engine
 from mpidist.collectives.gpu.staging import on_host
-from mpidist.collectives.move.move import check_has_axis, cut_rows
 from mpidist.collectives.move.point_to_point import PointToPoint
 from mpidist.collectives.mpi import exchange
 from mpidist.collectives.mpi.waiting import Comm, Steps
@@ -39,7 +37,7 @@ from mpidist.collectives.node import packing
 from mpidist.collectives.node.core import NO_FAST_CALLS
 from mpidist.collectives.observe.attach import observe_channel
 from mpidist.collectives.planner import Planner
-from mpidist.collectives.reading import Given, deliver, read, read_out, restore
+from mpidist.collectives.reading import Given, deliver, read, read_one, read_out
 from mpidist.collectives.reduce.registry import Table, check_options, check_table
 from mpidist.collectives.reduce.tuning_file import agreed_table
 from mpidist.collectives.step_agreement import StepAgreement
@@ -150,13 +148,21 @@ class Communicator:
 
     # Running ----------------------------------------------------------------------------------------------------
 
-    def _run(self, operation: Operation[T]) -> T:
-        """Run an operation and return its result."""
+    def _run(self, make: Callable[[], Operation[T]]) -> T:
+        """Make and run an operation, and return its result."""
+        operation = self._made(make)
         try:
             return self._channel.run(operation)
         finally:
             if operation.release is not None:
                 operation.release()
+
+    def _made(self, make: Callable[[], T]) -> T:
+        try:
+            return make()
+        except Exception as error:  # a generator in the arguments may raise anything
+            self.announce(error, "its arguments")
+            raise
 
     def _wait(self, message: Work[T]) -> T:
         """Return the result of a message."""
@@ -214,8 +220,7 @@ class Communicator:
             result: T | None = self.fast.all_reduce(op, value, out, 0)
             if result is not None:
                 return result
-        op, given, outs = self._read(value, out, op)
-        return self._run(self._planner.all_reduce(op, given, self.size, options, outs).then(given.rebuild))
+        return self._run(lambda: self._planner.all_reduce(op, read(value, out), self.size, options))
 
     all_reduce_async = _started(all_reduce)
 
@@ -223,10 +228,7 @@ class Communicator:
         self, op: ReduceOp | str, value: T, root: int = 0, options: CommunicationOptions | None = None
     ) -> T | None:
         """Reduce over all ranks to rank ``root``; the others return None (collective; MPI_Reduce)."""
-        op, given, _ = self._read(value, None, op)
-        root = self._planner.check_root(root)
-        operation = self._planner.reduce(op, given, root, options)
-        return self._run(operation.then(given.rebuild if self.rank == root else _nothing))
+        return self._run(lambda: self._planner.reduce(op, read(value), root, options))
 
     reduce_async = _started(reduce)
 
@@ -263,15 +265,7 @@ class Communicator:
             kept: T | None = self.fast.reduce_scatter(op, value, out)
             if kept is not None:
                 return kept
-        with self.shared_errors("reduce_scatter"):
-            op, array = ReduceOp.of(op), to_array(value)
-            check_has_axis(array.ndim, 0, "reduce_scatter")
-            rows = cut_rows(len(array), self.size, counts)
-            given: Given[T] = Given([array], "", lambda parts: restore(value, parts[0]))
-            outs = None if out is None else read_out(out, "")
-        note = "" if counts is None else f"parts of {list(counts)} rows"
-        operation = self._planner.reduce_scatter(op, given, rows, note, options, outs)
-        return self._run(operation.then(given.rebuild))
+        return self._run(lambda: self._planner.reduce_scatter(op, read_one(value, out), counts, options))
 
     reduce_scatter_async = _started(reduce_scatter)
 
@@ -303,8 +297,7 @@ class Communicator:
             gathered: T | None = self.fast.all_gather(value, out)
             if gathered is not None:
                 return gathered
-        _, given, outs = self._read(value, out)
-        return self._run(self._planner.move("all_gather", given, options, outs, axis=axis).then(given.rebuild))
+        return self._run(lambda: self._planner.move("all_gather", read(value, out), options, axis=axis))
 
     all_gather_async = _started(all_gather)
 
@@ -325,11 +318,7 @@ class Communicator:
         True
         >>> comm.close()
         """
-        root = self._planner.check_root(root)
-        _, given, outs = self._read(value, out)
-        if self.rank != root:
-            return self._run(self._planner.move("gather", given, options, root=root).then(_nothing))
-        return self._run(self._planner.move("gather", given, options, outs, root=root).then(given.rebuild))
+        return self._run(lambda: self._planner.move("gather", read(value, out), options, root=root))
 
     gather_async = _started(gather)
 
@@ -358,10 +347,7 @@ class Communicator:
         array([0., 1., 2.])
         >>> comm.close()
         """
-        root = self._planner.check_root(root)
-        _, given, outs = self._read(value, out)
-        operation = self._planner.move("scatter", given, options, outs, root=root, counts=counts)
-        return self._run(operation.then(given.rebuild))
+        return self._run(lambda: self._planner.move("scatter", read(value, out), options, root=root, counts=counts))
 
     scatter_async = _started(scatter)
 
@@ -399,13 +385,9 @@ class Communicator:
             rows: T | None = self.fast.all_to_all(value, out)
             if rows is not None:
                 return rows
-        _, given, outs = self._read(value, out)
-        if expected is not None:
-            with self.shared_errors("checking what it expects"):
-                expected = [*map(int, expected)]
-                self._check_expected(expected, outs or ())
-        operation = self._planner.move("all_to_all", given, options, outs, counts=counts, expected=expected)
-        return self._run(operation.then(given.rebuild))
+        return self._run(
+            lambda: self._planner.move("all_to_all", read(value, out), options, counts=counts, expected=expected)
+        )
 
     all_to_all_async = _started(all_to_all)
 
@@ -424,15 +406,13 @@ class Communicator:
             copy: T | None = self.fast.broadcast(value, root, out)
             if copy is not None:
                 return copy
-        _, given, outs = self._read(value, out)
-        root = self._planner.check_root(root)
-        return self._run(self._planner.move("broadcast", given, options, outs, root=root).then(given.rebuild))
+        return self._run(lambda: self._planner.move("broadcast", read(value, out), options, root=root))
 
     broadcast_async = _started(broadcast)
 
     def barrier(self, options: CommunicationOptions | None = None) -> None:
         """Wait until every rank has called it (collective; MPI_Barrier)."""
-        return self._run(self._planner.operation(self._channel.open(_BARRIER), _BARRIER, options))
+        return self._run(lambda: self._planner.meeting(_BARRIER, options))
 
     barrier_async = _started(barrier)
 
@@ -442,17 +422,14 @@ class Communicator:
 
     def broadcast_object(self, value: object, root: int = 0) -> Any:
         """Return the picklable object of rank ``root`` on every rank (collective); for metadata, not data."""
-        description = describe(
-            f"broadcast_object from rank {self._planner.check_root(root)}", operation="broadcast_object"
-        )
-        with self.shared_errors(description.text):
+
+        def make() -> Operation[Any]:
+            title = f"broadcast_object from rank {self._planner.check_root(root)}"
             pickled = pickle.dumps(value) if self.rank == root else b""
+            steps = exchange.broadcast_pickle(self._channel.comm, pickled, root)
+            return self._planner.after_meeting(describe(title, operation="broadcast_object"), steps)
 
-        def steps() -> Steps[Any]:
-            yield from self._channel.open(description)
-            return (yield from exchange.broadcast_pickle(self._channel.comm, pickled, root))
-
-        return self._run(Operation(steps(), description))
+        return self._run(make)
 
     # Messages ---------------------------------------------------------------------------------------------------
 
@@ -580,11 +557,10 @@ class Communicator:
         """
         like = np.empty(shape, as_dtype(dtype))
         description = describe("empty", signature_text(signature_of([like])))
-        memory = self._run(Operation(self._allocate(like.nbytes, description), description))
+        memory = self._run(lambda: self._planner.after_meeting(description, self._allocate(like.nbytes)))
         return like if memory is None else memory.view(like.dtype).reshape(like.shape)
 
-    def _allocate(self, nbytes: int, description: Description) -> Steps[Array | None]:
-        yield from self._channel.open(description)
+    def _allocate(self, nbytes: int) -> Steps[Array | None]:
         node = self._channel.node
         if node.size == 1 or nbytes < packing.SMALL_ARRAY_BYTES:
             return None
@@ -716,7 +692,7 @@ class Communicator:
             result = self.fast.all_reduce(op, given, outs, kind)
             if result is not None:
                 return [result] if is_one else list(result)
-        return self._run(self._planner.all_reduce(op, Given(arrays, note), divisor, options, out, more))
+        return self._run(lambda: self._planner.all_reduce(op, Given(arrays, note, outs=out), divisor, options, more))
 
     reduce_arrays_async = _started(reduce_arrays)
 
@@ -724,35 +700,25 @@ class Communicator:
         self, arrays: Sequence[Array], axis: int, *, options: CommunicationOptions | None = None, note: str = ""
     ) -> list[Array]:
         """Concatenate arrays of all ranks along ``axis`` (collective)."""
-        return self._run(self._planner.move("all_gather", Given(arrays, note), options, axis=axis))
+        return self._run(lambda: self._planner.move("all_gather", Given(arrays, note), options, axis=axis))
 
     def broadcast_arrays(
         self, arrays: Sequence[Array], root: int, *, options: CommunicationOptions | None = None, note: str = ""
     ) -> list[Array]:
         """Return the arrays of rank ``root``, as new arrays (collective)."""
-        root = self._planner.check_root(root)
-        return self._run(self._planner.move("broadcast", Given(arrays, note), options, root=root))
+        return self._run(lambda: self._planner.move("broadcast", Given(arrays, note), options, root=root))
 
     def gather_objects(self, value: T, note: str = "") -> list[T]:
         """Return the picklable objects of all ranks, in rank order (collective)."""
-        with self.shared_errors("all_gather_object"):
-            pickled = pickle.dumps(value)
-        # Each object follows its length, so that no lengths need to be exchanged.
-        operation = self._planner.gather_bytes(len(pickled).to_bytes(8, "little") + pickled, note)
-        whole, start, objects = self._run(operation)[0].tobytes(), 0, []
-        while start < len(whole):
-            begin, start = start + 8, start + 8 + int.from_bytes(whole[start : start + 8], "little")
-            objects.append(pickle.loads(whole[begin:start]))
-        return objects
+        return self._run(lambda: self._planner.gather_objects(value, note))
 
     def prepare_device(self, kind: str, device: int) -> None:
         """Make the algorithms for arrays on a device, while memory is free (collective)."""
-        self._planner.prepare_device(kind, device)
+        self._made(lambda: self._planner.prepare_device(kind, device))
 
     def meet(self, text: str) -> None:
         """Wait until every rank has called it with the same ``text`` (collective)."""
-        description = describe(text)
-        self._run(Operation(self._channel.open(description), description))
+        self._run(lambda: self._planner.meeting(describe(text)))
 
     @property
     def shares_memory(self) -> bool:
@@ -764,14 +730,9 @@ class Communicator:
 
         The block lives while any rank holds an array over it. ``text`` must contain the size.
         """
-        description = describe(text)
-
-        def steps() -> Steps[Array | None]:
-            yield from self._channel.open(description)
-            whole = yield from self._channel.node.shared.unlisted(max(nbytes, 1))
-            return None if whole is None else whole[:nbytes]
-
-        return self._run(Operation(steps(), description))
+        steps = self._channel.node.shared.unlisted(max(nbytes, 1))
+        whole = self._run(lambda: self._planner.after_meeting(describe(text), steps))
+        return None if whole is None else whole[:nbytes]
 
     @contextmanager
     def changing(self, label: str, what: str, checksum: Callable[[], int]) -> Iterator[None]:
@@ -809,29 +770,6 @@ class Communicator:
         """Tell the other ranks of an error, as :meth:`shared_errors` does."""
         self._channel.announce(error, doing)
 
-    # Reading arguments ------------------------------------------------------------------------------------------
-
-    def _check_expected(self, expected: Sequence[int], outs: Sequence[Array]) -> None:
-        if len(expected) != self.size or min(expected) < 0:
-            raise ValueError(
-                f"expected is {expected!r}; expected how many rows each of {self.size} ranks gives this one, in order"
-            )
-        for out in outs:
-            if out.shape[:1] != (sum(expected),):
-                given = signature_text(signature_of([out]))
-                raise ValueError(f"out has {given}; expected {sum(expected)} rows, as in {expected!r}")
-
-    def _read(
-        self, value: T, out: object = None, op: ReduceOp | str = ReduceOp.SUM
-    ) -> tuple[ReduceOp, Given[T], list[Array] | None]:
-        """Return the operation, the arrays of the value, and those of ``out``."""
-        try:
-            given = read(value)
-            return ReduceOp.of(op), given, None if out is None else read_out(out, given.structure)
-        except Exception as error:  # a generator may raise anything
-            self.announce(error, "reading its arguments")
-            raise
-
     def __enter__(self) -> Communicator:
         return self
 
@@ -863,7 +801,8 @@ class _Starting(Communicator):
         self.__dict__.update(comm.__dict__)
         self.fast = NO_FAST_CALLS
 
-    def _run(self, operation: Operation[Any]) -> Any:
+    def _run(self, make: Callable[[], Operation[Any]]) -> Any:
+        operation = self._made(make)
         try:
             return self._channel.start(operation)
         except BaseException:
@@ -877,10 +816,6 @@ class _Starting(Communicator):
 
 def _is_c_int(value: object, smallest: int) -> bool:
     return isinstance(value, (int, np.integer)) and bool(smallest <= value <= _LARGEST_C_INT)
-
-
-def _nothing(_: object) -> None:
-    return None
 
 
 def _to_device(into: Array, target: Array, rank: int) -> int:

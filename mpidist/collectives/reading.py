@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -19,41 +19,30 @@ _ARRAYS = {np.ndarray}
 
 
 class Given(Generic[T]):
-    """The arrays of a call.
+    """The arrays of a call, and ``outs``, the arrays for its results, if the program passed any.
 
-    Attributes:
-        arrays: Arrays in host memory or on a GPU.
-        structure: Text that the ranks compare. It is "" for an array, and for a list or tuple of arrays, because only
-            their order matters.
-        rebuild: Builds a result like the value.
-        signature: Shapes and dtypes.
-        on_device: Whether each array is on a GPU. Empty if no array is.
+    ``structure`` is text that the ranks compare. It is "" for an array, and for a list or tuple of arrays, because only
+    their order matters. ``rebuild`` returns a result like the value. ``on_device`` tells for each array whether it is
+    on a GPU, and is empty if no array is.
     """
 
-    __slots__ = ("arrays", "on_device", "rebuild", "signature", "structure")
+    __slots__ = ("arrays", "on_device", "outs", "rebuild", "signature", "structure")
 
     def __init__(
         self,
         arrays: Sequence[Array],
         structure: str = "",
         rebuild: Callable[..., T] = list,  # type: ignore[assignment]
-        on_device: tuple[bool, ...] | None = None,
+        outs: Sequence[Array] | None = None,
     ) -> None:
-        self.arrays, self.structure, self.rebuild, self.signature = arrays, structure, rebuild, signature_of(arrays)
-        self.on_device = which_on_device(arrays) if on_device is None else on_device
+        self.arrays, self.structure, self.rebuild, self.outs = arrays, structure, rebuild, outs
+        self.signature, self.on_device = signature_of(arrays), which_on_device(arrays)
 
 
-@lru_cache(maxsize=4096)
-def _opens(kind: type) -> bool:
-    """Return whether values of a type hold ordered values without being nests."""
-    return issubclass(kind, (Mapping, Iterator, ValuesView)) and not issubclass(kind, dict)
+def read(value: T, out: object = None) -> Given[T]:
+    """Return the arrays of a value, and of ``out``. Other mappings become dicts, generators and dict views lists.
 
-
-def read(value: Any) -> Given[Any]:
-    """Return a value's arrays. Other mappings become dicts. Generators and dict views become lists.
-
-    Raises:
-        TypeError: A leaf is no array.
+    Raises TypeError if a leaf is no array, and ValueError if ``out`` cannot hold the results.
 
     >>> given = read({"b": [np.ones(2), 3.0], "a": (x for x in [1])})
     >>> given.structure
@@ -61,31 +50,45 @@ def read(value: Any) -> Given[Any]:
     >>> given.rebuild([2 * array for array in given.arrays])
     {'b': [array([2., 2.]), np.float64(6.0)], 'a': [np.int64(2)]}
     """
-    kind: Any = type(value)
+    content: Any = value
+    kind: Any = type(content)
     if kind is np.ndarray:
-        return Given([value], "", _only, ())
-    if _opens(kind):
-        return read(_opened(value))
-    leaves: list[Any] = list(value) if kind is list or kind is tuple else [value]
-    samples: dict[Any, Any] = {type(leaf): leaf for leaf in leaves}
-    if samples.keys() <= _ARRAYS:
-        # Fast case for most lists: no call for each array.
-        return Given(leaves, "", kind, ())
-    if any([nest.is_nest(sample) or _opens(of) for of, sample in samples.items()]):
-        return _read_nest(value)
-    arrays = _to_arrays(value, leaves)
-    if leaves[0] is value:
-        return Given(arrays, "", lambda results: restore(value, results[0]))
-    return Given(arrays, "", lambda results: kind(_restored(leaves, results)))
+        given: Given[Any] = Given([content], "", _only)
+    elif (kind is list or kind is tuple) and {*map(type, content)} <= _ARRAYS:
+        # Most lists are like this, and may be long.
+        given = Given(list(content), "", kind)
+    else:
+        given = _read_nest(value)
+    if out is not None:
+        given.outs = read_out(out, given.structure)
+    return given
 
 
-def _read_nest(value: object) -> Given[Any]:
+def read_one(value: T, out: object = None) -> Given[T]:
+    """Return the array of a value that must be one array or number, and of ``out``."""
+    outs = None if out is None else read_out(out, "")
+    return Given([to_array(value)], "", lambda results: restore(value, results[0]), outs)
+
+
+def _read_nest(value: T) -> Given[T]:
     leaves = nest.flatten(value)
     if any(map(_opens, {*map(type, leaves)})):
         value = nest.map_structure(_opened, value)
         leaves = nest.flatten(value)
-    arrays = _to_arrays(value, leaves)
-    return Given(arrays, nest.describe(value), lambda results: nest.pack_like(value, _restored(leaves, results)))
+    try:
+        arrays = [to_array(leaf) for leaf in leaves]
+    except TypeError:
+        # Try again, for an error that names the place.
+        arrays = [to_array(leaf, f"value{path}") for path, leaf in nest.flatten_with_path(value)]
+    structure = nest.describe(value)
+    flat_kind = nest.flat_kind(structure)
+    return Given(arrays, structure if flat_kind is None else "", partial(_rebuilt, value, leaves, flat_kind))
+
+
+@lru_cache(maxsize=4096)
+def _opens(kind: type) -> bool:
+    """Return whether values of a type hold ordered values without being nests."""
+    return issubclass(kind, (Mapping, Iterator, ValuesView)) and not issubclass(kind, dict)
 
 
 def _opened(leaf: Any) -> Any:
@@ -99,16 +102,11 @@ def _only(results: list[Array]) -> Array:
     return results[0]
 
 
-def _to_arrays(value: object, leaves: Sequence[object]) -> list[Array]:
-    try:
-        return [to_array(leaf) for leaf in leaves]
-    except TypeError:
-        # Try again, for an error that names the place.
-        return [to_array(leaf, f"value{path}") for path, leaf in nest.flatten_with_path(value)]
-
-
-def _restored(leaves: Sequence[object], results: list[Array]) -> list[object]:
-    return [restore(leaf, result) for leaf, result in zip(leaves, results, strict=True)]
+def _rebuilt(value: Any, leaves: Sequence[object], flat_kind: int | None, results: list[Array]) -> Any:
+    restored = [restore(leaf, result) for leaf, result in zip(leaves, results, strict=True)]
+    if flat_kind is None:
+        return nest.pack_like(value, restored)
+    return type(value)(restored) if flat_kind else restored[0]
 
 
 def restore(value: object, result: Array) -> Any:
@@ -120,23 +118,22 @@ def restore(value: object, result: Array) -> Any:
 # Arrays for results ---------------------------------------------------------------------------------------------------
 
 
-def read_out(out: Any, structure: str) -> list[Array]:
+def read_out(out: Any, structure: str) -> Sequence[Array]:
     """Return the arrays of ``out``.
 
-    Raises:
-        ValueError: It has another structure than the value, is read-only, or holds a number or one array twice.
-        TypeError: A leaf is no array.
+    Raises ValueError if it has another structure than the value, is read-only, or holds a number or one array twice,
+    and TypeError if a leaf is no array.
     """
-    arrays, given = [out], ""
+    given = read(out)
     if type(out) is not np.ndarray:
-        read_in = read(out)
-        arrays, given = list(read_in.arrays), read_in.structure
-        check_can_be_written(out, arrays)
-    if given != structure:
+        check_can_be_written(out, given.arrays)
+    if given.structure != structure:
         flat = "an array, or a list of arrays"
-        raise ValueError(f"out is {given or flat}; expected {structure or flat}, as the value is (* is an array)")
-    check_writable(arrays)
-    return arrays
+        raise ValueError(
+            f"out is {given.structure or flat}; expected {structure or flat}, as the value is (* is an array)"
+        )
+    check_writable(given.arrays)
+    return given.arrays
 
 
 def check_writable(arrays: Sequence[Array]) -> None:

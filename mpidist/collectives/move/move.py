@@ -65,6 +65,7 @@ class MovePlan:
     ) -> None:
         self.root, self._size = root, channel.size
         self.is_broadcast, self._receiver = name == "broadcast", root if name == "gather" else None
+        self.receives = self._receiver in (None, channel.rank)
         self.sends = self._receiver is not None or root in (None, channel.rank)
         self.positions, self._rows, texts = list[int](), list[tuple[int, ...]](), list[str]()
         for shape, dtype in signature:
@@ -151,6 +152,18 @@ def cut_rows(rows: int, size: int, counts: Sequence[int] | None) -> Sequence[int
             f"counts is {counts!r}; expected how many of {rows} rows each of {size} ranks gets, in their order"
         )
     return cuts
+
+
+def check_expected(expected: Sequence[int], size: int, outs: Sequence[Array]) -> list[int]:
+    """Return the rows that this rank expects. Raises ValueError if they do not fit the ranks or ``outs``."""
+    rows = [*map(int, expected)]
+    if len(rows) != size or min(rows) < 0:
+        raise ValueError(f"expected is {rows!r}; expected how many rows each of {size} ranks gives this one, in order")
+    for out in outs:
+        if out.shape[:1] != (sum(rows),):
+            given = signature_text(((out.shape, out.dtype),))
+            raise ValueError(f"out has {given}; expected {sum(rows)} rows, as in {rows!r}")
+    return rows
 
 
 class HostMovement:
