@@ -20,7 +20,7 @@ from mpidist.collectives.channel.observers import OTHERS, Chunk, Observers
 from mpidist.collectives.channel.operation import Description, Operation, describe
 from mpidist.collectives.channel.progress import progress
 from mpidist.collectives.mpi.communicator_names import next_name, ranks_in_job
-from mpidist.collectives.mpi.exchange import MessageCount, drain, is_common
+from mpidist.collectives.mpi.exchange import COMMON_ERRORS, MessageCount, drain
 from mpidist.collectives.mpi.waiting import Comm, Steps, drive
 from mpidist.collectives.node.node import Node
 from mpidist.core import settings
@@ -200,7 +200,7 @@ class Channel:
         Does nothing for errors that all ranks have, and for one that was announced before.
         """
         has_listeners = self.size > 1 and self.is_usable
-        if not has_listeners or is_common(error) or hasattr(error, _ANNOUNCED):
+        if not has_listeners or isinstance(error, COMMON_ERRORS) or hasattr(error, _ANNOUNCED):
             return
         setattr(error, _ANNOUNCED, True)
         call_site = user_call_site()

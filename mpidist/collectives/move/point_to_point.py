@@ -28,7 +28,7 @@ from mpidist.collectives.channel.progress import progress
 from mpidist.collectives.mpi import mpi_types
 from mpidist.collectives.mpi.exchange import MessageCount
 from mpidist.collectives.mpi.mpi_types import as_bytes
-from mpidist.collectives.mpi.waiting import Steps, drive, looks_before_yield, relax
+from mpidist.collectives.mpi.waiting import Steps, drive, looks_before_yield, relax, until_all_done
 from mpidist.collectives.node.packing import in_order
 from mpidist.core import settings
 from mpidist.core.concurrency import Deadline
@@ -45,7 +45,7 @@ _HEAD = struct.Struct("<IQH")
 _TEXT_BYTES, _SMALL_BYTES = 500, 4096
 # Every 16th poll of a wait advances all messages, and the others only the message that is waited for.
 _POLLS_OF_ONE = 16
-# Polls at the start of a wait, without checks.
+# Polls at the start of a wait, without checks, because most messages arrive soon.
 _QUICK_POLLS = 64
 # Interval of queries during a long wait: has the peer exited?
 _ASK_EVERY_SECONDS = 5.0
@@ -60,13 +60,19 @@ class _Message(Operation[Any]):
         super().__init__(_no_steps(), description, timeout)
         self.other, self.call_site = other, user_call_site()
 
+    def fail(self, error: BaseException) -> None:
+        """See ``Operation``."""
+        self.error = error
+        super().fail(error)
+
 
 class PointToPoint:
     """The messages of one communicator, on the channel of its collectives."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._in_flight: list[_Message] = []
+        # A dict, because it is ordered and quick to search.
+        self._in_flight: dict[_Message, None] = {}
         # Number of messages to each rank so far, which selects their data tags.
         self._numbers: Counter[int] = Counter()
         self._lock = threading.RLock()
@@ -79,7 +85,7 @@ class PointToPoint:
         """Raise RuntimeError if messages are in flight."""
         if self._channel.is_usable:
             self.advance()
-            for message in self._in_flight[:1]:
+            for message in self._in_flight:
                 raise RuntimeError(
                     f"{message.text}, started at {message.call_site}, is in flight while its Communicator is closed. "
                     "Call wait() for each message before close()"
@@ -101,21 +107,21 @@ class PointToPoint:
     def _started(self, message: _Message, steps: Steps[object]) -> Work[Any]:
         channel = self._channel
         channel.executor.check_usable()
-        message.steps = self._observed(message, steps) if channel.observers.message_ended else steps
-        message.ask_at = time.monotonic() + self._ask_after
+        message.steps, message.ask_at = steps, time.monotonic() + self._ask_after
         self._notify(message, channel.observers.message_began)
         message.start(self)
         with self._lock:
-            self._in_flight.append(message)
+            self._in_flight[message] = None
             # The first step sends or receives, so messages keep the order of their calls.
             self._step(message)
         return message
 
     def abort(self) -> None:
-        """Fail all messages. They keep their memory, because MPI may still write to it."""
+        """Fail all messages."""
         self._fail_all(PeerError("this Communicator was aborted while the message was in flight"))
 
     def _fail_all(self, error: Exception) -> None:
+        """Fail all messages. They keep their memory, because MPI may still write to it."""
         with self._lock:
             for message in self._in_flight:
                 if not message.is_done:
@@ -151,10 +157,7 @@ class PointToPoint:
         if not is_small:
             requests.append(comm.Isend(mpi_types.message(in_order(array)), dest, DATA_OF_PROGRAMS + number))
         self._count.sent[dest] += len(requests)
-        for request in requests:
-            # No back-off here, because other messages are in flight.
-            while not request.Test():
-                yield
+        yield from until_all_done(requests)
 
     def _receiving(self, message: _Message, out: Array, tag: int, content: bytes) -> Steps[int]:
         mpi, comm, status = self._mpi, self._channel.comm, self._mpi.Status()
@@ -172,9 +175,7 @@ class PointToPoint:
         fits = text.startswith(content)
         into = out if fits and in_order(out) is out else np.empty(nbytes, np.uint8)
         if nbytes > _SMALL_BYTES:
-            request = comm.Irecv(mpi_types.message(into), rank, DATA_OF_PROGRAMS + number)
-            while not request.Test():
-                yield
+            yield from until_all_done([comm.Irecv(mpi_types.message(into), rank, DATA_OF_PROGRAMS + number)])
             self._count.received += 1
         else:
             as_bytes(into)[:] = head[end : end + nbytes]
@@ -188,20 +189,6 @@ class PointToPoint:
         if into is not out:
             out[...] = into.view(out.dtype).reshape(out.shape)
         return rank
-
-    def _observed(self, message: _Message, steps: Steps[T]) -> Steps[T]:
-        """Run the steps of a message, then notify the observers."""
-        try:
-            result = yield from steps
-        except GeneratorExit:  # observers see no end, because the program exits with the message in flight
-            raise
-        except BaseException as error:
-            message.error = error
-            self._notify(message, self._channel.observers.message_ended)
-            message.error = None
-            raise
-        self._notify(message, self._channel.observers.message_ended)
-        return result
 
     def _notify(self, message: _Message, observers: Sequence[Callable[[Operation[object]], None]]) -> None:
         for notify in observers:
@@ -220,28 +207,30 @@ class PointToPoint:
 
     def advance(self) -> None:
         """Run the next step of each message."""
-        with self._lock:
-            for message in list(self._in_flight):
-                self._step(message)
+        for message in list(self._in_flight):
+            self._step(message)
 
     def _step(self, message: _Message) -> None:
-        try:
-            if message.step():
-                self._in_flight.remove(message)
-                if not self._in_flight and self.move in also_moved:
-                    also_moved.remove(self.move)
-        except BaseException as error:
-            self._channel.executor.fail_in(message.text, error)
+        """Run the next step of a message, unless it was removed by another thread."""
+        with self._lock:
+            if message not in self._in_flight:
+                return
+            try:
+                if message.step():
+                    del self._in_flight[message]
+                    self._notify(message, self._channel.observers.message_ended)
+                    if not self._in_flight and self.move in also_moved:
+                        also_moved.remove(self.move)
+            except BaseException as error:
+                self._channel.executor.fail_in(message.text, error)
 
     def wait_for(self, operation: Operation[object], timeout: float | None) -> None:
         """Advance messages until ``operation`` is done, for at most ``timeout`` seconds."""
         assert isinstance(operation, _Message), "messages only"
-        with self._lock:
-            # Most messages arrive soon.
-            for _ in range(min(_QUICK_POLLS, looks_before_yield())):
-                if operation.is_done:
-                    return
-                self._step(operation)
+        for _ in range(min(_QUICK_POLLS, looks_before_yield())):
+            if operation.is_done:
+                return
+            self._step(operation)
         seconds = operation.timeout - operation.waited
         failure: Callable[[_Message, float], TimeoutError] = self._expired
         if timeout is not None and timeout < seconds:
@@ -259,20 +248,26 @@ class PointToPoint:
             if not message.has_header:  # large data would wait for each back-off
                 relax(polls, limit)
             if polls % _POLLS_OF_ONE:
-                # Poll only this message for low latency, because most messages arrive soon.
-                with self._lock:
-                    if not message.is_done:
-                        self._step(message)
-                yield
-                continue
-            self._channel.executor.check_usable()
-            self.advance()
-            self._ask(message)
-            if message.hopeless:
-                self.advance()  # the message may have arrived just before the answer
-                if not message.is_done and not message.has_header:
-                    self._lose(message)
+                self._step(message)
+            else:
+                self._advance_others(message)
             yield
+
+    def _advance_others(self, message: _Message) -> None:
+        """Run the next step of each message, and find out whether a message can still arrive."""
+        executor, observers = self._channel.executor, self._channel.observers
+        executor.check_usable()
+        self.advance()
+        if time.monotonic() > message.ask_at:
+            message.ask_at = time.monotonic() + _ASK_EVERY_SECONDS
+            for ask in observers.message_asks:
+                ask(message, message.other)
+        if message.hopeless:
+            self.advance()  # the message may have arrived just before the answer
+            if not message.is_done and not message.has_header:
+                text = f"can never be done: {message.hopeless}"
+                executor.fail(f"{message.text} {text}")
+                self._fail_all(PeerError(f"{message.text}, at {message.call_site}, {text}"))
 
     def _report(self, message: _Message, waited: float) -> str | None:
         if any([tell(message, message.other) for tell in self._channel.observers.message_tells]):
@@ -282,19 +277,7 @@ class PointToPoint:
             f"{message.call_site}"
         )
 
-    def _ask(self, message: _Message) -> None:
-        if time.monotonic() > message.ask_at:
-            message.ask_at = time.monotonic() + _ASK_EVERY_SECONDS
-            for ask in self._channel.observers.message_asks:
-                ask(message, message.other)
-
-    def _lose(self, message: _Message) -> None:
-        text = f"can never be done: {message.hopeless}"
-        self._channel.executor.fail(f"{message.text} {text}")
-        self._fail_all(PeerError(f"{message.text}, at {message.call_site}, {text}"))
-
     def _expired(self, message: _Message, waited: float) -> MessageTimeoutError:
-        # The message keeps its memory, because MPI may still write to it.
         self._channel.executor.fail(f"{message.text} did not arrive within its deadline")
         error = MessageTimeoutError(message.text, str(message.call_site), waited, self._channel.rank)
         self._fail_all(error)

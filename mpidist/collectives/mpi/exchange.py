@@ -17,7 +17,7 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi import mpi_types
-from mpidist.collectives.mpi.mpi_types import NUMPY_OPS, as_bytes, chunks, mpi_datatype, mpi_op
+from mpidist.collectives.mpi.mpi_types import NUMPY_OPS, as_bytes, chunks, message, mpi_datatype, mpi_op
 from mpidist.collectives.mpi.waiting import Comm, Steps, all_done, until_done
 from mpidist.core.concurrency import Deadline, wait_until
 from mpidist.core.errors import AlgorithmError, CollectiveTimeoutError, MismatchError, PeerError, shared_error
@@ -48,19 +48,24 @@ _IS_COMMON = "_mpidist_is_common"
 
 def agreed_minimum(comm: Comm, value: int) -> Steps[int]:
     """Return the smallest ``value`` of all ranks (MPI_Iallreduce)."""
-    mpi = import_mpi()
-    mine, least = np.array([value], np.int64), np.empty(1, np.int64)
-    yield from until_done(comm.Iallreduce([mine, 1, mpi.INT64_T], [least, 1, mpi.INT64_T], mpi.MIN))
+    mpi, least = import_mpi(), np.array([value], np.int64)
+    yield from until_done(comm.Iallreduce(mpi.IN_PLACE, least, mpi.MIN))
     return int(least[0])
 
 
 def gather_lengths(comm: Comm, lengths: list[int]) -> Steps[list[list[int]]]:
     """Return the ``lengths`` of every rank (MPI_Iallgather)."""
-    mpi = import_mpi()
-    mine = np.array(lengths, np.int64)
-    everyone = np.empty((comm.Get_size(), mine.size), np.int64)
-    yield from until_done(comm.Iallgather([mine, mine.size, mpi.INT64_T], [everyone, mine.size, mpi.INT64_T]))
+    everyone = np.empty((comm.Get_size(), len(lengths)), np.int64)
+    yield from until_done(comm.Iallgather(np.array(lengths, np.int64), everyone))
     return everyone.tolist()
+
+
+def exchange_words(comm: Comm, words: list[list[int]]) -> Steps[list[list[int]]]:
+    """Send each rank its integer of each list. Return the received integers by rank (MPI_Ialltoall)."""
+    mine = np.array(words, np.int64).T.copy()
+    theirs = np.empty_like(mine)
+    yield from until_done(comm.Ialltoall(mine, theirs))
+    return theirs.T.tolist()  # type: ignore[no-any-return]
 
 
 def all_gather_flat(
@@ -74,8 +79,7 @@ def all_gather_flat(
     source, target = as_bytes(mine), as_bytes(result)
     lengths = [count * mine.dtype.itemsize for count in counts]
     if target.size <= min(max(_FEW_BYTES, _FEW_BYTES_PER_RANK * len(counts)), mpi_types.MAX_COUNT):
-        byte = import_mpi().BYTE
-        yield from until_done(comm.Iallgatherv([source, source.size, byte], [target, lengths, byte]))
+        yield from until_done(comm.Iallgatherv(source, [target, lengths]))
         return
     borders = [0, *accumulate(lengths)]
     parts = [target[start:stop] for start, stop in pairwise(borders)]
@@ -90,20 +94,15 @@ def all_gather_flat(
 
 def _exchange(comm: Comm, received: Mapping[int, Array], sent: Mapping[int, Array]) -> Steps[None]:
     """Receive bytes from ranks, and send bytes to ranks (MPI_Irecv, MPI_Isend)."""
-    byte, requests = import_mpi().BYTE, []
-    for start, parts in ((comm.Irecv, received), (comm.Isend, sent)):
-        for rank, part in parts.items():
-            requests += [start([part[a:b], b - a, byte], rank, PARTS) for a, b in chunks(part.size)]
+    requests = [comm.Irecv(message(part), rank, PARTS) for rank, part in received.items() if part.size]
+    requests += [comm.Isend(message(part), rank, PARTS) for rank, part in sent.items() if part.size]
     for request in requests:
         yield from until_done(request)
 
 
 def broadcast_flat(comm: Comm, data: Array, root: int) -> Steps[None]:
     """Copy the flat array ``data`` of ``root`` to every rank (MPI_Ibcast)."""
-    byte = import_mpi().BYTE
-    raw = as_bytes(data)
-    for a, b in chunks(raw.size):
-        yield from until_done(comm.Ibcast([raw[a:b], b - a, byte], root))
+    yield from until_done(comm.Ibcast(message(data), root))
 
 
 def reduce_to(comm: Comm, send: Array, receive: Array | None, op: ReduceOp, root: int) -> Steps[None]:
@@ -112,15 +111,6 @@ def reduce_to(comm: Comm, send: Array, receive: Array | None, op: ReduceOp, root
     for a, b in chunks(send.size):
         target = None if receive is None else [receive[a:b], b - a, datatype]
         yield from until_done(comm.Ireduce([send[a:b], b - a, datatype], target, mpi_op(op, send.dtype), root))
-
-
-def exchange_words(comm: Comm, words: list[list[int]]) -> Steps[list[list[int]]]:
-    """Send each rank its integer of each list. Return the received integers by rank (MPI_Ialltoall)."""
-    mpi, count = import_mpi(), len(words)
-    mine = np.array(words, np.int64).T.copy()
-    theirs = np.empty_like(mine)
-    yield from until_done(comm.Ialltoall([mine, count, mpi.INT64_T], [theirs, count, mpi.INT64_T]))
-    return theirs.T.tolist()  # type: ignore[no-any-return]
 
 
 def exchange_parts(
@@ -283,8 +273,8 @@ def drain(comm: MPI.Intracomm, counts: Sequence[MessageCount], doing: str) -> li
     status = mpi.Status()
 
     def are_all_received() -> bool:
-        while len(dropped) < missing and (message := comm.Improbe(status=status)) is not None:
-            message.Recv([np.empty(status.Get_count(mpi.BYTE), np.uint8), mpi.BYTE])
+        while len(dropped) < missing and (arrived := comm.Improbe(status=status)) is not None:
+            arrived.Recv([np.empty(status.Get_count(mpi.BYTE), np.uint8), mpi.BYTE])
             dropped.append((status.Get_source(), status.Get_tag()))
         return len(dropped) >= missing
 
@@ -310,8 +300,8 @@ class Mailbox:
 
     def received(self) -> Iterator[tuple[int, Any]]:
         """Yield source and content of each message that has arrived."""
-        while (message := self._unless_lost(self._next, None)) is not None:
-            yield message
+        while (arrived := self._unless_lost(self._next, None)) is not None:
+            yield arrived
 
     def all_sent(self) -> bool:
         """Return whether all messages have been sent, or cannot be sent any more."""
