@@ -21,13 +21,7 @@ from mpidist.collectives.channel.changes import LocalChanges
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.mismatch import FOR_COMMUNICATORS, Advice
 from mpidist.collectives.channel.observers import Observer
-from mpidist.collectives.channel.operation import (
-    Operation,
-    Work,
-    describe,
-    signature_of,
-    signature_text,
-)
+from mpidist.collectives.channel.operation import Operation, Work, describe, signature_of, signature_text
 from mpidist.collectives.engine import Engine
 from mpidist.collectives.gpu.staging import on_host
 from mpidist.collectives.move.point_to_point import PointToPoint
@@ -144,7 +138,13 @@ class Communicator:
         self._messages = PointToPoint(channel)
         self.fast = self._engine.open_fast_calls(partial(Communicator._resume, proxy(self)))
         """The collectives of the fast path. They return None for calls of the general path."""
-        self._starting = _Starting(self)
+        # What is done with an operation, and with a message.
+        self._launch: Callable[[Operation[Any]], Any] = channel.run
+        self._finish: Callable[[Work[Any]], Any] = Work.wait
+        # The same communicator, whose methods start collectives and messages, and return their handles.
+        self._starting = starting = Communicator.__new__(Communicator)
+        starting.__dict__.update(self.__dict__)
+        starting.fast, starting._launch, starting._finish = NO_FAST_CALLS, channel.start, self._messages.later
 
     # Running ----------------------------------------------------------------------------------------------------
 
@@ -152,10 +152,12 @@ class Communicator:
         """Make and run an operation, and return its result."""
         operation = self._made(make)
         try:
-            return self._channel.run(operation)
-        finally:
+            result: T = self._launch(operation)
+        except BaseException:
             if operation.release is not None:
                 operation.release()
+            raise
+        return result
 
     def _made(self, make: Callable[[], T]) -> T:
         try:
@@ -163,10 +165,6 @@ class Communicator:
         except Exception as error:  # a generator in the arguments may raise anything
             self.announce(error, "its arguments")
             raise
-
-    def _wait(self, message: Work[T]) -> T:
-        """Return the result of a message."""
-        return message.wait()
 
     def _resume(self, number: int, state: int, value: Array, result: Array, out: Array | None) -> Array:
         """Finish a fast-path call whose peers are late or made another call."""
@@ -461,7 +459,8 @@ class Communicator:
                 (array,), _ = on_host([array])
             check_transportable(array.dtype, "send")
             self._check_message(dest, tag)
-        return self._wait(self._messages.send(array, dest, tag, self._planner.timeout_of(options)))
+        sent: None = self._finish(self._messages.send(array, dest, tag, self._planner.timeout_of(options)))
+        return sent
 
     send_async = _started(send)
 
@@ -488,7 +487,8 @@ class Communicator:
         message = self._messages.receive(into, source, tag, self._planner.timeout_of(options))
         if into is not target:
             message.add(partial(_to_device, into, target))
-        return self._wait(message)
+        sender: int = self._finish(message)
+        return sender
 
     recv_async = _started(recv)
 
@@ -792,26 +792,6 @@ class Communicator:
         raise ValueError("a Communicator cannot be copied, because it owns an MPI communicator. Make a new one")
 
     __copy__ = __deepcopy__
-
-
-class _Starting(Communicator):
-    """The same communicator, whose methods start collectives and messages, and return their handles."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.__dict__.update(comm.__dict__)
-        self.fast = NO_FAST_CALLS
-
-    def _run(self, make: Callable[[], Operation[Any]]) -> Any:
-        operation = self._made(make)
-        try:
-            return self._channel.start(operation)
-        except BaseException:
-            if operation.release is not None:
-                operation.release()
-            raise
-
-    def _wait(self, message: Work[Any]) -> Any:
-        return self._messages.later(message)
 
 
 def _is_c_int(value: object, smallest: int) -> bool:

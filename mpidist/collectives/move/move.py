@@ -36,21 +36,11 @@ Cuts = list[list[int]] | None
 class MovePlan:
     """The plan of a collective that moves arrays: all_gather, broadcast, gather, scatter or all_to_all.
 
-    Args:
-        channel: Channel of the ranks.
-        name: Method of Communicator.
-        signature: Shapes and dtypes. Except in a broadcast, lengths along the axis may differ between ranks.
-        note: Structure of the arrays, or other facts that must be equal on all ranks.
-        axis: Axis of the rows.
-        root: The only rank that sends, or receives, if there is one.
-        more: Further facts that must be equal on all ranks.
+    Except in a broadcast, lengths along ``axis`` may differ between ranks. ``note`` and ``more`` are further facts that
+    must be equal on all ranks. ``root`` is the only rank that sends, or receives.
 
-    Attributes:
-        description: Text and id that must be equal on all ranks.
-        positions: The axis of each array, counted from 0.
-        row_sizes: Elements of each array per index of the axis.
-        sends: Whether this rank sends its arrays.
-        equal_cuts: Borders of equal parts for each rank. None if all bytes go to all ranks.
+    ``positions`` holds the axis of each array, counted from 0, and ``row_sizes`` its elements per index of that axis.
+    ``equal_cuts`` are the borders of equal parts for each rank, None if all bytes go to all ranks.
     """
 
     def __init__(
@@ -67,17 +57,14 @@ class MovePlan:
         self.is_broadcast, self._receiver = name == "broadcast", root if name == "gather" else None
         self.receives = self._receiver in (None, channel.rank)
         self.sends = self._receiver is not None or root in (None, channel.rank)
-        self.positions, self._rows, texts = list[int](), list[tuple[int, ...]](), list[str]()
-        for shape, dtype in signature:
+        for _, dtype in signature:
             check_transportable(dtype, name)
-            position, row, lengths = 0, shape, str(shape)
-            if not self.is_broadcast:
-                position = check_has_axis(len(shape), axis, name)
-                row = shape[:position] + shape[position + 1 :]
-                lengths = f"({', '.join('*' if i == position else str(n) for i, n in enumerate(shape))})"
-            self.positions.append(position)
-            self._rows.append(row)
-            texts.append(f"{dtype.name}{lengths}")
+        shapes, self.positions = [shape for shape, _ in signature], [0] * len(signature)
+        self._rows, of = shapes, signature_text(signature)
+        if not self.is_broadcast:
+            self.positions = places = [check_has_axis(len(shape), axis, name) for shape in shapes]
+            self._rows = [shape[:at] + shape[at + 1 :] for shape, at in zip(shapes, places, strict=True)]
+            of = ", ".join([_open_text(shape, dtype, at) for (shape, dtype), at in zip(signature, places, strict=True)])
         self.row_sizes = [math.prod(row) for row in self._rows]
         # Bytes of a row in messages. A row without bytes has one, so that rows can be counted.
         self._widths = [size * dtype.itemsize or 1 for size, (_, dtype) in zip(self.row_sizes, signature, strict=True)]
@@ -85,7 +72,6 @@ class MovePlan:
         self.equal_cuts = self.cut(None) if name in ("gather", "scatter", "all_to_all") else None
         at = "" if root is None else f" {'from' if self._receiver is None else 'to'} rank {root}"
         title = f"{name} along axis {axis}" if name == "all_gather" else f"{name}{at}"
-        of = signature_text(signature) if self.is_broadcast else ", ".join(texts)
         note = note_text("for" if self.is_broadcast else "as", note)
         nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in signature)
         self.description = describe(title, f"{of}{more}{note}", operation=name, nbytes=nbytes)
@@ -131,6 +117,11 @@ class MovePlan:
         """Move the axis of a result back from the front."""
         position = self.positions[index]
         return np.moveaxis(moved, 0, position) if position else moved
+
+
+def _open_text(shape: tuple[int, ...], dtype: DType, position: int) -> str:
+    """Return dtype and shape as text, without the length of one axis."""
+    return f"{dtype.name}({', '.join('*' if i == position else str(n) for i, n in enumerate(shape))})"
 
 
 def check_has_axis(rank: int, axis: int, method: str) -> int:
