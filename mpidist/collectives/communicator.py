@@ -225,7 +225,12 @@ class Communicator:
     def reduce(
         self, op: ReduceOp | str, value: T, root: int = 0, options: CommunicationOptions | None = None
     ) -> T | None:
-        """Reduce over all ranks to rank ``root``; the others return None (collective; MPI_Reduce)."""
+        """Reduce over all ranks to rank ``root``; the others return None (collective; MPI_Reduce).
+
+        >>> with Communicator() as comm:
+        ...     total = comm.reduce("SUM", 1)
+        ...     assert total == comm.size if comm.rank == 0 else total is None
+        """
         return self._run(lambda: self._planner.reduce(op, read(value), root, options))
 
     reduce_async = _started(reduce)
@@ -399,6 +404,10 @@ class Communicator:
             root: The rank whose value is sent.
             options: Options of this call, merged into those of the communicator.
             out: Arrays for the result, for example ``value`` itself; new arrays by default.
+
+        >>> with Communicator() as comm:
+        ...     comm.broadcast([np.full(2, comm.rank), comm.rank + 1.0])
+        [array([0, 0]), np.float64(1.0)]
         """
         if options is None:
             copy: T | None = self.fast.broadcast(value, root, out)
@@ -415,7 +424,12 @@ class Communicator:
     barrier_async = _started(barrier)
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Return the picklable objects of all ranks, in rank order (collective); for metadata, not data."""
+        """Return the picklable objects of all ranks, in rank order (collective); for metadata, not data.
+
+        >>> with Communicator() as comm:
+        ...     assert comm.all_gather_object({"rank": comm.rank})[0] == {"rank": 0}
+        ...     assert comm.broadcast_object(("step", comm.rank)) == ("step", 0)
+        """
         return self.gather_objects(value)
 
     def broadcast_object(self, value: object, root: int = 0) -> Any:
@@ -580,6 +594,9 @@ class Communicator:
         Args:
             color: Number of the group; None joins no group and returns None.
             key: Order of the ranks in the group; equal keys keep their order.
+
+        >>> with Communicator() as comm, comm.split(color=comm.rank % 2) as half:
+        ...     assert half.size <= comm.size
         """
         with self.shared_errors("split"):
             if color is not None and not _is_c_int(color, 0):
@@ -738,12 +755,8 @@ class Communicator:
     def changing(self, label: str, what: str, checksum: Callable[[], int]) -> Iterator[None]:
         """Compare the change of this block with the other ranks' at the next collective.
 
-        That collective raises MismatchError if the ranks have not made the same change.
-
-        Args:
-            label: The changed variable; equal on all ranks.
-            what: The change, as in "assign of variable 'w'".
-            checksum: Returns the present checksum of the variable.
+        That collective raises MismatchError if the ranks have not made the same change. ``label`` names the changed
+        variable, ``what`` the change, and ``checksum`` returns the present checksum of the variable.
         """
         known = None if self._channel.executor.changes is None else self._channel.executor.changes.now(label)
         before = checksum() if known is None else known
