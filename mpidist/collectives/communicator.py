@@ -143,8 +143,8 @@ class Communicator:
         self._finish: Callable[[Work[Any]], Any] = Work.wait
         # The same communicator, whose methods start collectives and messages, and return their handles.
         self._starting = starting = Communicator.__new__(Communicator)
-        starting.__dict__.update(self.__dict__)
-        starting.fast, starting._launch, starting._finish = NO_FAST_CALLS, channel.start, self._messages.later
+        starts = {"fast": NO_FAST_CALLS, "_launch": channel.start, "_finish": self._messages.later}
+        starting.__dict__.update(self.__dict__ | starts)
 
     # Running ----------------------------------------------------------------------------------------------------
 
