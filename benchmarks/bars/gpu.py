@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from benchmarks.bars.comparing import share_of_time
 from benchmarks.measuring.rows import ALONE, COPY, OURS, Row, Verdict
@@ -15,24 +15,24 @@ LEAST_BYTES = 16 << 20
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     """Return the verdict of every bar for which there are results."""
-    return [*_packing(rows), *_staging(rows), *_nccl_call(rows), *_between_nodes(rows)]
-
-
-def _packing(rows: Sequence[Row]) -> list[Verdict]:
-    return _of_copies(rows, "gpu_pack", "{}: of the GPU's copy bandwidth", lambda row: row.variant.partition(",")[0])
+    return [*_staging(rows), *_nccl_call(rows), *_between_nodes(rows)]
 
 
 def _staging(rows: Sequence[Row]) -> list[Verdict]:
-    return _of_copies(rows, "gpu_staging", "staging, {}: of the host link", lambda row: row.variant)
-
-
-def _of_copies(rows: Sequence[Row], operation: str, what: str, key: Callable[[Row], str]) -> list[Verdict]:
-    """Judge the bytes per second of ours, as a share of those of the copy with the same key."""
-    copies = {key(row): row.size / row.median for row in rows if row.operation == operation and row.by == COPY}
+    """Judge the bytes per second of ours, as a share of those of the same copy."""
+    staged = [row for row in rows if row.operation == "gpu_staging"]
+    copies = {row.variant: row.size / row.median for row in staged if row.by == COPY}
     return [
-        Verdict(what.format(row.variant), row.size / row.median / copies[key(row)], _SHARE, True, "", "-")
-        for row in rows
-        if row.operation == operation and row.by == OURS and key(row) in copies
+        Verdict(
+            f"staging, {row.variant}: of the host link",
+            row.size / row.median / copies[row.variant],
+            _SHARE,
+            True,
+            "",
+            "-",
+        )
+        for row in staged
+        if row.by == OURS and row.variant in copies
     ]
 
 

@@ -1,26 +1,23 @@
-"""On a GPU: packing beside a plain copy, staging beside one large copy, calls of NCCL, and sums between nodes."""
+"""On a GPU: staging beside one large copy, calls of NCCL, and sums between nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
 from benchmarks.measuring.inputs import count_wrong, input_of, sum_of_inputs
-from benchmarks.measuring.models import MODELS
 from benchmarks.measuring.rows import ALONE, COPY, OURS
 from benchmarks.measuring.session import Session
 from benchmarks.measuring.timing import Case
-from mpidist.arrays.device_ops import ops_for
-from mpidist.arrays.dtypes import as_dtype
+from mpidist.arrays.device_ops import gpu_ops
 from mpidist.arrays.streams import require_cupy
 from mpidist.collectives.gpu.device_streams import DeviceStreams
-from mpidist.collectives.gpu.nccl_comm import NcclComm
-from mpidist.collectives.gpu.staging import StagingRing, staging_bytes
+from mpidist.collectives.gpu.nccl import make_nccl, nccl_reduction
+from mpidist.collectives.gpu.probes import staging_bytes
+from mpidist.collectives.gpu.reduce import StagingRing
 from mpidist.collectives.mpi.waiting import drive
-from mpidist.collectives.reduce.device_packs import nccl_reduction
 from mpidist.core.concurrency import Deadline
 from mpidist.core.options import ReduceOp
 from mpidist.experimental import CommunicationOptions
@@ -29,83 +26,13 @@ COUNT_OF_A_CALL = 1024
 _LIMIT_SECONDS = 120.0
 # Whatever the network is: its stages are those that are timed by themselves.
 _HIERARCHICAL = CommunicationOptions(algorithm="hierarchical")
-# Launches of one repetition, so that starting them hides behind the GPU's work.
-ROUNDS = 10
-# Dtypes of the arrays and of the flat buffer, and whether it is spread and divided instead of packed.
-WAYS = (
-    ("float32", "float32", False),
-    ("float16", "float32", False),
-    ("bfloat16", "float32", False),
-    ("float32", "bfloat16", False),
-    ("float32", "float32", True),
-    ("float16", "float32", True),
-)
-
-
-def way_name(array: str, flat: str, unpacks: bool) -> str:
-    """Return the variant of a row, such as ``"pack float16 to float32"``."""
-    return f"unpack {flat} to {array}, divided" if unpacks else f"pack {array} to {flat}"
-
-
-def run_packing(session: Session, model: str) -> None:
-    """Time each way of packing the gradients of ``model``, and a copy as large as they are in float32 (collective).
-
-    Sizes are bytes read and written.
-    """
-    cupy: Any = require_cupy()
-    ops, device = ops_for("gpu"), int(cupy.cuda.Device().id)
-    stream = ops.stream(device)
-    shapes = MODELS[model]()
-    count = sum(int(np.prod(shape)) for shape in shapes)
-    nbytes = 4 * count
-    source, target = (cupy.zeros(count, np.float32) for _ in range(2))
-
-    def copy() -> None:
-        for _ in range(ROUNDS):
-            target.data.copy_from_device_async(source.data, nbytes, stream.raw)
-        stream.synchronize()
-
-    cases = [(COPY, "copy", copy, 2 * nbytes, None)]
-    for array_name, flat_name, unpacks in WAYS:
-        if "bfloat16" in (array_name, flat_name) and find_spec("ml_dtypes") is None:
-            session.skipped.append(f"{way_name(array_name, flat_name, unpacks)}: bfloat16 needs ml_dtypes")
-            continue
-        arrays = [cupy.ones(shape, as_dtype(array_name)) for shape in shapes]
-        flat = cupy.full(count, 2, as_dtype(flat_name))
-        moved = count * (arrays[0].itemsize + flat.itemsize)
-        call, check = _packing(ops, stream, arrays, flat, unpacks)
-        cases.append((OURS, way_name(array_name, flat_name, unpacks), call, moved, check))
-    cupy.cuda.Device().synchronize()
-    for by, variant, call, moved, check in cases:
-        session.measure(
-            "gpu_pack", [Case(by, f"{model}, {variant}", call, check)], size=ROUNDS * moved, count=ROUNDS * count
-        )
-
-
-def _packing(
-    ops: Any, stream: Any, arrays: list[Any], flat: Any, unpacks: bool
-) -> tuple[Callable[[], object], Callable[[object], int]]:
-    def pack() -> None:
-        for _ in range(ROUNDS):
-            ops.pack(arrays, flat, stream)
-        stream.synchronize()
-
-    def unpack() -> None:
-        for _ in range(ROUNDS):
-            ops.unpack(flat, arrays, 2, stream)
-        stream.synchronize()
-
-    def wrong(_: object) -> int:
-        return sum(int((array.astype(np.float32) != 1).sum()) for array in (arrays if unpacks else [flat]))
-
-    return (unpack if unpacks else pack), wrong
 
 
 def run_staging(session: Session, nbytes: int) -> None:
     """Time copies to and from the host, whole and through the slots that collectives take (collective)."""
     cupy: Any = require_cupy()
-    ops, device = ops_for("gpu"), int(cupy.cuda.Device().id)
-    streams = DeviceStreams(ops, device)
+    ops, device = gpu_ops(), int(cupy.cuda.Device().id)
+    streams = DeviceStreams(device)
     ring = StagingRing(streams, staging_bytes())
     array = cupy.zeros(nbytes, np.uint8)
     whole = ops.pinned(nbytes)
@@ -152,9 +79,9 @@ def run_nccl_call(session: Session) -> None:
     from mpi4py import MPI
 
     cupy: Any = require_cupy()
-    ops, device = ops_for("gpu"), int(cupy.cuda.Device().id)
+    ops, device = gpu_ops(), int(cupy.cuda.Device().id)
     base = MPI.COMM_SELF.Dup()
-    made = drive(NcclComm.made(base, device), lambda: Deadline(None, _failure, _LIMIT_SECONDS))
+    made = drive(make_nccl(base, device), lambda: Deadline(None, _failure, _LIMIT_SECONDS))
     if isinstance(made, str):
         session.skipped.append(f"calls of NCCL: {made}")
         base.Free()
@@ -191,7 +118,7 @@ def _failure(waited: float) -> TimeoutError:
 def run_between_nodes(session: Session, nbytes: int) -> None:
     """Time a sum of ``nbytes`` of float32 on the GPU, and its stages on as much page-locked memory (collective)."""
     cupy: Any = require_cupy()
-    ops, device = ops_for("gpu"), int(cupy.cuda.Device().id)
+    ops, device = gpu_ops(), int(cupy.cuda.Device().id)
     count = nbytes // 4
     pinned = ops.pinned(nbytes).view(np.float32)[:count]
     pinned[...] = input_of(session.rank, count)

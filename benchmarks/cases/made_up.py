@@ -12,8 +12,7 @@ from benchmarks.measuring.rows import Figure
 from mpidist.cli.doctor_facts.machine import facts_of_this_rank
 from mpidist.collectives.channel.executor import ChannelStatus
 from mpidist.collectives.channel.mismatch import mismatch_text
-from mpidist.collectives.observe.deadlock import Wait, WaitState
-from mpidist.collectives.observe.hang_report import Answer, report_text
+from mpidist.collectives.observe.hang_report import Answer, Wait, WaitState, report_text
 from mpidist.collectives.observe.hangs import send_answers
 from mpidist.topology import import_mpi
 from mpidist.topology.topology import PLACE, map_of_ranks

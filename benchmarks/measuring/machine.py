@@ -14,7 +14,7 @@ import numpy as np
 import mpidist
 from benchmarks.measuring.inputs import offset_of_large_arrays
 from mpidist.arrays.streams import find_cupy, gpus_may_be_present, require_cupy
-from mpidist.collectives.gpu.nccl_start import nccl_problem
+from mpidist.collectives.gpu.nccl import nccl_problem
 from mpidist.collectives.node import native
 from mpidist.collectives.node.node import Node
 from mpidist.core.settings import NATIVE

@@ -1,6 +1,6 @@
 """All benchmarks on a GPU: `python -m benchmarks gpu`, without mpirun; one GPU is enough.
 
-Starts one job on one process (packing, staging, calls of NCCL) and one on two virtual nodes of one rank each.
+Starts one job on one process (staging, calls of NCCL) and one on two virtual nodes of one rank each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ JOBS = (_Job("device", 1, 240.0), _Job("nodes", 2, 300.0))
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
-    top.add_argument("--models", default="resnet50,bert_base", help="gradients that are packed (resnet50,bert_base)")
     top.add_argument("--staged", default="256M", help="size of the array that is staged (256M)")
     top.add_argument("--sizes", default="16M,64M,256M,1G", help="sizes of the all-reduces (16M,64M,256M,1G)")
     top.add_argument("--seconds", type=float, default=0.5, help="at least 11 repetitions, and so long (0.5)")
@@ -46,7 +45,7 @@ def main(arguments: list[str]) -> int:
     if problem is not None:
         print(f"make bench-gpu: nothing was measured: {problem}", file=sys.stderr)
         return 2
-    measures = ["--models", options.models, "--staged", options.staged, "--sizes", options.sizes]
+    measures = ["--staged", options.staged, "--sizes", options.sizes]
     measures += ["--seconds", str(options.seconds)]
     failed, parts = [], []
     options.out.mkdir(parents=True, exist_ok=True)

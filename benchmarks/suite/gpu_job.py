@@ -12,21 +12,19 @@ from typing import Any
 from benchmarks.bars.gpu import verdicts
 from benchmarks.cases import gpu
 from benchmarks.measuring.machine import describe, describe_gpu, gpu_problem
-from benchmarks.measuring.models import MODELS, size_of
 from benchmarks.measuring.session import Session
 from benchmarks.measuring.sizes import size_text, sizes_of_text
 from benchmarks.reports.files import Results
 from benchmarks.reports.text import publish
 from mpidist.topology import world_topology
 
-# Arrays of one all-reduce between nodes, and of one packing and its copies, in the GPU's memory.
-_ARRAYS_BETWEEN_NODES, _ARRAYS_OF_PACKING = 3, 10
+# Arrays of one all-reduce between nodes, in the GPU's memory.
+_ARRAYS_BETWEEN_NODES = 3
 
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m benchmarks gpu-job", description=__doc__)
     top.add_argument("job", choices=["device", "nodes"])
-    top.add_argument("--models", default="resnet50,bert_base", help="gradients that are packed")
     top.add_argument("--staged", type=sizes_of_text, default=sizes_of_text("256M"), help="size of the staged array")
     top.add_argument("--sizes", type=sizes_of_text, default=sizes_of_text("16M,64M,256M,1G"), help="of the all-reduces")
     top.add_argument("--seconds", type=float, default=0.5, help="at least 11 repetitions, and so long (0.5)")
@@ -47,9 +45,6 @@ def main(arguments: list[str]) -> int:
     # Ranks that see the same GPUs share them in turn, or the one there is.
     cupy.cuda.Device(session.rank % cupy.cuda.runtime.getDeviceCount()).use()
     if options.job == "device":
-        for model in options.models.split(","):
-            if _fits(session, _ARRAYS_OF_PACKING * size_of(MODELS[model]()), f"packing {model}"):
-                gpu.run_packing(session, model)
         for nbytes in options.staged:
             gpu.run_staging(session, nbytes)
         gpu.run_nccl_call(session)

@@ -1,4 +1,4 @@
-"""Select the operations on NumPy or CuPy arrays, and implement those on CuPy arrays.
+"""Implement the operations on NumPy and CuPy arrays, and select them.
 
 Other packages use arrays of either kind through ``DeviceOps`` and never import CuPy. Asynchronous operations receive a
 stream. Other operations run on the current stream of the array's device.
@@ -7,154 +7,80 @@ stream. Other operations run on the current stream of the array's device.
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, TypeGuard
+from types import ModuleType
+from typing import TypeGuard
 
 import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType
-from mpidist.arrays.host_ops import DeviceOps as DeviceOps
-from mpidist.arrays.host_ops import check_copy
-from mpidist.arrays.kernels import Kernels
-from mpidist.arrays.streams import MOST_STAGED_BYTES, CurrentDevice, Event, Stream, require_cupy
+from mpidist.arrays.kernels import CastKernels
+from mpidist.arrays.streams import MOST_STAGED_BYTES, CurrentDevice, Event, Staging, Stream, require_cupy
 from mpidist.core.errors import DeviceError
-
-if TYPE_CHECKING:
-    import cupy
-
 
 # Size of the pieces in which arrays are copied through pinned memory.
 _PIECE_BYTES = 4 << 20
 _PER_THREAD = 2  # cudaStreamPerThread
 # CUDA clamps this to the highest priority of the device, which CuPy does not expose.
 _URGENT = -100
-_NOT_READY = 600  # cudaErrorNotReady, which CuPy does not define
-# Errors of queries while a graph is recorded: cudaErrorStreamCaptureUnsupported, cudaErrorStreamCaptureInvalidated and
-# cudaErrorCapturedEvent. Queries of the default stream return cudaErrorStreamCaptureImplicit.
-_NOT_KNOWN, _CAPTURE_IMPLICIT = (900, 901, 907), 906
 
 
-class CupyEvent(Event):
-    """Record a CUDA event."""
+class DeviceOps:
+    """Implement the operations on NumPy arrays. The CPU is device 0, and each operation blocks."""
 
-    def __init__(self, stream: CupyStream, raw: cupy.cuda.Event) -> None:
-        self._runtime = stream.cupy.cuda.runtime
-        self._on_device = stream.on_device
-        self.raw = raw
+    kind: str = "cpu"  # or "gpu"
 
-    @property
-    def is_done(self) -> bool:
-        """Return True if all work before the event is done.
+    def device_of(self, array: Array) -> int:
+        """Return the device number of ``array``. The CPU is 0."""
+        return 0
 
-        Returns False if CUDA rejects the query while a graph is recorded. Raises CUDARuntimeError if the device
-        failed, for example after an illegal memory access.
-        """
-        # CuPy's Event.done hides errors and would stay False.
-        with self._on_device():
-            status = int(self._runtime.eventQuery(self.raw.ptr))
-        if status == _NOT_READY or status in _NOT_KNOWN:
-            return False
-        if status:
-            raise self._runtime.CUDARuntimeError(status)
-        return True
+    def on(self, device: int) -> AbstractContextManager[None]:
+        """Return a context in which ``device`` is current in this thread. Enter it once."""
+        return nullcontext()
 
-    def synchronize(self) -> None:
-        """Block until all work before the event is done. Other Python threads run."""
-        with self._on_device():
-            self.raw.synchronize()
+    def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
+        """Allocate an array."""
+        return np.empty(shape, dtype)
 
+    def zeros(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
+        """Allocate an array of zeros."""
+        return np.zeros(shape, dtype)
 
-class CupyStream(Stream):
-    """Bind a CUDA stream to its device, for any thread. CuPy's default stream has no device."""
+    def from_host(self, array: Array, device: int) -> Array:
+        """Copy a NumPy array in C order. ``array`` may change after the return."""
+        return np.array(array, order="C")
 
-    raw: cupy.cuda.Stream
+    def to_host(self, array: Array) -> Array:
+        """Copy to a NumPy array. Blocks until done."""
+        return np.array(array, order="C")
 
-    def __init__(self, cupy: ModuleType, current: CurrentDevice, device: int, raw: cupy.cuda.Stream) -> None:
-        self.cupy = cupy
-        self.device = device
-        self._current = current
-        self.raw = raw
-        self._entered = threading.local()
+    def copy(self, array: Array, device: int | None = None) -> Array:
+        """Copy in C order to ``device``, ordered on the current stream of the array's device."""
+        return np.array(array, order="C")
 
-    def on_device(self) -> AbstractContextManager[None]:
-        """Return a context in which its device is current."""
-        return self._current.on(self.device)
+    def pointer(self, array: Array) -> int:
+        """Return the address of the first element."""
+        return int(array.ctypes.data)
 
-    @property
-    def handle(self) -> int:
-        """Return the cudaStream_t as a number."""
-        return int(self.raw.ptr)
-
-    @property
-    def is_capturing(self) -> bool:
-        """Return True if work on this stream would join or invalidate a CUDA graph."""
-        runtime = self.cupy.cuda.runtime
-        with self.on_device():
-            try:
-                return bool(runtime.streamIsCapturing(self.raw.ptr))
-            except runtime.CUDARuntimeError as error:
-                if error.status == _CAPTURE_IMPLICIT:
-                    return True
-                raise
-
-    def record(self, *, blocks: bool = False) -> CupyEvent:
-        """Return an event after all work so far. Waiting for an event that ``blocks`` sleeps."""
-        # An event is created on the current device, which must be the device of its stream.
-        with self.on_device():
-            event = self.cupy.cuda.Event(block=blocks, disable_timing=True)
-            event.record(self.raw)
-        return CupyEvent(self, event)
-
-    def wait(self, event: Event) -> None:
-        """Order later work after ``event``. Block here for an event of the CPU."""
-        if isinstance(event, CupyEvent):
-            with self.on_device():
-                self.raw.wait_event(event.raw)
-        else:
-            event.synchronize()
-
-    def synchronize(self) -> None:
-        """Block until all work is done."""
-        with self.on_device():
-            self.raw.synchronize()
-
-    def __enter__(self) -> CupyStream:
-        # CuPy rejects a stream if its device is not current.
-        device = self._current.enter(self.device)
-        before = self.cupy.cuda.get_current_stream()
-        try:
-            self.raw.use()
-        except BaseException:
-            self._current.leave(device)
-            raise
-        self._entered.__dict__.setdefault("stack", []).append((device, before))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        device, before = self._entered.stack.pop()
-        # CuPy's own block would restore the enclosing block's stream, and undo a use() of the program.
-        before.use()
-        self._current.leave(device)
+    def synchronize(self, device: int) -> None:
+        """Block until the current stream of ``device`` is done."""
 
 
-class CupyOps(Kernels, DeviceOps):
-    """Implement operations on CuPy arrays. Packing and unpacking are CUDA kernels."""
+class CupyOps(CastKernels, DeviceOps):
+    """Implement operations on CuPy arrays. Callers keep each array until the last event of a stream that uses it."""
 
     kind = "gpu"
 
     def __init__(self, cupy: ModuleType) -> None:
         super().__init__(cupy)
+        self._staging = Staging(cupy)
         self._current = CurrentDevice(cupy)
         # Keyed by device and number.
-        self._of_others: dict[tuple[int, int], CupyStream] = {}
+        self._of_others: dict[tuple[int, int], Stream] = {}
 
     def device_of(self, array: Array) -> int:
         """Return the device number of ``array``."""
@@ -202,7 +128,7 @@ class CupyOps(Kernels, DeviceOps):
         if not arrays:
             return targets
         # Copies in flight: event, pinned memory, target. Copies into pageable memory would be slower.
-        in_flight: deque[tuple[CupyEvent, Array, Array]] = deque()
+        in_flight: deque[tuple[Event, Array, Array]] = deque()
         bytes_in_flight = 0
         device = self.device_of(arrays[0])
         with self.on(device):
@@ -250,14 +176,14 @@ class CupyOps(Kernels, DeviceOps):
         """Allocate page-locked host memory as an array of uint8."""
         return self._staging.pinned(nbytes)
 
-    def stream(self, device: int, *, is_urgent: bool = False) -> CupyStream:
+    def stream(self, device: int, *, is_urgent: bool = False) -> Stream:
         """Create an independent stream. Urgent streams have priority."""
         priority = _URGENT if is_urgent else None
         with self.on(device):
             raw = self._cupy.cuda.Stream(non_blocking=True, priority=priority)
-            return CupyStream(self._cupy, self._current, device, raw)
+            return Stream(self._cupy, self._current, device, raw)
 
-    def current_stream(self, device: int) -> CupyStream:
+    def current_stream(self, device: int) -> Stream:
         """Return the current stream of ``device``. Raises DeviceError for per-thread streams."""
         raw = self._cupy.cuda.get_current_stream(device)
         if raw.ptr == _PER_THREAD:
@@ -266,37 +192,44 @@ class CupyOps(Kernels, DeviceOps):
                 "threads. Type: unset CUPY_CUDA_PER_THREAD_DEFAULT_STREAM. Or make another stream current: "
                 "cupy.cuda.Stream(non_blocking=True).use()"
             )
-        return CupyStream(self._cupy, self._current, device, raw)
+        return Stream(self._cupy, self._current, device, raw)
 
-    def stream_of_others(self, device: int, handle: int) -> CupyStream:
+    def synchronize(self, device: int) -> None:
+        """Block until the current stream of ``device`` is done."""
+        self.current_stream(device).synchronize()
+
+    def stream_of_others(self, device: int, handle: int) -> Stream:
         """Return a stream of another library by its number."""
         if (device, handle) not in self._of_others:
             with warnings.catch_warnings():
                 # The replacement, Stream.from_external, destroys the stream when it is dropped.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 raw = self._cupy.cuda.ExternalStream(handle, device)
-            self._of_others[device, handle] = CupyStream(self._cupy, self._current, device, raw)
+            self._of_others[device, handle] = Stream(self._cupy, self._current, device, raw)
         return self._of_others[device, handle]
 
     def copy_to_host(self, target: Array, source: Array, stream: Stream) -> None:
         """Enqueue a copy of ``source`` into ``target``, a NumPy array over pinned memory."""
-        check_copy(target, source)
+        _check_copy(target, source)
         with self.on(self.device_of(source)):
             source.data.copy_to_host_async(target.ctypes.data, source.nbytes, stream.raw)  # type: ignore[attr-defined]
 
     def copy_to_device(self, target: Array, source: Array, stream: Stream) -> None:
         """Enqueue a copy of ``source``, a NumPy array over pinned memory."""
-        check_copy(target, source)
+        _check_copy(target, source)
         with self.on(self.device_of(target)):
             target.data.copy_from_host_async(source.ctypes.data, source.nbytes, stream.raw)  # type: ignore[attr-defined]
 
-    def blank(self, array: Array, stream: Stream) -> None:
-        """Enqueue a fill of a contiguous array with 0."""
-        with self.on(self.device_of(array)):
-            array.data.memset_async(0, array.nbytes, stream.raw)  # type: ignore[attr-defined]
+
+def _check_copy(target: Array, source: Array) -> None:
+    """Raise ValueError unless both arrays are contiguous and have the same number of bytes."""
+    if target.nbytes != source.nbytes:
+        raise ValueError(f"cannot copy {source.nbytes} bytes into {target.nbytes}. Pass arrays of one size")
+    if not (target.flags.c_contiguous and source.flags.c_contiguous):
+        raise ValueError("an array to copy as bytes is not contiguous. Pass both arrays in C order")
 
 
-def _arrive(copy: tuple[CupyEvent, Array, Array]) -> int:
+def _arrive(copy: tuple[Event, Array, Array]) -> int:
     """Finish a copy to the host, and return its bytes."""
     event, staged, target = copy
     event.synchronize()
@@ -321,7 +254,7 @@ def is_device_array(value: object) -> TypeGuard[Array]:
 
 def ops_of(array: Array) -> DeviceOps:
     """Return the operations for ``array``, a NumPy or CuPy array."""
-    return _gpu_ops() if is_device_array(array) else _HOST
+    return gpu_ops() if is_device_array(array) else _HOST
 
 
 def ops_for(kind: str) -> DeviceOps:
@@ -329,8 +262,8 @@ def ops_for(kind: str) -> DeviceOps:
     if kind == "cpu":
         return _HOST
     if kind == "gpu":
-        return _gpu_ops()
-    raise ValueError(f"unknown kind of device {kind!r}; expected 'cpu' or 'gpu'")
+        return gpu_ops()
+    raise ValueError(f"unknown kind of device {kind!r}. Pass 'cpu' or 'gpu'")
 
 
 def device_name(array: Array) -> str:
@@ -339,9 +272,10 @@ def device_name(array: Array) -> str:
     >>> device_name(np.zeros(3))
     'cpu'
     """
-    return f"gpu:{_gpu_ops().device_of(array)}" if is_device_array(array) else "cpu"
+    return f"gpu:{gpu_ops().device_of(array)}" if is_device_array(array) else "cpu"
 
 
 @cache
-def _gpu_ops() -> DeviceOps:
+def gpu_ops() -> CupyOps:
+    """Return the operations for CuPy arrays. Raises DeviceError without a usable GPU."""
     return CupyOps(require_cupy())

@@ -1,169 +1,169 @@
-"""Launch kernels that pack many arrays into one flat GPU buffer, or unpack it.
+"""Cast many GPU arrays with one kernel, and divide them on the way.
 
-Elements are cast and divided on the way. A table in the GPU's memory has the arrays; it is kept, and made anew only for
-other arrays.
+The table of addresses is a kernel parameter, so a launch needs no memory and no copy. CUDA allows 4 KiB of parameters,
+so a launch serves up to ``ROWS`` arrays. The source includes no header, so CuPy compiles it without a CUDA toolkit.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict, deque
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpidist.arrays.dtypes import Array, DType
-from mpidist.arrays.host_ops import Starts, starts_of
-from mpidist.arrays.kernel_source import THREADS, Kernel, kernel_for, source_of
-from mpidist.arrays.streams import Event, Staging, Stream
+from mpidist.arrays.streams import Stream
 
 if TYPE_CHECKING:
-    from cupy import RawKernel, ndarray
+    from cupy import RawKernel
 
-# A table has 32 bytes for each array; a program has one for each bucket, direction and set of gradients in turn.
-_TABLES_KEPT = 512
-_MOST_BLOCKS = 2**31 - 1
+# Each block handles a tile of one array. Each thread loads PIECES elements before it stores them, to hide latency.
+ROWS, THREADS, PIECES = 120, 256, 8
+TILE = THREADS * PIECES
+# CuPy passes an array of one structured element by value.
+TABLE = np.dtype({"names": ["rows"], "formats": [(np.int64, (ROWS, 4))]})
+# Equal dtypes are copied by size.
+_WORDS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
 
-# Address, first element in the flat buffer and number of elements of one array.
-_Row = tuple[int, int, int]
+# In assembler, because CuPy compiles with -ftz=true, which flushes denormal numbers to zero.
+INTRINSICS = """
+#define DEVICE __device__ __forceinline__
+DEVICE float float_of(unsigned int bits) { return __uint_as_float(bits); }
+DEVICE unsigned int bits_of(float value) { return __float_as_uint(value); }
+DEVICE float half_to_float(unsigned short h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }
+DEVICE unsigned short float_to_half(float f) {
+    unsigned short h;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
+    return h;
+}
+DEVICE float divide(float a, float b) { float q; asm("div.rn.f32 %0, %1, %2;" : "=f"(q) : "f"(a), "f"(b)); return q; }
+DEVICE double divide(double a, double b) { return a / b; }
+DEVICE float fused(float a, float b, float c) {
+    float sum;
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(sum) : "f"(a), "f"(b), "f"(c));
+    return sum;
+}
+DEVICE double fused(double a, double b, double c) { return a * b + c; }
+"""
+TEMPLATES = """
+typedef signed char int8;     typedef unsigned char uint8;
+typedef short int16;          typedef unsigned short uint16;
+typedef int int32;            typedef unsigned int uint32;
+typedef long long int64;      typedef unsigned long long uint64;
+typedef float float32;        typedef double float64;
+struct float16 { uint16 bits; };
+struct bfloat16 { uint16 bits; };
+template <typename T> struct Complex { T real, imag; };
+typedef Complex<float> complex64;
+typedef Complex<double> complex128;
+struct Table { struct { uint64 source, target; int64 count, first_tile; } rows[%(ROWS)d]; };
+
+// 16-bit floats are divided and cast as float.
+template <typename T> DEVICE T number(T value) { return value; }
+DEVICE float number(float16 value) { return half_to_float(value.bits); }
+DEVICE float number(bfloat16 value) { return float_of((uint32)value.bits << 16); }
+
+template <typename T> DEVICE T quotient(T value, double by) { return divide(value, (T)by); }
+// Smith's method, as in NumPy, for a real divisor.
+template <typename T> DEVICE Complex<T> quotient(Complex<T> value, double by) {
+    T scale = divide((T)1, (T)by), minus_zero = (T)-0.0;
+    return Complex<T>{fused(fused(value.imag, (T)0, value.real), scale, minus_zero),
+                      fused(fused(value.real, minus_zero, value.imag), scale, minus_zero)};
+}
+
+template <typename T, typename From> DEVICE void put(T& target, From value) { target = (T)value; }
+DEVICE void put(float16& target, float value) { target.bits = float_to_half(value); }
+DEVICE void put(bfloat16& target, float value) {
+    uint32 bits = bits_of(value), to_even = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    target.bits = (uint16)((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16 & 0x8000u) | 0x7fc0u : to_even);
+}
+""" % {"ROWS": ROWS}  # noqa: UP031  # the source has braces
+_ENTRY = """
+extern "C" __global__ void __launch_bounds__({threads}) {name}(const Table table, int rows, double by) {{
+    int row = 0;
+    for (int end = rows; end - row > 1;) {{
+        int middle = (row + end) / 2;
+        if (table.rows[middle].first_tile <= (int64)blockIdx.x) row = middle;
+        else end = middle;
+    }}
+    const {source}* source = reinterpret_cast<const {source}*>(table.rows[row].source);
+    {target}* target = reinterpret_cast<{target}*>(table.rows[row].target);
+    int64 count = table.rows[row].count;
+    int64 first = (blockIdx.x - table.rows[row].first_tile) * {tile} + threadIdx.x;
+    {source} value[{pieces}];
+    #pragma unroll
+    for (int k = 0; k < {pieces}; ++k)
+        if (first + k * {threads} < count) value[k] = source[first + k * {threads}];
+    #pragma unroll
+    for (int k = 0; k < {pieces}; ++k)
+        if (first + k * {threads} < count) put(target[first + k * {threads}], {number});
+}}
+"""
 
 
-class _Table(NamedTuple):
-    """A table in the memory of a GPU, which is read on one stream only."""
+def kernel_name(source: DType, target: DType, divides: bool) -> str:
+    """Return the name of the kernel for a cast.
 
-    device: ndarray
-    blocks: int
-    stream: Stream
-
-
-class Kernels:
-    """Packs and unpacks CuPy arrays. Kernels are compiled when they are first needed; any thread may call.
-
-    Args:
-        cupy: The module, which sees a GPU.
+    >>> kernel_name(np.dtype("float32"), np.dtype("float16"), True), kernel_name(np.dtype("?"), np.dtype("?"), False)
+    ('mpidist_float32_to_float16_divided', 'mpidist_uint8_to_uint8')
     """
+    if source == target and not divides:
+        return "mpidist_{0}_to_{0}".format(_WORDS[source.itemsize])
+    return f"mpidist_{source.name}_to_{target.name}{'_divided' if divides else ''}"
+
+
+def entry_of(name: str) -> str:
+    """Return the source of one kernel, which follows ``INTRINSICS`` and ``TEMPLATES``."""
+    source, target = name.removeprefix("mpidist_").removesuffix("_divided").split("_to_")
+    number = "quotient(number(value[k]), by)" if name.endswith("_divided") else "number(value[k])"
+    sizes = {"threads": THREADS, "pieces": PIECES, "tile": TILE}
+    return _ENTRY.format(name=name, source=source, target=target, number=number, **sizes)
+
+
+class CastKernels:
+    """Cast CuPy arrays, and compile the kernels for it on first use (thread-safe)."""
 
     def __init__(self, cupy: ModuleType) -> None:
         self._cupy = cupy
-        self._functions: dict[str, RawKernel] = {}
-        self._tables: OrderedDict[tuple[int, int, int, int, tuple[_Row, ...]], _Table] = OrderedDict()
-        self._dropped: deque[tuple[Event, _Table]] = deque()
-        self._staging = Staging(cupy)
-        self._lock = threading.Lock()
+        self._kernels: dict[str, RawKernel] = {}
 
-    def pack(self, sources: Sequence[Array], flat: Array, stream: Stream, starts: Starts = None) -> None:
-        """Copy C-contiguous arrays into ``flat``, cast to its dtype.
-
-        They lie from ``starts`` on, or one after the other. One launch on ``stream`` for all arrays of one dtype; the
-        caller does not wait for it. The arrays lie on the stream's device, do not overlap ``flat``, and live until the
-        launch is done: nothing here keeps them.
-
-        Raises:
-            TypeError: There is no kernel for the cast.
-            ValueError: An array is not contiguous, or ``flat`` is too small.
-        """
-        for dtype, rows in _rows_by_dtype(sources, flat, starts).items():
-            self._launch(kernel_for(dtype.name, flat.dtype.name, False), rows, flat, True, 1.0, stream)
-
-    def unpack(
-        self, flat: Array, targets: Sequence[Array], divisor: float | None, stream: Stream, starts: Starts = None
+    def cast(
+        self, sources: Sequence[Array], targets: Sequence[Array], stream: Stream, divisor: float | None = None
     ) -> None:
-        """Fill C-contiguous arrays from ``flat``; the reverse of ``pack``.
+        """Cast contiguous arrays into contiguous ``targets`` of their sizes, divided by ``divisor`` before.
 
-        With a divisor, which is positive, each number is divided by it in the dtype of ``flat``, halves in float32,
-        and then cast to the dtype of its target: the bits are those of NumPy's ``true_divide`` and ``astype``.
-        A target of the dtype of ``flat`` may be the very part of it that it is filled from.
+        A target may be its own source. 16-bit floats are divided in float32, to round only once.
         """
-        for dtype, rows in _rows_by_dtype(targets, flat, starts).items():
-            kernel = kernel_for(flat.dtype.name, dtype.name, divisor is not None)
-            self._launch(kernel, rows, flat, False, 1.0 if divisor is None else float(divisor), stream)
+        rows: dict[str, list[tuple[int, int, int]]] = {}
+        for source, target in zip(sources, targets, strict=True):
+            if source.size != target.size or not (source.flags.c_contiguous and target.flags.c_contiguous):
+                raise ValueError(
+                    f"cannot cast shape {source.shape} to {target.shape}. Pass contiguous arrays of one size"
+                )
+            if source.size:
+                name = kernel_name(source.dtype, target.dtype, divisor is not None)
+                rows.setdefault(name, []).append((source.data.ptr, target.data.ptr, source.size))  # type: ignore[attr-defined]
+        for name, all_rows in rows.items():
+            with stream:
+                for start in range(0, len(all_rows), ROWS):
+                    self._launch(name, all_rows[start : start + ROWS], divisor)
+
+    def _launch(self, name: str, rows: list[tuple[int, int, int]], divisor: float | None) -> None:
+        table = np.zeros((ROWS, 4), np.int64)
+        table[: len(rows), :3] = rows
+        tiles = -(-table[:, 2] // TILE)
+        table[1:, 3] = np.cumsum(tiles[:-1])
+        arguments = (table.reshape(-1).view(TABLE), np.int32(len(rows)), np.float64(divisor or 1))
+        self._kernel(name)((int(tiles.sum()),), (THREADS,), arguments)
 
     def compile(self, source: DType, target: DType, divides: bool) -> None:
         """Compile the kernel of a cast for the current device, before it is needed."""
-        kernel = kernel_for(source.name, target.name, divides)
-        with self._lock:
-            # RawKernel.compile would forget those of all devices.
-            self._function(kernel).kernel  # noqa: B018
+        # RawKernel.compile() would forget the kernels of all devices.
+        self._kernel(kernel_name(source, target, divides)).kernel  # noqa: B018
 
-    def _function(self, kernel: Kernel) -> RawKernel:
-        function = self._functions.get(kernel.name)
-        if function is None:
-            function = self._functions[kernel.name] = self._cupy.RawKernel(source_of(kernel), kernel.name)
-        return function
-
-    def _launch(
-        self, kernel: Kernel, rows: list[_Row], flat: Array, into_flat: bool, divisor: float, stream: Stream
-    ) -> None:
-        with stream, self._lock:
-            table = self._table(kernel, rows, stream)
-            self._function(kernel)(
-                (table.blocks,),
-                (THREADS,),
-                (table.device, np.int32(len(rows)), flat, np.int32(into_flat), np.float64(divisor)),
-            )
-
-    def _table(self, kernel: Kernel, rows: list[_Row], stream: Stream) -> _Table:
-        # The table holds on to its stream, so that no other stream gets the same handle.
-        key = (stream.device, stream.handle, kernel.tile, kernel.parts, tuple(rows))
-        table = self._tables.get(key)
-        if table is not None:
-            self._tables.move_to_end(key)
-            return table
-        table = self._tables[key] = self._upload(_table_of(rows, kernel), stream)
-        while self._dropped and self._dropped[0][0].is_done:
-            self._dropped.popleft()
-        if len(self._tables) > _TABLES_KEPT:
-            _, oldest = self._tables.popitem(last=False)
-            self._dropped.append((oldest.stream.record(), oldest))
-        return table
-
-    def _upload(self, content: NDArray[np.int64], stream: Stream) -> _Table:
-        blocks = int(content[-1, 3])
-        if blocks > _MOST_BLOCKS:
-            raise ValueError(f"these arrays need {blocks} blocks; expected at most {_MOST_BLOCKS}: use several packs")
-        device = self._cupy.empty(content.shape, np.int64)
-        staged = self._staging.room(content.nbytes)
-        np.copyto(staged.view(np.int64), content.ravel())
-        device.data.copy_from_host_async(staged.ctypes.data, content.nbytes)
-        self._staging.keep(stream.record(blocks=True), staged)
-        return _Table(device, blocks, stream)
-
-
-def _rows_by_dtype(arrays: Sequence[Array], flat: Array, starts: Starts) -> dict[DType, list[_Row]]:
-    rows: dict[DType, list[_Row]] = {}
-    last = 0
-    for array, start in zip(arrays, starts_of(arrays) if starts is None else starts, strict=True):
-        size = array.size
-        if size:
-            if not array.flags.c_contiguous:
-                raise ValueError(
-                    f"an array of shape {array.shape} is not C-contiguous; make it so: cupy.ascontiguousarray(array)"
-                )
-            rows.setdefault(array.dtype, []).append((array.data.ptr, start, size))  # type: ignore[attr-defined]
-            last = max(last, start + size)
-    if last > flat.size or not flat.flags.c_contiguous:
-        raise ValueError(
-            f"the flat buffer has {flat.size} elements{'' if flat.flags.c_contiguous else ', not contiguous'}; "
-            f"expected at least {last}, contiguous"
-        )
-    return rows
-
-
-def _table_of(rows: list[_Row], kernel: Kernel) -> NDArray[np.int64]:
-    """Return the table for the arrays.
-
-    It has address, start, elements and first tile of each, and at last the number of tiles.
-
-    >>> _table_of([(4096, 0, 5000), (8192, 5000, 1)], kernel_for("float32", "float16", False))
-    array([[4096,    0, 5000,    0],
-           [8192, 5000,    1,    2],
-           [   0,    0,    0,    3]])
-    """
-    content = np.zeros((len(rows) + 1, 4), np.int64)
-    content[:-1, :3] = rows
-    content[:-1, 1:3] *= kernel.parts
-    np.cumsum(-(-content[:-1, 2] // kernel.tile), out=content[1:, 3])
-    return content
+    def _kernel(self, name: str) -> RawKernel:
+        kernel = self._kernels.get(name)
+        if kernel is None:
+            kernel = self._kernels[name] = self._cupy.RawKernel(INTRINSICS + TEMPLATES + entry_of(name), name)
+        return kernel

@@ -12,9 +12,10 @@ import os
 import sys
 import threading
 from collections import deque
+from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from types import ModuleType, TracebackType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from mpidist.core.concurrency import is_own_thread
 from mpidist.core.errors import DeviceError
 from mpidist.core.text import pip_install
 
+if TYPE_CHECKING:
+    import cupy
+
 # Files of NVIDIA's driver: the control device, its folder, and the device in WSL.
 _DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
 # Values of CUDA_VISIBLE_DEVICES that hide every GPU. Slurm sets the last one on nodes without GPUs.
@@ -30,13 +34,7 @@ _NO_DEVICES = ("", "-1", "NoDevFiles")
 
 
 class CupyState(NamedTuple):
-    """Describe the CuPy of this process, or why it cannot be used.
-
-    Attributes:
-        module: Module ``cupy``, or None if it cannot be used.
-        problem: Reason and fix, or "" if CuPy can be used.
-        is_installed: True if CuPy is installed.
-    """
+    """Describe the CuPy of this process. ``problem`` has the reason and fix if it cannot be used."""
 
     module: ModuleType | None
     problem: str
@@ -155,10 +153,7 @@ class CudaDriver:
         return True
 
     def relax_capture_mode(self) -> None:
-        """Relax the capture mode of this thread.
-
-        While another thread records a CUDA graph, some calls would otherwise fail and invalidate the graph.
-        """
+        """Relax the capture mode of this thread. Its calls could invalidate another thread's CUDA graph."""
         mode = ctypes.c_int(_RELAXED)
         status = self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         _check("cuThreadExchangeStreamCaptureMode", status)
@@ -184,10 +179,7 @@ class CurrentDevice:
         self._driver = CudaDriver()
 
     def on(self, device: int) -> _Block:
-        """Return a context in which ``device`` is current. Enter it once.
-
-        On exit the previous device is current again, if this process has a context there.
-        """
+        """Return a context in which ``device`` is current. Enter it once."""
         return _Block(self, device)
 
     def enter(self, device: int) -> int:
@@ -203,7 +195,7 @@ class CurrentDevice:
         return device if is_first and before == 0 else before
 
     def leave(self, before: int) -> None:
-        """Restore the device ``before``."""
+        """Restore the device ``before``, if this process has a context there."""
         if self._runtime.getDevice() != before and self._driver.has_context(before):
             self._runtime.setDevice(before)
 
@@ -225,60 +217,109 @@ class _Block:
 
 # Limit for copies in flight between the host and GPUs.
 MOST_STAGED_BYTES = 32 << 20
+_NOT_READY = 600  # cudaErrorNotReady, which CuPy does not define
+# Errors of queries while a graph is recorded: cudaErrorStreamCaptureUnsupported, cudaErrorStreamCaptureInvalidated and
+# cudaErrorCapturedEvent. Queries of the default stream return cudaErrorStreamCaptureImplicit.
+_NOT_KNOWN, _CAPTURE_IMPLICIT = (900, 901, 907), 906
 
 
 class Event:
-    """Mark a point in a stream. On the CPU it has always passed."""
+    """Mark a point in a stream, with a CUDA event."""
+
+    def __init__(self, stream: Stream, raw: cupy.cuda.Event) -> None:
+        self._runtime = stream.cupy.cuda.runtime
+        self._on_device = stream.on_device
+        self.raw = raw
 
     @property
     def is_done(self) -> bool:
-        """Return True if all work before the point is done. Raises if the device failed."""
+        """Return True if all work before the event is done. Raises CUDARuntimeError if the device failed."""
+        # CuPy's Event.done hides errors and would stay False. While a graph is recorded CUDA rejects the query.
+        with self._on_device():
+            status = int(self._runtime.eventQuery(self.raw.ptr))
+        if status == _NOT_READY or status in _NOT_KNOWN:
+            return False
+        if status:
+            raise self._runtime.CUDARuntimeError(status)
         return True
 
     def synchronize(self) -> None:
-        """Block until all work before the point is done."""
+        """Block until all work before the event is done. Other Python threads run."""
+        with self._on_device():
+            self.raw.synchronize()
 
 
 class Stream:
-    """Order the work of a device. ``with stream:`` makes it current. The CPU's stream is always idle.
+    """Bind a CUDA stream to its device, for any thread. CuPy's default stream has no device.
 
-    Attributes:
-        device: Device number.
-        raw: CuPy's stream, or None for the CPU.
+    ``with stream:`` makes the stream and its device current in this thread.
     """
 
-    device: int = 0
-    raw: object = None
+    def __init__(self, cupy: ModuleType, current: CurrentDevice, device: int, raw: cupy.cuda.Stream) -> None:
+        self.cupy = cupy
+        self.device = device
+        self._current = current
+        self.raw = raw
+        self._entered = threading.local()
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Return a context in which its device is current."""
+        return self._current.on(self.device)
 
     @property
     def handle(self) -> int:
-        """Return the cudaStream_t as a number, for NCCL."""
-        return 0
+        """Return the cudaStream_t as a number."""
+        return int(self.raw.ptr)
 
     @property
     def is_capturing(self) -> bool:
         """Return True if work on this stream would join or invalidate a CUDA graph."""
-        return False
+        runtime = self.cupy.cuda.runtime
+        with self.on_device():
+            try:
+                return bool(runtime.streamIsCapturing(self.raw.ptr))
+            except runtime.CUDARuntimeError as error:
+                if error.status == _CAPTURE_IMPLICIT:
+                    return True
+                raise
 
     def record(self, *, blocks: bool = False) -> Event:
         """Return an event after all work so far. Waiting for an event that ``blocks`` sleeps."""
-        return Event()
+        # An event is created on the current device, which must be the device of its stream.
+        with self.on_device():
+            event = self.cupy.cuda.Event(block=blocks, disable_timing=True)
+            event.record(self.raw)
+        return Event(self, event)
 
     def wait(self, event: Event) -> None:
-        """Order later work after ``event``, of any device. Only the CPU's stream blocks the caller."""
-        event.synchronize()
+        """Order later work after ``event``, of any device."""
+        with self.on_device():
+            self.raw.wait_event(event.raw)
 
     def synchronize(self) -> None:
         """Block until all work is done."""
+        with self.on_device():
+            self.raw.synchronize()
 
-    def __enter__(self) -> object:
-        """Make the stream and its device current in this thread."""
+    def __enter__(self) -> Stream:
+        # CuPy rejects a stream if its device is not current.
+        device = self._current.enter(self.device)
+        before = self.cupy.cuda.get_current_stream()
+        try:
+            self.raw.use()
+        except BaseException:
+            self._current.leave(device)
+            raise
+        self._entered.__dict__.setdefault("stack", []).append((device, before))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Restore the previous stream and device."""
+        device, before = self._entered.stack.pop()
+        # CuPy's own block would restore the enclosing block's stream, and undo a use() of the program.
+        before.use()
+        self._current.leave(device)
 
 
 class Staging:

@@ -23,7 +23,7 @@ from mpidist.collectives.channel.mismatch import FOR_COMMUNICATORS, Advice
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation, Work, describe, signature_of, signature_text
 from mpidist.collectives.engine import Engine
-from mpidist.collectives.gpu.staging import on_host
+from mpidist.collectives.gpu.device_move import on_host
 from mpidist.collectives.move.point_to_point import PointToPoint
 from mpidist.collectives.mpi import exchange
 from mpidist.collectives.mpi.waiting import Comm, Steps

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpidist.arrays.convert import graph_error
-from mpidist.arrays.device_ops import is_device_array, ops_of
+from mpidist.arrays.device_ops import gpu_ops, is_device_array, ops_of
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.operation import (
@@ -27,9 +27,8 @@ from mpidist.collectives.channel.operation import (
     which_on_device,
 )
 from mpidist.collectives.engine import Engine
-from mpidist.collectives.gpu.device_move import DeviceMovement, MovementCall
+from mpidist.collectives.gpu.device_move import BringBack, DeviceMovement, MovementCall, on_host
 from mpidist.collectives.gpu.device_streams import DeviceCall, ReductionCall
-from mpidist.collectives.gpu.staging import BringBack, on_host
 from mpidist.collectives.move.move import MovePlan, Outs, check_expected, check_has_axis, cut_rows
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.reading import Given, check_writable, deliver
@@ -76,7 +75,7 @@ class Planner:
         call = None
         if plan.on_device:
             choice = self._engine.choice_for("all_reduce", arrays if outs is None else [*arrays, *outs])
-            call = ReductionCall(plan, arrays, outs, choice.streams, choice.multiple, self._seconds(options))
+            call = ReductionCall(plan, arrays, outs, choice.packs_of(plan), choice.streams, self._seconds(options))
         steps = self._engine.all_reduce(plan, arrays, outs, call, more)
         operation = self._operation(steps, plan.description, options, call)
         if options is None and plan.may_be_short and divisor == self._channel.size and not more:
@@ -209,7 +208,7 @@ class Planner:
         engine, arrays = self._engine, given.arrays
         check_communication_options(options)
         for array in arrays:
-            if is_device_array(array) and ops_of(array).current_stream(ops_of(array).device_of(array)).is_capturing:
+            if is_device_array(array) and gpu_ops().current_stream(gpu_ops().device_of(array)).is_capturing:
                 raise graph_error(name)
         if _excludes_nccl(self.options.merge(options)) or not engine.may_move_on_device(arrays):
             return None

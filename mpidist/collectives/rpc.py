@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpidist.collectives.channel.progress import mpi_takes_threads
 from mpidist.collectives.channel.shutdown import after_shutdown
@@ -23,13 +23,8 @@ _IDLE_SECONDS, _BUSY_SECONDS, _BUSY_FOR_SECONDS = 0.25, 0.005, 1.0
 # Name of replies to requests.
 _REPLY = ""
 Handlers = Mapping[str, Callable[..., object]]
-
-
-class Call(NamedTuple):
-    """The sender of a message, and a function that answers a request. It may answer several times."""
-
-    source: int
-    reply: Callable[[object], None]
+Reply = Callable[[object], None]
+"""Answers a request. A handler may call it several times."""
 
 
 class ServiceThread(DaemonThread["Endpoint"]):
@@ -90,13 +85,9 @@ service = ServiceThread()
 class Endpoint:
     """Small messages between the ranks of a communicator. The loss of a rank closes it.
 
-    A message must fit MPI's eager buffers of a few KiB. MPI sends a larger one only when its receiver polls.
-
-    Args:
-        comm: Communicator of the ranks. Drain ``mailbox.count`` before you free it (see ``mpi.mailbox.drain``).
-        tag: Tag of the messages. No other messages on ``comm`` may use it.
-        handlers: Functions by name of message. The service thread calls them with a Call and the arguments.
-        service: Service thread, or a simulation of it.
+    A message must fit MPI's eager buffers of a few KiB. MPI sends a larger one only when its receiver polls. The
+    service thread calls the handler of a message's name with a Reply and the arguments. Drain ``mailbox.count`` before
+    you free ``comm`` (see ``exchange.drain``).
     """
 
     def __init__(self, comm: Comm, tag: int, handlers: Handlers, service: ServiceThread = service) -> None:
@@ -131,7 +122,7 @@ class Endpoint:
     def receive(self, source: int, name: str, number: int, args: tuple[object, ...]) -> None:
         """Act on a message. The service calls this."""
         if name != _REPLY:
-            self._handlers[name](Call(source, lambda answer: self._send(source, _REPLY, number, (answer,))), *args)
+            self._handlers[name](lambda answer: self._send(source, _REPLY, number, (answer,)), *args)
         elif number in self._requests:
             self._requests[number](*args)
 

@@ -10,7 +10,7 @@ import threading
 
 from mpidist.collectives.mpi.exchange import drain
 from mpidist.collectives.mpi.waiting import Comm
-from mpidist.collectives.rpc import Call, Endpoint, Handlers, service
+from mpidist.collectives.rpc import Endpoint, Handlers, Reply, service
 from mpidist.core import message_tags
 from mpidist.core.concurrency import Deadline
 from mpidist.core.errors import CollectiveTimeoutError
@@ -73,36 +73,32 @@ class StepAgreement:
             return [act for act, target in self._targets.items() if target == self.steps]
 
     def close(self) -> None:
-        """Free the communicator (collective).
-
-        Raises:
-            CollectiveTimeoutError: Other ranks did not close theirs within ``MPIDIST_TIMEOUT``.
-        """
+        """Free the communicator (collective)."""
         if self._comm is not None:
             self._endpoint.close()
             drain(self._comm, [self._endpoint.mailbox.count], "closing an agreement on steps")
             self._comm.Free()
             self._comm = None
 
-    def _want(self, _: Call, act: str) -> None:
+    def _want(self, _: Reply, act: str) -> None:
         if act not in self._counts:
             self._counts[act] = []
             for rank in range(self._size):
                 self._endpoint.notify(rank, "hold", act)
 
-    def _hold(self, _: Call, act: str) -> None:
+    def _hold(self, _: Reply, act: str) -> None:
         with self._changed:
             self._targets.setdefault(act, None)
             self._endpoint.notify(0, "count", act, self.steps)
 
-    def _count(self, _: Call, act: str, steps: int) -> None:
+    def _count(self, _: Reply, act: str, steps: int) -> None:
         counts = self._counts[act]
         counts.append(steps)
         if len(counts) == self._size:
             for rank in range(self._size):
                 self._endpoint.notify(rank, "target", act, max(counts) + 1)
 
-    def _set(self, _: Call, act: str, step: int) -> None:
+    def _set(self, _: Reply, act: str, step: int) -> None:
         with self._changed:
             self._targets[act] = step
             self._changed.notify_all()

@@ -9,26 +9,28 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from mpidist.arrays.device_ops import DeviceOps, ops_for
-from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.operation import Operation, describe
 from mpidist.collectives.communicator import Communicator
+from mpidist.collectives.mpi.exchange import all_do, first_does
+from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.reduce import tuning_file
 from mpidist.collectives.reduce.choice import place_of
-from mpidist.collectives.reduce.cost_model import Network, measure_network
-from mpidist.collectives.reduce.registry import SHIPPED, KiB, Row, Table, candidates_at, host_algorithms, size_text
+from mpidist.collectives.reduce.cost_model import measure_network
+from mpidist.collectives.reduce.registry import SHIPPED, KiB, Row, Table, candidates_at, size_text
 from mpidist.collectives.reduce.tuning_file import Setup
 from mpidist.core.errors import AlgorithmError, DeviceError
 from mpidist.core.options import CommunicationOptions, ReduceOp
 from mpidist.core.settings import TUNING_FILE
 from mpidist.core.text import parse_device
+
+T = TypeVar("T")
 
 _log = logging.getLogger("mpidist")
 
@@ -51,27 +53,21 @@ class Timing(NamedTuple):
     """The times measured at one size."""
 
     nbytes: int
-    seconds: dict[str, float]
-    """Median time of a call on the slowest rank, by algorithm."""
+    seconds: dict[str, float]  # median time of a call on the slowest rank, by algorithm
 
 
 class Tuned(NamedTuple):
     """The outcome of tuning, the same on every rank."""
 
-    setup: Setup
-    """The hosts, MPI library and layout that were measured."""
-    place: str
-    """The measured row of the table."""
-    table: Table
-    """The table. Rows of other places are unchanged."""
-    timings: list[Timing]
-    """The times behind the table, without skipped sizes."""
-    path: str | None
-    """The file of the table, if any."""
+    setup: Setup  # the hosts, MPI library and layout that were measured
+    place: str  # the measured row of the table
+    table: Table  # rows of other places are unchanged
+    timings: list[Timing]  # the times behind the table, without skipped sizes
+    path: str | None  # the file of the table, if any
 
 
+# Reports progress on rank 0.
 Report = Callable[[str], object]
-"""A function that reports progress on rank 0."""
 
 
 def _ignore(_: str) -> None:
@@ -116,133 +112,85 @@ def run(path: str | os.PathLike[str] | None, seconds: float, report: Report = _i
         raise ValueError(f"seconds is {seconds!r}. Pass a number above 0")
     kind, number, _, _ = parse_device(device)
     with Communicator(table=SHIPPED) as comm:
-        outcome = _unusable(comm, kind) or _run(comm, path, seconds, ops_for(kind), number, report)
-    # Raise after the communicator is closed. Every rank has the same error.
+        try:
+            outcome: Tuned | Exception = _run(comm, path, seconds, kind, number, report if comm.rank == 0 else _ignore)
+        except (ValueError, DeviceError) as error:  # the same on every rank, so close the communicator first
+            outcome = error
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
 
 
-def _unusable(comm: Communicator, kind: str) -> DeviceError | None:
-    """Return the error of the first rank without devices of a kind, if any (collective)."""
-    try:
-        ops_for(kind)
-        problem = None
-    except DeviceError as error:
-        problem = f"rank {comm.rank}: {error}"
-    problems = comm.all_gather_object(problem)
-    return next((DeviceError(text) for text in problems if text is not None), None)
-
-
 def _run(
-    comm: Communicator, path: str | os.PathLike[str] | None, seconds: float, ops: DeviceOps, device: int, report: Report
-) -> Tuned | ValueError:
-    goal = comm.broadcast_object(_goal(comm, path, seconds) if comm.rank == 0 else None)
-    if isinstance(goal, ValueError):
-        return goal
+    comm: Communicator, path: str | os.PathLike[str] | None, seconds: float, kind: str, device: int, report: Report
+) -> Tuned:
+    channel = comm._channel
+    place, setup = place_of(channel.node, kind), tuning_file.setup_of(channel.node)
+
+    def agree(steps: Steps[T], text: str) -> T:
+        return channel.run(Operation(steps, describe(text)))
+
+    ops = agree(all_do(channel.comm, lambda: ops_for(kind), _device_error), "finding the devices to tune for")
+    reading = first_does(channel.comm, lambda: (*_table_before(comm, setup, path), seconds))
+    table, target, seconds = agree(reading, "reading the table to tune")
     timings: list[Timing] = []
-    table, channel, report = goal.before, _channel_of(comm), report if comm.rank == 0 else _ignore
-    place = place_of(channel.node, ops.kind)
     if not channel.node.is_alone:
         report("messages between nodes")
-        measuring = describe("measuring the messages between nodes")
-        network: Network = channel.run(Operation(measure_network(channel.comm, channel.node), measuring))
+        network = agree(measure_network(channel.comm, channel.node), "measuring the messages between nodes")
         table = table._replace(between_nodes=network)
     if comm.size > 1:
         # Measure with the inter-node algorithms that the new costs select.
         with Communicator(table=table) as tuned:
-            timings = _Measuring(tuned, candidates_at(place), goal.seconds, ops, device, report).timings()
-    outcome: Tuned | ValueError
+            timings = _Measuring(tuned, place, seconds, ops, device, report).timings()
+
+    def keep() -> Tuned:
+        decided = Table(**{**table._asdict(), place: best_row(timings)}) if timings else table
+        if target is not None:
+            tuning_file.merge(target, setup, decided)
+        return Tuned(setup, place, decided, timings, target)
+
     # One rank decides, because the last bit of a logarithm may differ between hosts.
-    outcome = comm.broadcast_object(_kept(comm, goal, decide(table, place, timings), place, timings))
-    return outcome
+    return agree(first_does(channel.comm, keep), "writing the tuned table")
 
 
-@dataclass(frozen=True)
-class _Goal:
-    """The arguments of rank 0, with the table so far."""
-
-    before: Table
-    path: str | None
-    seconds: float
+def _device_error(rank: int, text: str) -> DeviceError:
+    return DeviceError(f"rank {rank}: {text.removeprefix('DeviceError: ')}")
 
 
-def _goal(comm: Communicator, path: str | os.PathLike[str] | None, seconds: float) -> _Goal | ValueError:
+def _table_before(comm: Communicator, setup: Setup, path: str | os.PathLike[str] | None) -> tuple[Table, str | None]:
+    """Return the table so far, and the file to write, if any."""
     target = TUNING_FILE.read() if path is None else os.fspath(path)
     if comm.size == 1:
         _log.warning("mpidist: tune() measured nothing, because the job has one rank. Run it under mpirun")
     if comm.size == 1 or target is None:
-        return _Goal(SHIPPED, None, seconds)
-    try:
-        tables = tuning_file.read_if_there(target)
-    except ValueError as error:
-        return error
-    setup = tuning_file.setup_of(_channel_of(comm).node)
-    return _Goal(tables.get(setup, SHIPPED), str(Path(target).absolute()), seconds)
-
-
-def _channel_of(comm: Communicator) -> Channel:
-    return comm._channel
-
-
-def _kept(
-    comm: Communicator, goal: _Goal, table: Table, place: str, timings: Sequence[Timing]
-) -> Tuned | ValueError | None:
-    """Write the file on rank 0, and return the outcome there."""
-    if comm.rank > 0:
-        return None
-    setup = tuning_file.setup_of(_channel_of(comm).node)
-    if goal.path is not None:
-        try:
-            tuning_file.merge(goal.path, setup, table)
-        except ValueError as error:
-            return error
-    return Tuned(setup, place, table, list(timings), goal.path)
+        return SHIPPED, None
+    return tuning_file.read_if_there(target).get(setup, SHIPPED), str(Path(target).absolute())
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
 class _Point:
-    """One size while it is measured."""
+    """One size while it is measured. ``first`` has the seconds of the first calls by candidate."""
 
-    nbytes: int
-    first: dict[str, float]
-    """Seconds of the first calls, by candidate."""
-
-    def __post_init__(self) -> None:
-        worst = _HOPELESS * min(self.first.values()) if self.nbytes > _LARGEST_ALWAYS_MEASURED else math.inf
-        self.times: dict[str, list[float]] = {name: [] for name, first in self.first.items() if first <= worst}
-
-    def calls(self, name: str) -> int:
-        """Return the number of calls that are timed together."""
-        return _CALLS_IN_GROUP if self.first[name] < _SHORT_CALL_SECONDS else 1
-
-    @property
-    def round_seconds(self) -> float:
-        """The approximate seconds of one round over the candidates."""
-        return sum(self.first[name] * self.calls(name) for name in self.times)
+    def __init__(self, nbytes: int, first: dict[str, float]) -> None:
+        self.nbytes, self.first = nbytes, first
+        worst = _HOPELESS * min(first.values()) if nbytes > _LARGEST_ALWAYS_MEASURED else math.inf
+        self.times: dict[str, list[float]] = {name: [] for name, seconds in first.items() if seconds <= worst}
+        # Number of calls that are timed together.
+        self.calls = {name: _CALLS_IN_GROUP if first[name] < _SHORT_CALL_SECONDS else 1 for name in self.times}
+        self.round_seconds = sum(first[name] * calls for name, calls in self.calls.items())
 
 
 class _Measuring:
     """Times candidates in turn (collective)."""
 
     def __init__(
-        self,
-        comm: Communicator,
-        candidates: Sequence[str],
-        seconds: float,
-        ops: DeviceOps,
-        device: int,
-        report: Report,
+        self, comm: Communicator, place: str, seconds: float, ops: DeviceOps, device: int, report: Report
     ) -> None:
-        self._comm = comm
-        self._candidates = list(candidates)
-        self._seconds = seconds
-        self._report = report
-        self._draw = random.Random(0)
-        self._stream = ops.current_stream(device)
+        self._comm, self._place, self._seconds, self._report = comm, place, seconds, report
+        self._broken: set[str] = set()
+        self._ops, self._device = ops, device
         self._value, self._result = [ops.from_host(np.ones(SIZES[-1] // 4, np.float32), device) for _ in range(2)]
         self._start = time.perf_counter()
 
@@ -255,11 +203,8 @@ class _Measuring:
             points.append(_Point(nbytes, self._first_seconds(nbytes)))
             self._report(f"first look at {size_text(nbytes)}")
         self._repeat(points)
-        return [self._timing(point) for point in points]
-
-    def _timing(self, point: _Point) -> Timing:
-        slowest = {name: statistics.median(self._agree(times)) for name, times in point.times.items()}
-        return Timing(point.nbytes, {**point.first, **slowest})
+        medians = [{name: statistics.median(self._agree(times)) for name, times in at.times.items()} for at in points]
+        return [Timing(at.nbytes, {**at.first, **slowest}) for at, slowest in zip(points, medians, strict=True)]
 
     def _needed(self, points: Sequence[_Point]) -> float:
         """Predict the total seconds with one more size, twice as slow as the last."""
@@ -268,11 +213,12 @@ class _Measuring:
 
     def _repeat(self, points: Sequence[_Point]) -> None:
         """Repeat all sizes in rounds, so that a disturbance of the machine affects all equally."""
+        draw = random.Random(0)
         for number in range(1, _MOST_ROUNDS + 1):
             for point in points:
                 # In random order, so that caches do not favor the successor of one candidate.
-                for name in self._draw.sample(list(point.times), len(point.times)):
-                    point.times[name].append(self._seconds_per_call(point.nbytes, name, point.calls(name)))
+                for name in draw.sample(list(point.times), len(point.times)):
+                    point.times[name].append(self._seconds_per_call(point.nbytes, name, point.calls[name]))
             elapsed = self._elapsed()
             self._report(f"round {number}, {elapsed:.1f} of {self._seconds:g} s")
             if number >= _LEAST_ROUNDS and elapsed * (number + 1) > self._seconds * number:
@@ -281,12 +227,12 @@ class _Measuring:
     def _first_seconds(self, nbytes: int) -> dict[str, float]:
         """Return the seconds of the first calls, and drop candidates that do not work."""
         first = {}
-        for name in [name for name in self._candidates if host_algorithms.is_tuned_to(name, nbytes)]:
+        for name in [name for name in candidates_at(self._place, nbytes) if name not in self._broken]:
             try:
                 # Warm up: create plans and touch pages.
                 self._seconds_per_call(nbytes, name, 1)
             except AlgorithmError as error:
-                self._candidates.remove(name)
+                self._broken.add(name)
                 if self._comm.rank == 0:
                     _log.info("mpidist: tune() skips %s: %s", name, error)
                 continue
@@ -300,7 +246,7 @@ class _Measuring:
         start = time.perf_counter()
         for _ in range(calls):
             self._comm.reduce_arrays(ReduceOp.SUM, value, 1, options=options, out=result)
-        self._stream.synchronize()
+        self._ops.synchronize(self._device)
         return (time.perf_counter() - start) / calls
 
     def _elapsed(self) -> float:
@@ -316,19 +262,8 @@ class _Measuring:
 # Decision -------------------------------------------------------------------------------------------------------------
 
 
-def decide(before: Table, place: str, timings: Sequence[Timing]) -> Table:
-    """Return ``before`` with the best row for a place. Sizes of ``timings`` must rise."""
-    return Table(**{**before._asdict(), place: best_row(timings)}) if timings else before
-
-
 def best_row(timings: Sequence[Timing]) -> Row:
-    """Return the fastest row over all sizes, without entries of little gain.
-
-    >>> best_row([Timing(1024, {"a": 1.0, "b": 3.0}), Timing(4096, {"a": 6.0, "b": 2.0})])
-    ((2048, 'a'), (None, 'b'))
-    >>> best_row([Timing(1024, {"a": 1.0, "b": 3.0}), Timing(4096, {"b": 5.0})])
-    ((1024, 'a'), (None, 'b'))
-    """
+    """Return the fastest row over all sizes, which must rise, without entries of little gain."""
     # Dynamic programming. By the algorithm at the last size so far: the least cost, and the algorithms up to there.
     best: dict[str, tuple[float, tuple[str, ...]]] = dict.fromkeys(timings[0].seconds, (0.0, ()))
     for _, seconds in timings:

@@ -15,7 +15,7 @@ from mpidist.arrays.convert import restorer, to_array
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives import Communicator
-from mpidist.collectives.gpu.nccl_start import nccl_problem
+from mpidist.collectives.gpu.nccl import nccl_problem
 from mpidist.core.options import CallOptions, CommunicationOptions, ReduceOp
 from mpidist.core.text import parse_device
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps, Pairs
@@ -131,7 +131,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
             return None
         if self._local is None or self._local.devices != devices:
             self.close()
-            self._local = LocalAllReduce(devices, self.num_packs)
+            self._local = LocalAllReduce(devices, self.num_packs > 0)
         if not self._local.suits(columns, op):
             return None
         reduced = self._local.all_reduce(columns, op, divisor)

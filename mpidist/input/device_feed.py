@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpidist.arrays.device_ops import is_device_array
+from mpidist.arrays.device_ops import gpu_ops, is_device_array
 from mpidist.arrays.dtypes import Array, is_transportable
 from mpidist.arrays.streams import Event, Stream
 from mpidist.core import nest
@@ -55,7 +55,7 @@ class _Buffer:
             end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         if end > self._memory.nbytes:
             with self._place.current():
-                self._memory = self._place.ops.pinned(end)
+                self._memory = gpu_ops().pinned(end)
         return [self._put(array, start) for array, start in zip(arrays, starts, strict=True)]
 
     def _put(self, array: Array, start: int) -> Array:
@@ -78,7 +78,7 @@ class _Transfer:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self._stream: Stream = place.ops.stream(place.number)
+        self._stream: Stream = gpu_ops().stream(place.number)
         self._free: deque[_Buffer] = deque()
         self.buffers: list[_Buffer] = []
 
@@ -99,7 +99,7 @@ class _Transfer:
 
         Runs in the caller's thread.
         """
-        ops, device = self.place.ops, self.place.number
+        ops, device = gpu_ops(), self.place.number
         leaves = nest.flatten(staged.batch)
         with self.place.current():
             leaves = [self.place.brings(leaf) if is_device_array(leaf) else leaf for leaf in leaves]
@@ -118,7 +118,7 @@ class _Transfer:
 
     def receive(self, event: Event) -> None:
         """Let the caller's stream wait for a batch."""
-        self.place.ops.current_stream(self.place.number).wait(event)
+        gpu_ops().current_stream(self.place.number).wait(event)
 
 
 class DeviceFeed(Iterator[list[object]]):

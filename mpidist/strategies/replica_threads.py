@@ -18,11 +18,12 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from mpidist.arrays.device_ops import gpu_ops
 from mpidist.arrays.streams import Event, Stream
 from mpidist.collectives import FinishedWork, PartOfWork, Work
 from mpidist.core.context import Args, Frame, Kwargs, as_in_a_new_thread, entered, pop, push
@@ -53,24 +54,24 @@ class ReplicaStream:
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._outer = place.ops.current_stream(place.number)
+        self._outer = _current_stream(place)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Make device and stream current in the replica's thread."""
-        with self._place.current(), self._outer:
+        with self._place.current(), self._outer or nullcontext():
             yield
 
     def hand_over(self) -> None:
         """Let the coordinating thread's stream wait for the replica's work."""
-        inner = self._place.ops.current_stream(self._place.number)
-        if inner.handle != self._outer.handle:
+        inner = _current_stream(self._place)
+        if inner and self._outer and inner.handle != self._outer.handle:
             self._outer.wait(inner.record())
 
     def take_back(self) -> None:
         """Let the replica's stream wait for the coordinating thread's work."""
-        inner = self._place.ops.current_stream(self._place.number)
-        if inner.handle != self._outer.handle:
+        inner = _current_stream(self._place)
+        if inner and self._outer and inner.handle != self._outer.handle:
             inner.wait(self._outer.record())
 
 
@@ -362,7 +363,7 @@ class _Arrival:
             with ExitStack() as entered:
                 for place, stream in zip(self._places, streams, strict=True):
                     # CuPy forgets a stream that a thread was told to use() when it leaves another one.
-                    if stream is not None and stream.handle != place.ops.current_stream(place.number).handle:
+                    if stream is not None and stream.handle != gpu_ops().current_stream(place.number).handle:
                         entered.enter_context(stream)
                 self._result = self._work.wait(timeout)
             self._events = self._record(streams)
@@ -402,4 +403,4 @@ def finished_work(result: object, gpu: Place | None) -> FinishedWork | PartOfWor
 
 
 def _current_stream(place: Place) -> Stream | None:
-    return None if place.is_host else place.ops.current_stream(place.number)
+    return None if place.is_host else gpu_ops().current_stream(place.number)

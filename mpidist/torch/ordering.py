@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpidist.arrays.convert import to_array
-from mpidist.arrays.device_ops import DeviceOps, ops_for
+from mpidist.arrays.device_ops import CupyOps, gpu_ops
 from mpidist.arrays.dtypes import Array
 from mpidist.arrays.streams import Event, Stream, find_cupy
 from mpidist.core.errors import DeviceError
@@ -117,7 +117,7 @@ class _StreamApart:
     The memory that it uses belongs to other streams, which may have it as soon as it is let go.
     """
 
-    def __init__(self, ops: DeviceOps, device: int) -> None:
+    def __init__(self, ops: CupyOps, device: int) -> None:
         self.stream: Stream = ops.stream(device, is_urgent=True)
         self._in_torch = _cuda.ExternalStream(self.stream.handle, device=torch.device("cuda", device))
         self._kept: deque[tuple[Event, object]] = deque()
@@ -142,15 +142,15 @@ class _StreamApart:
 
 
 @cache
-def _apart(ops: DeviceOps, device: int) -> _StreamApart:
+def _apart(ops: CupyOps, device: int) -> _StreamApart:
     return _StreamApart(ops, device)
 
 
-def _current_stream(ops: DeviceOps, device: Foreign) -> Stream:
+def _current_stream(ops: CupyOps, device: Foreign) -> Stream:
     return ops.stream_of_others(device.index, _cuda.current_stream(device).cuda_stream)
 
 
-def _ops(device: Foreign) -> DeviceOps:
+def _ops(device: Foreign) -> CupyOps:
     cuda: str | None = torch.version.cuda
     if cuda is None:
         raise DeviceError(
@@ -163,4 +163,4 @@ def _ops(device: Foreign) -> DeviceOps:
             f"pip install cupy-cuda{cuda.partition('.')[0]}x   (this PyTorch has CUDA {cuda}), or take the tensor to "
             "host memory: tensor.cpu()"
         )
-    return ops_for("gpu")
+    return gpu_ops()

@@ -200,7 +200,7 @@ class StartedWork(_TorchWork):
         """
         if self._program.acquire(blocking=False):
             try:
-                self._work.waited = self._work.timeout
+                self._work.timeout = 0.0
                 self._end(blocking=False)
             finally:
                 self._program.release()

@@ -93,7 +93,7 @@ def test_cupy_arrays_pass_through_untouched(fake_gpus: Any) -> None:
     assert is_array_like(given)
 
 
-def test_arrays_of_other_libraries_become_cupy_arrays_without_a_copy(fake_gpus: Any) -> None:
+def test_other_libraries_arrays_are_not_copied(fake_gpus: Any) -> None:
     with fake_gpus.cuda.Device(1):
         inner = fake_gpus.arange(6, dtype="float32").reshape(2, 3)
     foreign = Foreign(inner)
@@ -125,7 +125,7 @@ def test_work_of_the_other_library_is_waited_for(fake_gpus: Any) -> None:
 
 
 @pytest.mark.parametrize("is_torch", [False, True], ids=["namespace", "torch"])
-def test_the_other_library_waits_for_work_on_a_device_that_is_not_current(
+def test_other_libraries_wait_for_another_device(
     is_torch: bool, fake_gpus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, went_on, ops = threading.Event(), threading.Event(), ops_of(fake_gpus.zeros(1))
@@ -154,7 +154,7 @@ def test_the_other_library_waits_for_work_on_a_device_that_is_not_current(
     theirs.synchronize()
 
 
-def test_the_device_of_another_librarys_array_is_current_while_it_is_taken(fake_gpus: Any) -> None:
+def test_import_makes_the_arrays_device_current(fake_gpus: Any) -> None:
     fake_gpus.cuda.Device(1).use()
     foreign = Foreign(fake_gpus.ones(3))
     thread = threading.Thread(target=lambda: to_array(foreign))
@@ -172,20 +172,20 @@ def test_the_cuda_array_interface_is_enough(fake_gpus: Any) -> None:
     assert restorer(OldForeign(inner)) is None
 
 
-def test_an_array_that_cannot_be_exported_is_a_type_error(fake_gpus: Any) -> None:
+def test_array_without_export_raises_type_error(fake_gpus: Any) -> None:
     fake_gpus.cuda.Device(0).use()
     with pytest.raises(TypeError, match=r"grads of type .*OnDevice cannot be read by CuPy: this is never exported"):
         to_array(OnDevice(2), "grads")
 
 
-def test_devices_that_nobody_reaches_are_a_type_error(fake_gpus: Any) -> None:
+def test_unreachable_devices_raise_type_error(fake_gpus: Any) -> None:
     with pytest.raises(TypeError, match="cannot be read by CuPy"):
         to_array(OnDevice(10))
     with pytest.raises(TypeError, match="cannot be read on the CPU: no such device"):
         to_array(OnDevice(0, BufferError("no such device")))
 
 
-def test_an_array_on_a_gpu_without_cupy_says_what_to_type(no_cupy: None) -> None:
+def test_array_on_gpu_without_cupy_names_the_fix(no_cupy: None) -> None:
     with pytest.raises(DeviceError, match="CuPy, which is not installed; type: pip install"):
         to_array(OnDevice(2))
 
@@ -224,7 +224,7 @@ class TestTorch:
 
         return torch.arange(6, dtype=torch.float32).reshape(2, 3).requires_grad_().as_subclass(OnGpu)
 
-    def test_tensors_become_cupy_arrays_without_a_copy(self, fake_gpus: Any, tensor: Any) -> None:
+    def test_tensors_are_not_copied(self, fake_gpus: Any, tensor: Any) -> None:
         # torch has a context where its tensors lie.
         fake_gpus.cuda.Device(1).use()
         taken = to_array(tensor)
@@ -242,7 +242,7 @@ class TestTorch:
         restore(result)
         assert [value is result for value in given] == [True]
 
-    def test_a_tensor_on_a_gpu_without_cupy_says_what_to_type(self, no_cupy: None, tensor: Any) -> None:
+    def test_tensor_on_gpu_without_cupy_names_the_fix(self, no_cupy: None, tensor: Any) -> None:
         with pytest.raises(DeviceError, match="pip install"):
             to_array(tensor)
 

@@ -56,9 +56,7 @@ def test_without_cupy_the_error_says_what_to_type(unknown_cupy: None, monkeypatc
     del sys.modules["cupy"]
 
 
-def test_without_cupy_and_without_a_driver_the_error_names_both(
-    unknown_cupy: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_cupy_and_driver_are_both_named(unknown_cupy: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)  # type: ignore[arg-type]
     monkeypatch.setattr(streams, "_DRIVER_FILES", ("/no/such/device",))
     assert "no NVIDIA driver" in find_cupy().problem
@@ -69,13 +67,13 @@ def test_without_cupy_and_without_a_driver_the_error_names_both(
     del sys.modules["cupy"]
 
 
-def test_a_cupy_that_does_not_load_is_told_from_a_missing_one(make_cupy: MakeCupy) -> None:
+def test_broken_cupy_differs_from_missing_cupy(make_cupy: MakeCupy) -> None:
     make_cupy("raise ImportError('libnvrtc.so.13: cannot open shared object file')")
     with pytest.raises(DeviceError, match=r"installed and does not load.*libnvrtc\.so\.13: cannot open"):
         require_cupy()
 
 
-def test_a_cupy_that_lacks_a_module_of_its_own_is_broken_and_not_missing(make_cupy: MakeCupy) -> None:
+def test_cupy_without_its_own_module_is_broken(make_cupy: MakeCupy) -> None:
     make_cupy("import a_module_that_nobody_has")
     with pytest.raises(DeviceError, match=r"does not load.*a_module_that_nobody_has"):
         require_cupy()
@@ -149,7 +147,7 @@ def test_gpus_are_present_where_the_driver_is(unknown_cupy: None, monkeypatch: p
     assert "cupy" not in sys.modules
 
 
-def test_gpus_are_present_where_a_usable_cupy_is_loaded(fake_gpus: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_present_if_cupy_is_usable(fake_gpus: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(streams, "_DRIVER_FILES", ())
     assert gpus_may_be_present()
@@ -164,7 +162,7 @@ import sys, types
 package = types.ModuleType("mpidist"); package.__path__ = [sys.argv[1]]
 sys.modules["mpidist"] = package
 import numpy as np
-from mpidist.arrays import convert, device_ops, dtypes, host_ops, kernels
+from mpidist.arrays import convert, device_ops, dtypes, kernels
 device_ops.ops_of(np.zeros(3)).copy(convert.to_array([1.0] and np.ones(3)))
 print([name for name in sys.modules if name.partition(".")[0] in ("mpi4py", "cupy", "torch")])
 """

@@ -50,7 +50,7 @@ def gate(fake_gpus: Any) -> Iterator[Gate]:
     made.open()
 
 
-def test_a_stream_and_its_device_are_current_together(fake_gpus: Any, ops: CupyOps) -> None:
+def test_stream_and_device_are_current_together(fake_gpus: Any, ops: CupyOps) -> None:
     stream = ops.stream(1)
     assert fake_gpus.cuda.runtime.getDevice() == 0
     with stream:
@@ -63,7 +63,7 @@ def test_a_stream_and_its_device_are_current_together(fake_gpus: Any, ops: CupyO
     assert fake_gpus.cuda.get_current_stream(1).ptr == 0
 
 
-def test_a_stream_that_cannot_be_entered_leaves_the_device(fake_gpus: Any, ops: CupyOps) -> None:
+def test_failed_stream_restores_the_device(fake_gpus: Any, ops: CupyOps) -> None:
     class Refused:
         ptr = 0
 
@@ -78,7 +78,7 @@ def test_a_stream_that_cannot_be_entered_leaves_the_device(fake_gpus: Any, ops: 
 
 
 @pytest.mark.parametrize("fake_gpus", [{"ptds": True}, {"ptds": False}], indirect=True, ids=["setting", "use"])
-def test_the_default_stream_of_a_thread_is_refused(fake_gpus: Any, ops: CupyOps) -> None:
+def test_per_thread_default_stream_raises(fake_gpus: Any, ops: CupyOps) -> None:
     if not machine().ptds:
         fake_gpus.cuda.Stream.ptds.use()
     expected = (
@@ -90,7 +90,7 @@ def test_the_default_stream_of_a_thread_is_refused(fake_gpus: Any, ops: CupyOps)
     assert ops.current_stream(0).handle > 2
 
 
-def test_a_stream_that_the_program_uses_stays_current(fake_gpus: Any, ops: CupyOps) -> None:
+def test_used_stream_stays_current(fake_gpus: Any, ops: CupyOps) -> None:
     own, ours = fake_gpus.cuda.Stream(non_blocking=True), ops.stream(0)
     own.use()
     with ours, ours:
@@ -98,7 +98,7 @@ def test_a_stream_that_the_program_uses_stays_current(fake_gpus: Any, ops: CupyO
     assert fake_gpus.cuda.get_current_stream().ptr == own.ptr
 
 
-def test_a_stream_of_another_library_is_known_by_its_number(fake_gpus: Any, ops: CupyOps) -> None:
+def test_streams_of_other_libraries_by_number(fake_gpus: Any, ops: CupyOps) -> None:
     theirs = ops.stream(1)
     known = ops.stream_of_others(1, theirs.handle)
     assert known is ops.stream_of_others(1, theirs.handle)
@@ -109,7 +109,7 @@ def test_a_stream_of_another_library_is_known_by_its_number(fake_gpus: Any, ops:
         assert ops.current_stream(1).handle == 0
 
 
-def test_an_event_is_not_done_before_what_it_follows(ops: CupyOps, gate: Gate) -> None:
+def test_event_waits_for_earlier_work(ops: CupyOps, gate: Gate) -> None:
     stream = ops.stream(1)
     gate.hold(stream)
     event = stream.record()
@@ -137,7 +137,7 @@ def test_an_event_of_a_failed_device_raises(fake_gpus: Any, ops: CupyOps) -> Non
     assert event.is_done
 
 
-def test_an_event_before_the_failure_raises_as_well(fake_gpus: Any, ops: CupyOps, gate: Gate) -> None:
+def test_event_before_a_failure_raises(fake_gpus: Any, ops: CupyOps, gate: Gate) -> None:
     def fail(_: None) -> None:
         raise fake_gpus.cuda.runtime.CUDARuntimeError(700)
 
@@ -152,7 +152,7 @@ def test_an_event_before_the_failure_raises_as_well(fake_gpus: Any, ops: CupyOps
         event.is_done
 
 
-def test_a_stream_waits_for_the_event_of_another_device(ops: CupyOps, gate: Gate) -> None:
+def test_stream_waits_for_another_devices_event(ops: CupyOps, gate: Gate) -> None:
     first, second = ops.stream(0), ops.stream(1)
     gate.hold(first)
     second.wait(first.record())
@@ -163,7 +163,7 @@ def test_a_stream_waits_for_the_event_of_another_device(ops: CupyOps, gate: Gate
     assert event.is_done
 
 
-def test_pinned_memory_may_be_changed_once_it_was_given_away(ops: CupyOps, gate: Gate) -> None:
+def test_pinned_source_may_change_after_the_call(ops: CupyOps, gate: Gate) -> None:
     pinned = ops.pinned(400).view(FLOAT)
     pinned[:] = 5
     gate.hold(ops.current_stream(1))
@@ -173,7 +173,7 @@ def test_pinned_memory_may_be_changed_once_it_was_given_away(ops: CupyOps, gate:
     np.testing.assert_array_equal(ops.to_host(array), np.full(100, 5, FLOAT))
 
 
-def test_the_staging_of_arrays_is_kept_until_the_gpu_has_read_it(ops: CupyOps, gate: Gate) -> None:
+def test_staging_is_kept_until_the_gpu_read_it(ops: CupyOps, gate: Gate) -> None:
     gate.hold(ops.current_stream(0))
     arrays = [ops.from_host(np.full(100, number, FLOAT), 0) for number in range(5)]
     gate.open()
@@ -195,7 +195,7 @@ def test_large_arrays_pin_little_memory(fake_gpus: Any, ops: CupyOps) -> None:
     assert all(size * sizes.count(size) <= 32 << 20 for size in sizes)
 
 
-def test_many_arrays_wait_for_those_before_them_to_arrive(fake_gpus: Any, ops: CupyOps, gate: Gate) -> None:
+def test_arrays_wait_for_earlier_arrays_to_arrive(fake_gpus: Any, ops: CupyOps, gate: Gate) -> None:
     def open_when_the_host_waits() -> None:
         give_up = time.monotonic() + 30.0
         while not fake_cupy.counts().synchronizations and time.monotonic() < give_up:
@@ -215,9 +215,7 @@ def test_many_arrays_wait_for_those_before_them_to_arrive(fake_gpus: Any, ops: C
 
 
 @pytest.mark.parametrize("fake_gpus", [{"jitter": 0.001}], indirect=True)
-def test_arrays_come_to_the_host_through_a_little_pinned_memory(
-    fake_gpus: Any, ops: CupyOps, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_to_the_host_pin_little_memory(fake_gpus: Any, ops: CupyOps, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_ops, "_PIECE_BYTES", 512)
     for module in (device_ops, streams):
         monkeypatch.setattr(module, "MOST_STAGED_BYTES", 2048)
@@ -233,7 +231,7 @@ def test_arrays_come_to_the_host_through_a_little_pinned_memory(
     assert fake_cupy.counts().pinned_allocations <= 8
 
 
-def test_a_copy_to_another_device_waits_for_what_is_left_to_do_there(fake_gpus: Any, ops: CupyOps, gate: Gate) -> None:
+def test_copy_waits_for_the_target_device(fake_gpus: Any, ops: CupyOps, gate: Gate) -> None:
     array = ops.zeros((100,), FLOAT, 0)
     late = ops.pinned(400)
     late.view(FLOAT)[:] = 3
@@ -244,7 +242,7 @@ def test_a_copy_to_another_device_waits_for_what_is_left_to_do_there(fake_gpus: 
     np.testing.assert_array_equal(ops.to_host(copy), np.full(100, 3, FLOAT))
 
 
-def test_the_source_of_a_copy_may_be_overwritten_at_once(fake_gpus: Any, ops: CupyOps, gate: Gate) -> None:
+def test_copied_source_may_be_overwritten(fake_gpus: Any, ops: CupyOps, gate: Gate) -> None:
     array = ops.from_host(np.full(100, 3, FLOAT), 0)
     other = ops.pinned(400)
     other.view(FLOAT)[:] = -1
@@ -255,7 +253,7 @@ def test_the_source_of_a_copy_may_be_overwritten_at_once(fake_gpus: Any, ops: Cu
     np.testing.assert_array_equal(ops.to_host(copy), np.full(100, 3, FLOAT))
 
 
-def test_the_source_of_a_copy_may_be_dropped_at_once(fake_gpus: Any, ops: CupyOps, gate: Gate) -> None:
+def test_copied_source_may_be_dropped(fake_gpus: Any, ops: CupyOps, gate: Gate) -> None:
     array = ops.from_host(np.arange(200, dtype=FLOAT).reshape(10, 20), 0)
     gate.hold(ops.current_stream(1))
     with ops.on(0):
@@ -265,9 +263,7 @@ def test_the_source_of_a_copy_may_be_dropped_at_once(fake_gpus: Any, ops: CupyOp
     np.testing.assert_array_equal(ops.to_host(copy), np.arange(200, dtype=FLOAT).reshape(10, 20).T)
 
 
-def test_reading_waits_for_the_stream_that_is_current_on_the_arrays_device(
-    fake_gpus: Any, ops: CupyOps, gate: Gate
-) -> None:
+def test_reading_waits_for_the_arrays_stream(fake_gpus: Any, ops: CupyOps, gate: Gate) -> None:
     array = ops.zeros((100,), FLOAT, 1)
     ops.current_stream(1).synchronize()
     stream = ops.stream(1)
@@ -282,7 +278,7 @@ def test_reading_waits_for_the_stream_that_is_current_on_the_arrays_device(
     opening.join()
 
 
-def test_copies_may_be_given_to_streams_while_another_device_is_current(fake_gpus: Any, ops: CupyOps) -> None:
+def test_copies_while_another_device_is_current(fake_gpus: Any, ops: CupyOps) -> None:
     array = ops.from_host(np.arange(100, dtype=FLOAT), 1)
     for stream in (ops.stream(1), ops.current_stream(1)):
         stream.wait(ops.current_stream(1).record())
@@ -292,7 +288,7 @@ def test_copies_may_be_given_to_streams_while_another_device_is_current(fake_gpu
         np.testing.assert_array_equal(host.view(FLOAT), np.arange(100, dtype=FLOAT))
 
 
-def test_each_thread_has_its_own_current_device_and_stream(fake_gpus: Any, ops: CupyOps) -> None:
+def test_threads_have_their_own_device_and_stream(fake_gpus: Any, ops: CupyOps) -> None:
     seen = []
 
     def look() -> None:

@@ -40,7 +40,7 @@ def test_a_device_that_is_current_costs_no_call(ops: DeviceOps, fake_gpus: Any) 
     assert fake_cupy.counts().device_switches == 0
 
 
-def test_what_was_current_is_so_again_where_the_process_uses_it(ops: DeviceOps, fake_gpus: Any) -> None:
+def test_used_devices_are_restored(ops: DeviceOps, fake_gpus: Any) -> None:
     fake_gpus.cuda.Device(2).use()
     with pytest.raises(KeyError), ops.on(1):
         ops.stream(1)
@@ -54,7 +54,7 @@ def test_what_was_current_is_so_again_where_the_process_uses_it(ops: DeviceOps, 
     assert current_device() == 2
 
 
-def test_no_way_leads_back_to_a_device_that_nobody_uses(ops: DeviceOps) -> None:
+def test_unused_devices_are_not_restored(ops: DeviceOps) -> None:
     with ops.on(1):
         ops.from_host(np.ones(3), 1)
     assert current_device() == 1
@@ -90,7 +90,7 @@ def test_a_thread_of_mpidist_stays_where_it_began(ops: DeviceOps, fake_gpus: Any
     assert in_thread(lambda: (event.is_done, current_device())) == (True, 0)
 
 
-def test_memory_that_is_pinned_for_a_device_makes_no_context_on_another(ops: DeviceOps) -> None:
+def test_pinning_makes_no_context_elsewhere(ops: DeviceOps) -> None:
     array = ops.from_host(np.ones(3), 1)
     assert in_thread(lambda: ops.to_host(array).sum()) == 3
     assert machine().contexts.devices == {1}

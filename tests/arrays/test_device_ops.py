@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpidist.arrays.device_ops import DeviceOps, device_name, is_device_array, ops_for, ops_of
+from mpidist.arrays.device_ops import CupyOps, DeviceOps, device_name, gpu_ops, is_device_array, ops_for, ops_of
 from mpidist.arrays.dtypes import Array
 
 pytestmark = pytest.mark.one_rank
@@ -28,6 +28,13 @@ def ops(request: pytest.FixtureRequest) -> DeviceOps:
 def device(ops: DeviceOps) -> int:
     """A device that is not the current one, where there are several."""
     return 1 if ops.kind == "gpu" else 0
+
+
+@pytest.fixture
+def gpu(fake_gpus: Any) -> CupyOps:
+    """The operations of GPUs, while the first one is current."""
+    fake_gpus.cuda.Device(0).use()
+    return gpu_ops()
 
 
 def values(dtype: Any, *shape: int) -> Array:
@@ -55,17 +62,17 @@ def test_arrays_go_to_the_device_and_back(ops: DeviceOps, device: int, dtype: An
     array = ops.from_host(given, device)
     given.fill(0)
     assert (array.shape, array.dtype, ops.device_of(array)) == (shape, dtype, device)
-    assert ops.is_contiguous(array)
+    assert array.flags.c_contiguous
     back = ops.to_host(array)
     assert type(back) is np.ndarray
     np.testing.assert_array_equal(back, values(dtype, *shape), strict=True)
 
 
-def test_arrays_that_are_not_contiguous_go_to_the_device(ops: DeviceOps, device: int) -> None:
+def test_strided_arrays_go_to_the_device(ops: DeviceOps, device: int) -> None:
     given = values("float32", 4, 6)
     for part in (given.T, given[::2, 1::2], given[::-1], np.asfortranarray(given)):
         array = ops.from_host(part, device)
-        assert ops.is_contiguous(array)
+        assert array.flags.c_contiguous
         np.testing.assert_array_equal(ops.to_host(array), part)
 
 
@@ -81,7 +88,7 @@ def test_a_copy_is_independent_and_contiguous(ops: DeviceOps, device: int) -> No
     with ops.on(device):
         copy = ops.copy(array.T)
         array.fill(-1)
-    assert ops.is_contiguous(copy)
+    assert copy.flags.c_contiguous
     assert ops.device_of(copy) == device
     np.testing.assert_array_equal(ops.to_host(copy), values("float32", 3, 4).T)
 
@@ -89,109 +96,95 @@ def test_a_copy_is_independent_and_contiguous(ops: DeviceOps, device: int) -> No
 def test_pointers_are_those_of_the_first_elements(ops: DeviceOps, device: int) -> None:
     array = ops.zeros((8,), np.dtype("float64"), device)
     assert ops.pointer(array[3:]) == ops.pointer(array) + 24
-    assert ops.is_contiguous(array[3:])
-    assert not ops.is_contiguous(array[::2])
+    assert array[3:].flags.c_contiguous
+    assert not array[::2].flags.c_contiguous
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 511, 4096, 100_000])
-def test_pinned_memory_is_bytes(ops: DeviceOps, nbytes: int) -> None:
-    memory = ops.pinned(nbytes)
+def test_pinned_memory_is_bytes(gpu: CupyOps, nbytes: int) -> None:
+    memory = gpu.pinned(nbytes)
     assert (type(memory), memory.shape, memory.dtype) == (np.ndarray, (nbytes,), np.uint8)
     memory.fill(7)
     assert memory.flags.writeable
 
 
-def test_bytes_go_through_pinned_memory_in_the_order_of_a_stream(ops: DeviceOps, device: int) -> None:
-    stream = ops.stream(device)
-    source = ops.from_host(values("float32", 100), device)
-    stream.wait(ops.current_stream(device).record())
-    host = ops.pinned(400)
-    target = ops.empty((10, 10), np.dtype("float32"), device)
-    stream.wait(ops.current_stream(device).record())
-    ops.copy_to_host(host, source, stream)
-    ops.copy_to_device(target, host, stream)
+def test_pinned_copies_follow_their_stream(gpu: CupyOps) -> None:
+    stream = gpu.stream(1)
+    source = gpu.from_host(values("float32", 100), 1)
+    stream.wait(gpu.current_stream(1).record())
+    host = gpu.pinned(400)
+    target = gpu.empty((10, 10), np.dtype("float32"), 1)
+    stream.wait(gpu.current_stream(1).record())
+    gpu.copy_to_host(host, source, stream)
+    gpu.copy_to_device(target, host, stream)
     done = stream.record()
     done.synchronize()
     assert done.is_done
     np.testing.assert_array_equal(host.view(np.float32), values("float32", 100))
-    np.testing.assert_array_equal(ops.to_host(target), values("float32", 10, 10))
+    np.testing.assert_array_equal(gpu.to_host(target), values("float32", 10, 10))
     stream.synchronize()
 
 
-def test_copies_of_other_sizes_and_of_gaps_are_refused(ops: DeviceOps, device: int) -> None:
-    stream = ops.stream(device)
-    array = ops.zeros((4, 4), np.dtype("float32"), device)
+def test_copies_of_wrong_arrays_raise(gpu: CupyOps) -> None:
+    stream = gpu.stream(1)
+    array = gpu.zeros((4, 4), np.dtype("float32"), 1)
     with pytest.raises(ValueError, match="cannot copy 64 bytes into 32"):
-        ops.copy_to_host(ops.pinned(32), array, stream)
+        gpu.copy_to_host(gpu.pinned(32), array, stream)
     with pytest.raises(ValueError, match="cannot copy 32 bytes into 64"):
-        ops.copy_to_device(array, ops.pinned(32), stream)
+        gpu.copy_to_device(array, gpu.pinned(32), stream)
     with pytest.raises(ValueError, match="not contiguous"):
-        ops.copy_to_host(ops.pinned(64), array.T[:, :], stream)
+        gpu.copy_to_host(gpu.pinned(64), array.T[:, :], stream)
     with pytest.raises(ValueError, match="not contiguous"):
-        ops.copy_to_device(array[:, ::2], ops.pinned(32), stream)
+        gpu.copy_to_device(array[:, ::2], gpu.pinned(32), stream)
 
 
-def test_nothing_to_copy_is_no_error(ops: DeviceOps, device: int) -> None:
-    nothing = ops.zeros((0, 3), np.dtype("float32"), device)
-    stream = ops.stream(device)
-    ops.copy_to_host(ops.pinned(0), nothing, stream)
-    ops.copy_to_device(nothing, ops.pinned(0), stream)
+def test_nothing_to_copy_is_no_error(gpu: CupyOps) -> None:
+    nothing = gpu.zeros((0, 3), np.dtype("float32"), 1)
+    stream = gpu.stream(1)
+    gpu.copy_to_host(gpu.pinned(0), nothing, stream)
+    gpu.copy_to_device(nothing, gpu.pinned(0), stream)
     stream.synchronize()
 
 
-def test_a_stream_is_current_inside_its_context(ops: DeviceOps, device: int) -> None:
-    stream = ops.stream(device)
-    before = ops.current_stream(device).handle
+def test_a_stream_is_current_inside_its_context(gpu: CupyOps) -> None:
+    stream = gpu.stream(1)
+    before = gpu.current_stream(1).handle
     with stream:
-        assert ops.current_stream(device).handle == stream.handle
-    assert ops.current_stream(device).handle == before
+        assert gpu.current_stream(1).handle == stream.handle
+    assert gpu.current_stream(1).handle == before
 
 
-def test_many_arrays_are_packed_and_unpacked(ops: DeviceOps, device: int) -> None:
-    arrays = [values("float32", 3, 5), values("float32", 0), values("float16", 7), values("float64", 2, 2)]
-    there = [ops.from_host(array, device) for array in arrays]
-    flat = ops.zeros((30,), np.dtype("float32"), device)
-    stream = ops.stream(device)
-    stream.wait(ops.current_stream(device).record())
-    ops.pack(there, flat, stream)
+def test_many_arrays_are_cast_and_divided(gpu: CupyOps) -> None:
+    arrays = [values("float32", 3, 5), values("float32", 0), values("float16", 7), values("int16", 2, 2)]
+    there = [gpu.from_host(array, 1) for array in arrays]
+    wide = [gpu.empty(array.shape, np.dtype(dtype), 1) for array, dtype in zip(arrays, "fffi", strict=True)]
+    stream = gpu.stream(1)
+    stream.wait(gpu.current_stream(1).record())
+    gpu.cast(there, wide, stream)
     stream.synchronize()
-    expected = np.concatenate([array.ravel().astype("float32") for array in arrays] + [np.zeros(4, "float32")])
-    np.testing.assert_array_equal(ops.to_host(flat), expected, strict=True)
+    for array, given in zip(wide, arrays, strict=True):
+        np.testing.assert_array_equal(gpu.to_host(array), given.astype(array.dtype), strict=True)
 
-    back = [ops.empty(array.shape, array.dtype, device) for array in arrays]
-    stream.wait(ops.current_stream(device).record())
-    ops.unpack(flat, back, 4, stream)
+    gpu.cast(wide[:3], [*wide[:2], there[2]], stream, 4)
     stream.synchronize()
-    for array, given in zip(back, arrays, strict=True):
+    for array, given in zip([*wide[:2], there[2]], arrays, strict=False):
         divided = (given.astype("float32") / np.float32(4)).astype(given.dtype)
-        np.testing.assert_array_equal(ops.to_host(array), divided, strict=True)
+        np.testing.assert_array_equal(gpu.to_host(array), divided, strict=True)
 
 
-def test_halves_are_divided_in_float32(ops: DeviceOps, device: int) -> None:
-    flat = ops.from_host(np.array([1.0, 2.0, 5.0], "float16"), device)
-    target = ops.empty((3,), np.dtype("float32"), device)
-    stream = ops.stream(device)
-    stream.wait(ops.current_stream(device).record())
-    ops.unpack(flat, [target], 3, stream)
-    stream.synchronize()
-    np.testing.assert_array_equal(ops.to_host(target), np.array([1, 2, 5], "float32") / np.float32(3))
+def test_each_kernel_is_compiled_once(fake_gpus: Any, gpu: CupyOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, real = [], fake_gpus.RawKernel
+    monkeypatch.setattr(fake_gpus, "RawKernel", lambda code, name: made.append(name) or real(code, name))
+    single, half = gpu.from_host(values("float32", 100), 0), gpu.from_host(values("float16", 100), 0)
+    for _ in range(3):
+        gpu.cast([single], [half], gpu.current_stream(0))
+        gpu.cast([half], [single], gpu.current_stream(0))
+    assert made == ["mpidist_float32_to_float16", "mpidist_float16_to_float32"]
 
 
-def test_a_pack_that_does_not_fit_is_refused(ops: DeviceOps, device: int) -> None:
-    array = ops.zeros((4, 4), np.dtype("float32"), device)
-    flat = ops.zeros((15,), np.dtype("float32"), device)
-    with pytest.raises(ValueError, match="15"):
-        ops.pack([array], flat, ops.stream(device))
-    with pytest.raises(ValueError, match="contiguous"):
-        ops.pack([array[:, ::2]], flat, ops.stream(device))
-
-
-@pytest.mark.parametrize("fake_gpus", [{"devices": 2}], indirect=True)
-def test_the_cpu_waits_for_an_event_of_a_gpu_and_the_reverse(fake_gpus: Any) -> None:
-    cpu, gpu = ops_for("cpu"), ops_for("gpu")
-    stream = gpu.stream(0)
-    event = stream.record()
-    cpu.stream(0).wait(event)
-    assert event.is_done
-    stream.wait(cpu.stream(0).record())
-    stream.synchronize()
+def test_kernels_use_memory_of_their_gpu(fake_gpus: Any, gpu: CupyOps) -> None:
+    there, here = gpu.from_host(values("float32", 100), 1), gpu.from_host(values("float32", 100), 0)
+    gpu.current_stream(1).synchronize()
+    gpu.cast([there], [here], gpu.current_stream(0))
+    with pytest.raises(fake_gpus.cuda.runtime.CUDARuntimeError, match="a kernel on gpu:0 was to use 400 bytes at"):
+        gpu.current_stream(0).synchronize()

@@ -108,13 +108,13 @@ def test_functions_take_the_same_arguments(cupy: Any) -> None:
 
 
 @pytest.mark.parametrize("name", _CLASSES)
-def test_classes_have_cupys_methods_with_the_same_arguments(cupy: Any, name: str) -> None:
+def test_classes_have_cupys_methods(cupy: Any, name: str) -> None:
     fake, real = getattr(module._cuda(), name), getattr(cupy.cuda, name)
     _check_class(fake, real)
     _check_same(fake.__init__, real.__init__, f"{name}.__init__")
 
 
-def test_arrays_have_cupys_methods_with_the_same_arguments(cupy: Any) -> None:
+def test_arrays_have_cupys_methods(cupy: Any) -> None:
     _check_class(ndarray.ndarray, cupy.ndarray)
     real = cupy._core.flags.Flags(True, False, True)
     fake = ndarray.Flags(True, False, True)
@@ -176,7 +176,7 @@ def test_dtypes_are_numpys_own(cupy: Any) -> None:
         assert getattr(fake, name) is getattr(cupy, name)
 
 
-def test_the_real_cupy_without_a_gpu_gives_its_reason(cupy: ModuleType) -> None:
+def test_real_cupy_without_gpu_gives_its_reason(cupy: ModuleType) -> None:
     if cupy.cuda.is_available():
         pytest.skip("this machine has a GPU")
     find_cupy.cache_clear()

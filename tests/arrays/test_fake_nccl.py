@@ -34,7 +34,7 @@ def crossed(fake_gpus: Any) -> tuple[list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize("fake_gpus", [{"serial_nccl": False}], indirect=True)
-def test_a_gpu_may_do_calls_of_two_communicators_at_once(fake_gpus: Any) -> None:
+def test_calls_of_two_communicators_may_overlap(fake_gpus: Any) -> None:
     raws, events = crossed(fake_gpus)
     for event in events:
         event.synchronize()

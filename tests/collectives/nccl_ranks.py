@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpidist.arrays.device_ops import ops_for
-from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.gpu.nccl import NcclComm, make_nccl
 from mpidist.collectives.mpi.waiting import Steps, drive
 from mpidist.core.concurrency import Deadline
 from tests.support.fake_cupy import nccl as fake_nccl
@@ -83,7 +83,7 @@ class Rank:
 def nccl_rank(device: int | None = None) -> Iterator[Rank]:
     """Make a communicator of all ranks, each on a GPU of its own; close it afterwards."""
     with private_world() as world:
-        comm = finished(NcclComm.made(world, world.rank if device is None else device))
+        comm = finished(make_nccl(world, world.rank if device is None else device))
         assert isinstance(comm, NcclComm), comm
         rank = Rank(comm)
         try:

@@ -14,7 +14,7 @@ from mpidist.collectives.node import node as node_module
 from mpidist.collectives.node import packing
 from mpidist.collectives.node.core import SMALL_BETWEEN_NODES
 from mpidist.collectives.reduce.algorithms import two_level
-from mpidist.collectives.reduce.registry import SHIPPED, host_algorithms, host_names, wire_algorithms
+from mpidist.collectives.reduce.registry import SHIPPED, algorithms_at, host_names, wire_algorithms
 from mpidist.core.errors import AlgorithmError
 from mpidist.experimental import CommunicationOptions
 
@@ -26,7 +26,7 @@ DTYPES = ["f4", "f8", "i4", "i8", "f2", "c8"]
 def usable(comm: Communicator) -> list[str | None]:
     """The algorithms that work where these ranks are."""
     node = comm._channel.node
-    works_between = {*host_algorithms.at("several_nodes"), *wire_algorithms.names}
+    works_between = {*algorithms_at("several_nodes"), *wire_algorithms.names}
     names = [name for name in host_names() if node.is_alone or name in works_between]
     return [None, *names]
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist import Communicator
-from mpidist.collectives import engine
 from mpidist.collectives.mpi import mpi_types
+from mpidist.collectives.node import packing
 from mpidist.collectives.reduce.registry import wire_algorithms
 from mpidist.core.settings import RANKS_PER_NODE
 from mpidist.experimental import CommunicationOptions
@@ -322,7 +322,7 @@ def test_large_arrays_are_reduced_in_place_without_a_copy(
     mine = np.random.default_rng(comm.rank).random(nbytes // 8)
     wanted = comm.all_reduce("SUM", mine, options=options)
     if comm.last_algorithm != "mpi":
-        monkeypatch.setattr(engine, "copies_of_overlapping", None)
+        monkeypatch.setattr(packing, "_copied", None)
     for arrays in ([mine.copy()], [mine.copy(), mine.copy()]):
         comm.all_reduce("SUM", arrays, out=arrays, options=options)
         for found in arrays:

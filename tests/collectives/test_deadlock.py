@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpidist.collectives.observe.deadlock import Wait, WaitState, find_deadlock
+from mpidist.collectives.observe.hang_report import Wait, WaitState, find_deadlock
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.programs import run_program
 from tests.support.speed import deadlines

@@ -19,13 +19,7 @@ pytestmark = [
     pytest.mark.min_ranks(2),
     pytest.mark.parametrize("fake_gpus", [{"devices": 6}], indirect=True),
 ]
-# Kernels of a sum: one packs; one is NCCL's, where ranks share a node; what is given is written by one. By one more
-# means are divided, unless that is done where it is written. Between nodes a ring adds what comes from each other one.
-LAUNCHES = {
-    "nccl": {"one": 1, "one in place": 1, "many": 2, "many in place": 3},
-    "ring": {"one": 1, "one in place": 0, "many": 1, "many in place": 2},
-    "staged": {"one": 0, "one in place": 0, "many": 1, "many in place": 2},
-}
+ARRAYS_OF_A_LAUNCH = 120
 
 
 @pytest.fixture
@@ -35,47 +29,68 @@ def cupy(fake_gpus: Any) -> Iterator[Any]:
         yield fake_gpus
 
 
-def gradients(cupy: Any, count: int) -> list[Any]:
+def gradients(cupy: Any, count: int, elements: int = 576) -> list[Any]:
     """Return arrays of some sizes, in bytes multiples of 16 and others."""
-    return [cupy.ones((64, 9) if number % 3 else 7, "f4") for number in range(count)]
+    return [cupy.ones(elements if number % 3 else elements + 7, "f4") for number in range(count)]
+
+
+def expected_launches(algorithm: str, op: str, is_in_place: bool, number: int, ranks: int) -> int:
+    """Return the kernels of a call: of NCCL, of the ring, to pack and unpack, to divide or to copy."""
+    launches = {"nccl": 1, "ring": ranks - 1, "staged": 0}[algorithm]
+    if number > 1:
+        # What is unpacked is divided there.
+        return launches + 2 * -(-number // ARRAYS_OF_A_LAUNCH)
+    return launches + (op == "MEAN") + (algorithm == "ring" and not is_in_place)
 
 
 @pytest.mark.parametrize("number", [1, 160, 600])
 @pytest.mark.parametrize("is_in_place", [False, True])
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 @pytest.mark.parametrize("algorithm", ["nccl", "ring", "staged"])
-def test_an_all_reduce_costs_the_same_however_many_arrays_it_has(
+def test_what_an_all_reduce_asks_of_cuda(
     cupy: Any, monkeypatch: pytest.MonkeyPatch, algorithm: str, op: str, is_in_place: bool, number: int
 ) -> None:
     # Of several nodes, where the ring has something to do.
     monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "1")
-    counts, options = fake_cupy.counts(), CommunicationOptions(algorithm=algorithm)
     with Communicator() as comm:
-        arrays = gradients(cupy, number)
-        for _ in range(2):
-            for array in arrays:
-                array.fill(1)
-            comm.barrier()
-            counts.clear()
-            results = comm.all_reduce(op, arrays, out=arrays if is_in_place else None, options=options)
-            found = (counts.launches, counts.pinned_allocations, counts.synchronizations)
-            switches = counts.device_switches
-            assert all((result.get() == (comm.size if op == "SUM" else 1)).all() for result in results)
-            del results
-    case = ("many" if number > 1 else "one") + (" in place" if is_in_place else "")
-    divides = op == "MEAN" and case != "many in place"
-    added = comm.size - 1 if algorithm == "ring" else 0
-    assert found == (LAUNCHES[algorithm][case] + divides + added, 0, 0)
+        found = counted(comm, gradients(cupy, number), algorithm, op, is_in_place)
+        assert found == (expected_launches(algorithm, op, is_in_place, number, comm.size), 0, 0)
+
+
+def counted(comm: Communicator, arrays: list[Any], algorithm: str, op: str, is_in_place: bool) -> tuple[int, ...]:
+    """Return launches, pinned allocations and waits of the second call, whose results are right."""
+    counts, options = fake_cupy.counts(), CommunicationOptions(algorithm=algorithm)
+    for _ in range(2):
+        for array in arrays:
+            array.fill(1)
+        comm.barrier()
+        counts.clear()
+        results = comm.all_reduce(op, arrays, out=arrays if is_in_place else None, options=options)
+        found = (counts.launches, counts.pinned_allocations, counts.synchronizations)
+        switches = counts.device_switches
+        assert all((result.get() == (comm.size if op == "SUM" else 1)).all() for result in results)
+        del results
     # The thread that watches makes its GPU current once.
     assert switches <= 1
+    return found
 
 
-def test_results_of_one_call_are_views_of_one_array_and_begin_where_vectors_do(cupy: Any) -> None:
+@pytest.mark.parametrize(("op", "launches"), [("SUM", 1), ("MEAN", 2)])
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_large_arrays_of_one_node_are_not_packed(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, is_in_place: bool, op: str, launches: int
+) -> None:
+    monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "8")
+    with Communicator() as comm:
+        assert counted(comm, gradients(cupy, 20, 16_384), "nccl", op, is_in_place) == (launches, 0, 0)
+
+
+def test_results_are_independent_and_begin_where_vectors_do(cupy: Any) -> None:
     with Communicator() as comm:
         for dtype in ("f4", "f2", "i2", "f8"):
             arrays = [cupy.full(size, 2, dtype) for size in (7, 1, 64, 33)]
             results = comm.all_reduce("SUM", arrays)
-            assert len({id(result.data.mem) for result in results}) == 1
+            assert len({id(result.data.mem) for result in results}) == len(arrays)
             assert not any(result.data.ptr % 16 for result in results)
             for array, result in zip(arrays, results, strict=True):
                 assert (result.shape, result.dtype) == (array.shape, array.dtype)

@@ -17,7 +17,7 @@ import sys, time
 from tests.support import fake_cupy
 cupy = fake_cupy.install(devices=2)
 import mpidist
-from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.gpu.nccl import NcclComm
 from mpidist.experimental import CommunicationOptions
 from tests.support.fake_cupy import nccl
 comm = mpidist.Communicator()

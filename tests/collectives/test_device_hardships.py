@@ -15,8 +15,8 @@ import pytest
 
 from mpidist import Communicator
 from mpidist.arrays import device_ops
-from mpidist.arrays.kernel_source import kernel_for
-from mpidist.collectives.gpu import staging
+from mpidist.arrays.kernels import kernel_name
+from mpidist.collectives.gpu import reduce
 from mpidist.collectives.reduce.algorithms import inter_node
 from mpidist.collectives.reduce.registry import wire_algorithms
 from mpidist.core.errors import PeerError
@@ -233,7 +233,7 @@ def test_a_rank_that_cannot_compile_tells_the_others_before_nccl_waits_for_it(
         if kernel.name == apart:
             raise RuntimeError("nvrtc: error: failed to load builtins")
 
-    apart = kernel_for("float32", "float16", op == "MEAN").name
+    apart = kernel_name(np.dtype("f4"), np.dtype("f2"), op == "MEAN")
     with Communicator(world_topology().world) as comm:
         arrays = [cupy.ones(1000, "f2") for _ in range(3)]
         with monkeypatch.context() as changed:
@@ -314,7 +314,7 @@ def test_mpi_on_device_memory_has_few_slices_at_a_time_and_the_device_to_itself(
     monkeypatch.setenv("MPIDIST_STAGING_BYTES", "65536")
     under_way: set[int] = set()
     most, at_once = [], []
-    cross, carry_out = staging.DeviceRing.all_reduce, fake_nccl.NcclCommunicator._carry_out
+    cross, carry_out = reduce.DeviceRing.all_reduce, fake_nccl.NcclCommunicator._carry_out
 
     def counted(self: Any, flat: Any, op: Any, chunk: int, *others: Any) -> Steps[Any]:
         under_way.add(chunk)
@@ -330,11 +330,11 @@ def test_mpi_on_device_memory_has_few_slices_at_a_time_and_the_device_to_itself(
 
     with Communicator() as comm:
         comm.all_reduce("SUM", cupy.ones(10, "f4"), options=HIERARCHICAL).get()
-        monkeypatch.setattr(staging.DeviceRing, "all_reduce", counted)
+        monkeypatch.setattr(reduce.DeviceRing, "all_reduce", counted)
         monkeypatch.setattr(fake_nccl.NcclCommunicator, "_carry_out", looked_at)
         got = comm.all_reduce("SUM", cupy.ones(1 << 20, "f4"), options=HIERARCHICAL)
         assert (got.get() == comm.size).all()
-    assert 1 < max(most) <= staging._SLOTS
+    assert 1 < max(most) <= reduce._SLOTS
     assert not any(at_once)
     assert per_node == 1 or at_once
 

@@ -10,7 +10,7 @@ import pytest
 
 from mpidist import Communicator, MismatchError
 from mpidist.collectives.channel.operation import which_on_device
-from mpidist.collectives.gpu import staging
+from mpidist.collectives.gpu import device_move
 from mpidist.collectives.gpu.device_move import MovementCall
 from mpidist.core.errors import PeerError
 from mpidist.experimental import CommunicationOptions
@@ -35,7 +35,7 @@ def by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks are on one node, and nothing may pass through the host."""
     monkeypatch.setenv("MPIDIST_RANKS_PER_NODE", "8")
     monkeypatch.setattr(
-        staging, "which_on_device", lambda arrays: which_on_device(arrays) and pytest.fail("a copy to the host")
+        device_move, "which_on_device", lambda arrays: which_on_device(arrays) and pytest.fail("a copy to the host")
     )
 
 
@@ -155,6 +155,21 @@ def test_a_rank_with_arrays_on_the_host_is_a_mismatch(cupy: Any) -> None:
 
 @PUNCTUAL
 @pytest.mark.usefixtures("by_nccl")
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_no_memory_for_rows_raises_on_all_ranks(cupy: Any, after: int) -> None:
+    with Communicator(world_topology().world) as comm:
+        value = cupy.ones((comm.size, 2), "f2")
+        comm.reduce_scatter("SUM", value)
+        is_poor = comm.rank == comm.size - 1
+        if is_poor:
+            fake_cupy.fail_allocations(after=after)
+        with pytest.raises(cupy.cuda.memory.OutOfMemoryError if is_poor else PeerError, match="Out of memory"):
+            comm.reduce_scatter("SUM", value)
+        assert comm.reduce_scatter("SUM", value).get().tolist() == [[comm.size] * 2]
+
+
+@PUNCTUAL
+@pytest.mark.usefixtures("by_nccl")
 def test_a_rank_without_memory_for_what_is_gathered_is_an_error_on_all(cupy: Any) -> None:
     with Communicator() as comm:
         mine = cupy.ones(3)
@@ -217,7 +232,7 @@ def test_a_movement_that_ends_in_an_error_leaves_the_device_to_the_next_call(
 def test_who_asks_for_another_way_has_no_nccl_started(
     fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, given: Any
 ) -> None:
-    monkeypatch.setattr(staging, "which_on_device", which_on_device)
+    monkeypatch.setattr(device_move, "which_on_device", which_on_device)
     fake_gpus.cuda.Device(world_topology().rank).use()
     with Communicator(options=CommunicationOptions(**given)) as comm:
         mine = fake_gpus.full(comm.size, 1.0)

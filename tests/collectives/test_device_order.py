@@ -15,8 +15,9 @@ import pytest
 
 from mpidist import Communicator
 from mpidist.arrays import device_ops
+from mpidist.arrays import streams as array_streams
 from mpidist.arrays.device_ops import ops_of
-from mpidist.collectives.gpu import device_streams, reduce, staging
+from mpidist.collectives.gpu import device_streams, reduce
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.experimental import CommunicationOptions
 from mpidist.topology import world_topology
@@ -66,9 +67,9 @@ def late_streams(patch: pytest.MonkeyPatch) -> None:
     """What the communicator does on the device comes late."""
     load = device_streams.ReductionCall.load
 
-    def loaded(self: Any, pack: Any, multiple: int) -> Any:
+    def loaded(self: Any) -> None:
         sleep_on(self.streams.stream)
-        return load(self, pack, multiple)
+        load(self)
 
     patch.setattr(device_streams.ReductionCall, "load", loaded)
 
@@ -103,13 +104,13 @@ def wrong_rounds(comm: Communicator, cupy: Any, algorithm: str) -> int:
 
 def deaf_in(function: str) -> Callable[[pytest.MonkeyPatch], None]:
     """Let streams not wait for events where ``function`` says so."""
-    wait = device_ops.CupyStream.wait
+    wait = array_streams.Stream.wait
 
     def wait_elsewhere(self: Any, event: Any) -> None:
         if sys._getframe(1).f_code.co_name != function:
             wait(self, event)
 
-    return lambda patch: patch.setattr(device_ops.CupyStream, "wait", wait_elsewhere)
+    return lambda patch: patch.setattr(array_streams.Stream, "wait", wait_elsewhere)
 
 
 def hasty(module: Any) -> Callable[[pytest.MonkeyPatch], None]:
@@ -122,7 +123,7 @@ def hasty(module: Any) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def slots_are_always_free(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(staging.PinnedBuffer, "free_after", property(lambda _: None, lambda *_: None), raising=False)
+    patch.setattr(reduce.PinnedBuffer, "free_after", property(lambda _: None, lambda *_: None), raising=False)
 
 
 def mpi_begins_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -138,7 +139,7 @@ def run(
 ) -> int:
     """Return in how many rounds there is a wrong number where something is late, and something does not wait for it."""
     patch.setenv("MPIDIST_STAGING_BYTES", "65536")
-    patch.setattr(staging, "_SLOTS", 1)
+    patch.setattr(reduce, "_SLOTS", 1)
     with Communicator() as comm:
         # What is made once is made in order.
         with fake_gpus.cuda.Device(comm.rank):
@@ -194,7 +195,7 @@ def test_the_hierarchical_way(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, m
     ("mutate", "late"),
     [
         pytest.param(deaf_in("_stage_first"), late_streams, id="neither copies nor sums wait for its streams"),
-        pytest.param(hasty(staging), TO_HOST, id="MPI does not wait for the copy to the host"),
+        pytest.param(hasty(reduce), TO_HOST, id="MPI does not wait for the copy to the host"),
         pytest.param(deaf_in("_add"), TO_DEVICE, id="the copy to the host does not wait for the sum"),
         pytest.param(deaf_in("move"), TO_DEVICE, id="its streams do not wait for the copy to the device"),
         pytest.param(slots_are_always_free, TO_DEVICE, id="slots are used again at once"),
@@ -211,7 +212,7 @@ def test_the_ring_whose_sums_are_formed_on_the_device(
     ("mutate", "late"),
     [
         pytest.param(mpi_begins_at_once, late_streams, id="MPI does not wait for its streams"),
-        pytest.param(hasty(staging), late_streams, id="MPI does not wait for the sums"),
+        pytest.param(hasty(reduce), late_streams, id="MPI does not wait for the sums"),
     ],
 )
 def test_the_hierarchical_way_on_device_memory(

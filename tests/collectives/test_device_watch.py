@@ -20,7 +20,7 @@ import time
 from tests.support import fake_cupy
 cupy = fake_cupy.install(devices=2)
 import mpidist
-from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.gpu.nccl import NcclComm
 with mpidist.Communicator() as comm, cupy.cuda.Device(comm.rank):
     comm.all_reduce("SUM", cupy.ones(3))
     if comm.rank == 1:
@@ -37,7 +37,7 @@ FAILING = """
 from tests.support import fake_cupy
 cupy = fake_cupy.install(devices=2)
 import mpidist
-from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.gpu.nccl import NcclComm
 from tests.support.fake_cupy import nccl
 with mpidist.Communicator() as comm, cupy.cuda.Device(comm.rank):
     comm.all_reduce("SUM", cupy.ones(3))

@@ -19,8 +19,7 @@ from mpidist.collectives import rpc
 from mpidist.collectives.channel.connections import Connections
 from mpidist.collectives.channel.executor import ChannelStatus
 from mpidist.collectives.observe import hangs
-from mpidist.collectives.observe.deadlock import Wait, WaitState
-from mpidist.collectives.observe.hang_report import Answer
+from mpidist.collectives.observe.hang_report import Answer, Wait, WaitState
 from mpidist.collectives.observe.hangs import DEADLOCK, MESSAGE, REPORT, HangObserver, Question, Report, send_answers
 
 pytestmark = pytest.mark.one_rank
@@ -58,7 +57,9 @@ class World:
                     node=SimpleNamespace(ranks=nodes),
                     comm=SimpleNamespace(world=self, Get_rank=lambda rank=rank: rank),
                     message_counts=[],
-                    executor=SimpleNamespace(status=lambda rank=rank: odd.get(rank, waits), refuse=lambda _: None),
+                    executor=SimpleNamespace(
+                        status=lambda rank=rank: odd.get(rank, waits), waiting=lambda: [(17, TEXT)]
+                    ),
                 ),
                 self,  # type: ignore[arg-type]
             )

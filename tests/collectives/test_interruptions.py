@@ -416,14 +416,19 @@ def test_a_thread_that_is_still_in_a_collective_at_the_end_ends_the_job() -> Non
 
 
 DAEMON_WORK = """
-import threading, time, numpy, mpidist
+import atexit, threading, time
+threads = []
+# Runs after the shutdown of mpidist, because it is registered first. Python cannot end while the thread prints.
+atexit.register(lambda: [thread.join(20) for thread in threads])
+import numpy, mpidist
 comm = mpidist.Communicator()
 started = threading.Event()
 def evaluate():
     started.set()
     print(comm.all_reduce_async("SUM", numpy.ones(3)).wait(20))
 if comm.rank == 0:
-    threading.Thread(target=evaluate, daemon=True).start()
+    threads.append(threading.Thread(target=evaluate, daemon=True))
+    threads[0].start()
     started.wait()
     time.sleep(0.3)
 else:

@@ -21,10 +21,8 @@ import numpy as np
 import pytest
 
 from mpidist.arrays.device_ops import CupyOps
-from mpidist.collectives.gpu import nccl_comm, nccl_start
-from mpidist.collectives.gpu import nccl_comm as nccl_module
-from mpidist.collectives.gpu.nccl_comm import LocalNccl, NcclComm
-from mpidist.collectives.gpu.nccl_start import nccl_version
+from mpidist.collectives.gpu import nccl as nccl_module
+from mpidist.collectives.gpu.nccl import NcclComm, join_local_gpus, make_nccl, nccl_version
 from mpidist.core.errors import NcclFailure
 from mpidist.core.options import ReduceOp
 from tests.collectives.nccl_ranks import finished, private_world
@@ -92,11 +90,11 @@ def _binding(library: str) -> Any:
     ops = _HostMemoryOps(cupy)
 
     def candidate(device: int, ranks: tuple[int, ...]) -> Any:
-        return nccl_start._Candidate(None, nccl_version(nccl), "host", str(device))
+        return nccl_module._Candidate(None, nccl_version(nccl), "host", str(device))
 
-    found = {"nccl_binding": lambda: nccl, "ops_for": lambda _: ops}
+    found = {"nccl_binding": lambda: nccl, "gpu_ops": lambda: ops}
     starting = {**found, "_candidate": candidate, "require_cupy": mock.MagicMock()}
-    with mock.patch.multiple(nccl_start, **starting), mock.patch.multiple(nccl_module, **found):
+    with mock.patch.multiple(nccl_module, **starting):
         yield nccl, ops
 
 
@@ -106,7 +104,7 @@ def _values(rank: int, size: int, dtype: str) -> np.ndarray:
 
 def _every_call(library: str) -> None:
     with _binding(library) as (_, ops), private_world() as world:
-        comm = finished(NcclComm.made(world, 0))
+        comm = finished(make_nccl(world, 0))
         assert isinstance(comm, NcclComm), comm
         stream, n, rank = ops.stream(0), comm.size, comm.rank
         assert (comm._raw.size(), comm._raw.rank_id()) == (n, rank) == (world.size, world.rank)
@@ -150,8 +148,8 @@ def _every_call(library: str) -> None:
 
 
 def _wrong_calls(library: str) -> None:
-    with _binding(library) as (_, ops), private_world() as world:
-        comm = finished(NcclComm.made(world, 0))
+    with _binding(library) as (nccl, ops), private_world() as world:
+        comm = finished(make_nccl(world, 0))
         assert isinstance(comm, NcclComm), comm
         good, away = ops.from_host(np.ones(4, "f4"), 0), ops.from_host(np.ones(4, "f4"), 1)
         grid = ops.from_host(np.ones((4, 4), "f4"), 0)
@@ -162,8 +160,8 @@ def _wrong_calls(library: str) -> None:
             half = ops.from_host(np.ones(4, "f2"), 0)  # which the stand-in does not add
             comm.all_reduce(half, half, ReduceOp.SUM, ops.stream(0))
         assert caught.value.status == 4
-        with pytest.raises(NcclFailure, match="INVALID_USAGE") as caught:
-            comm.group().__exit__(None, None, None)
+        with pytest.raises(NcclFailure, match="INVALID_USAGE") as caught, comm.group():
+            nccl.groupEnd()
         comm.check_async_error()
         with mock.patch.dict(os.environ, FAKE_NCCL_ASYNC_STATUS="7"):
             comm.check_async_error()
@@ -181,26 +179,28 @@ def _failing_starts(library: str) -> None:
     with _binding(library), private_world() as world:
         for status, words in ((1, "NCCL_ERROR_UNHANDLED_CUDA_ERROR"), (7, "status 7")):
             with mock.patch.dict(os.environ, FAKE_NCCL_INIT_STATUS=str(status)):
-                made = finished(NcclComm.made(world, 0))
+                made = finished(make_nccl(world, 0))
             assert isinstance(made, str)
             assert words in made
         with mock.patch.dict(os.environ, FAKE_NCCL_INIT_STATUS="5"):
-            made = finished(NcclComm.made(world, 0))
+            made = finished(make_nccl(world, 0))
         assert isinstance(made, str)
         assert "ranks 0 and 1 have the same GPU" in made
 
 
 def _local_gpus(library: str) -> None:
     with _binding(library) as (nccl, ops):
-        changes = {"nccl_binding": lambda: nccl, "nccl_problem": lambda: None, "ops_for": lambda _: ops}
-        with mock.patch.multiple(nccl_comm, **changes):
-            local = LocalNccl([0, 2, 1])
-        arrays = [ops.from_host(np.full(5, place, "f4"), device) for place, device in enumerate(local.devices)]
-        streams = [ops.stream(device) for device in local.devices]
-        local.all_reduce(arrays, ReduceOp.SUM, streams)
+        changes = {"nccl_binding": lambda: nccl, "nccl_problem": lambda: None, "gpu_ops": lambda: ops}
+        with mock.patch.multiple(nccl_module, **changes):
+            comms = join_local_gpus([0, 2, 1])
+        arrays = [ops.from_host(np.full(5, place, "f4"), device) for place, device in enumerate([0, 2, 1])]
+        streams = [ops.stream(comm.device) for comm in comms]
+        with comms[0].group():
+            for comm, array, stream in zip(comms, arrays, streams, strict=True):
+                comm.all_reduce(array, array, ReduceOp.SUM, stream)
         assert [ops.to_host(array).tolist() for array in arrays] == [[3.0] * 5] * 3
-        local.close()
-        local.close()
+        for comm in comms:
+            comm.close()
 
 
 def _names(text: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mpidist import Communicator
-from mpidist.collectives.gpu import probes, staging
+from mpidist.collectives.gpu import probes
 from mpidist.collectives.gpu.probes import Fabric, rdma_fabric
 from mpidist.collectives.reduce.registry import SHIPPED
 from mpidist.topology import world_topology
@@ -97,13 +97,13 @@ def test_infiniband_that_a_process_may_not_use(machine: Path, monkeypatch: pytes
 
 @pytest.mark.one_rank
 def test_chunks_are_larger_on_fast_networks(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert staging.staging_bytes() == 4 << 20
+    assert probes.staging_bytes() == 4 << 20
     add(machine, ROCE)
-    assert staging.staging_bytes() == 8 << 20
+    assert probes.staging_bytes() == 8 << 20
     add(machine, INFINIBAND)
-    assert staging.staging_bytes() == 16 << 20
+    assert probes.staging_bytes() == 16 << 20
     monkeypatch.setenv("MPIDIST_STAGING_BYTES", "65536")
-    assert staging.staging_bytes() == 65536
+    assert probes.staging_bytes() == 65536
 
 
 # What follows from it ----------------------------------------------------------------------------------------------
@@ -124,8 +124,7 @@ def algorithm(comm: Communicator, cupy: Any) -> str:
 
 
 def have(monkeypatch: pytest.MonkeyPatch, has_rdma: bool) -> None:
-    for module in (probes, staging):
-        monkeypatch.setattr(module, "rdma_fabric", lambda: Fabric("mlx5_0", 400.0) if has_rdma else None)
+    monkeypatch.setattr(probes, "rdma_fabric", lambda: Fabric("mlx5_0", 400.0) if has_rdma else None)
 
 
 def on_nodes(test: Any) -> Any:

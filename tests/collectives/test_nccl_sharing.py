@@ -10,8 +10,8 @@ import pytest
 
 import mpidist
 from mpidist import Communicator
-from mpidist.collectives.gpu import nccl_start
-from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.gpu import nccl as nccl_module
+from mpidist.collectives.gpu.nccl import NcclComm, make_nccl
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.core.errors import NcclFailure, PeerError
 from mpidist.core.options import ReduceOp
@@ -45,7 +45,7 @@ def check(cupy: Any, *comms: Communicator) -> None:
 
 
 def made(world: Any, **kwargs: Any) -> NcclComm:
-    comm = finished(NcclComm.made(world, world.rank, **kwargs))
+    comm = finished(make_nccl(world, world.rank, **kwargs))
     assert isinstance(comm, NcclComm), comm
     return comm
 
@@ -132,7 +132,7 @@ def test_a_rank_that_is_out_of_step_tells_the_others_before_they_reduce(
         check(cupy, comm)
         with monkeypatch.context() as changed:
             if comm.rank == 0:
-                changed.setattr(nccl_start._Shared, "in_step", False)
+                changed.setattr(nccl_module._Shared, "in_step", False)
             with pytest.raises(RuntimeError if comm.rank == 0 else PeerError, match="Create a new Communicator"):
                 check(cupy, comm)
         check(cupy, comm)
@@ -142,7 +142,7 @@ def test_a_communicator_that_closes_leaves_what_another_is_about_to_share(
     cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[int] = []
-    gather = nccl_start.gather_objects
+    gather = nccl_module.gather_objects
 
     def late(comm: Any, value: Any) -> Steps[list[Any]]:
         begun.append(1)
@@ -152,7 +152,7 @@ def test_a_communicator_that_closes_leaves_what_another_is_about_to_share(
 
     with Communicator() as one, Communicator() as other:
         check(cupy, one)
-        monkeypatch.setattr(nccl_start, "gather_objects", late)
+        monkeypatch.setattr(nccl_module, "gather_objects", late)
         work = other.all_reduce_async("SUM", cupy.ones(1000, "f4"), options=NCCL)
         while not begun:
             other._channel.executor.advance()

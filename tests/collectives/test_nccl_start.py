@@ -10,9 +10,8 @@ import pytest
 
 from mpidist.arrays import streams as array_streams
 from mpidist.arrays.streams import CupyState
-from mpidist.collectives.gpu import nccl_start
-from mpidist.collectives.gpu.nccl_comm import NcclComm
-from mpidist.collectives.gpu.nccl_start import nccl_problem
+from mpidist.collectives.gpu import nccl as nccl_module
+from mpidist.collectives.gpu.nccl import NcclComm, make_nccl, nccl_problem
 from mpidist.core.text import numbered_ranks
 from mpidist.topology import world_topology
 from tests.collectives.nccl_ranks import finished, private_world
@@ -29,7 +28,7 @@ def outcome(device: int | str | None = "one per rank", patience: float = 20.0) -
     """Return what comes of ``made``, the same on all ranks, and how many ranks there are; a communicator is closed."""
     with private_world() as world:
         device = world.rank if isinstance(device, str) else device
-        made = finished(NcclComm.made(world, device, patience))
+        made = finished(make_nccl(world, device, patience))
         if isinstance(made, NcclComm):
             assert (made.rank, made.size, made.device) == (world.rank, world.size, device)
             made.close()
@@ -67,7 +66,7 @@ def test_one_rank_without_nccl(fake_gpus: Any, monkeypatch: Any, reason: str) ->
             monkeypatch.delattr(fake_nccl, "get_version")
             reason = "AttributeError"
         else:
-            monkeypatch.setattr(nccl_start, "find_cupy", lambda: CupyState(None, reason))
+            monkeypatch.setattr(nccl_module, "find_cupy", lambda: CupyState(None, reason))
     text, size = outcome()
     assert text.startswith(f"rank {size - 1} cannot use NCCL: ")
     if is_last():
@@ -97,9 +96,6 @@ def test_no_unique_id(fake_gpus: Any, monkeypatch: Any) -> None:
         raise fake_nccl.NcclError(2)
 
     monkeypatch.setattr(fake_nccl, "get_unique_id", fail)
-    # The pool of the rank's GPU is emptied before a second attempt, and nothing else happens there.
-    with private_world() as world:
-        fake_gpus.cuda.Device(world.rank).use()
     assert "NCCL could not open a socket on rank 0" in outcome()[0]
 
 
@@ -157,8 +153,8 @@ def test_nothing_is_left_of_a_failure_for_the_next_start(fake_gpus: Any, monkeyp
     with private_world() as world:
         with monkeypatch.context() as changed:
             changed.setattr(fake_nccl, "NcclCommunicator", fail)
-            assert isinstance(finished(NcclComm.made(world, world.rank)), str)
-        made = finished(NcclComm.made(world, world.rank))
+            assert isinstance(finished(make_nccl(world, world.rank)), str)
+        made = finished(make_nccl(world, world.rank))
         assert isinstance(made, NcclComm), made
         made.close()
 
@@ -226,7 +222,7 @@ def test_a_start_whose_waiting_is_given_up(fake_gpus: Any, monkeypatch: Any) -> 
 
     monkeypatch.setattr(fake_nccl, "NcclCommunicator", late)
     with private_world() as world:
-        steps = NcclComm.made(world, world.rank)
+        steps = make_nccl(world, world.rank)
         while not [thread for thread in threading.enumerate() if thread.name == "mpidist-nccl-start"]:
             next(steps)
         steps.close()

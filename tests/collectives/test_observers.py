@@ -47,14 +47,12 @@ def test_the_events_of_a_call() -> None:
     with Communicator() as comm:
         comm.add_observer(events)
         comm.all_reduce("SUM", np.ones(3))
-        if comm.size == 1:
-            rest = [("wait for others",), ("met",), ("ended", "alone", "NoneType")]
-        else:
-            # The first one makes the algorithm, which the ranks meet for.
-            rest = [("wait for others",), ("met",), ("pack",), ("wait for others",), ("met",), ("reduce",), ("unpack",)]
-            node = comm._channel.node
-            between_nodes = "mpi" if node.core is None else "leaders"
-            rest += [("ended", "hierarchical" if node.is_alone else between_nodes, "NoneType")]
+        # The first one makes the algorithm, which the ranks meet for.
+        rest: list[tuple[str, ...]] = [("wait for others",), ("met",), ("pack",), ("reduce",), ("unpack",)]
+        node = comm._channel.node
+        between_nodes = "mpi" if node.core is None else "leaders"
+        on_one_node = "hierarchical" if comm.size > 1 else "alone"
+        rest += [("ended", on_one_node if node.is_alone else between_nodes, "NoneType")]
         assert events.seen == [("issued", "all_reduce SUM"), ("began", 2), *rest]
         events.seen.clear()
         comm.remove_observer(events)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from mpidist.collectives.mpi.exchange import drain
-from mpidist.collectives.rpc import Call, Endpoint, Handlers, service
+from mpidist.collectives.rpc import Endpoint, Handlers, Reply, service
 from mpidist.core.concurrency import wait_at_most
 from mpidist.topology import import_mpi
 from mpidist.topology.start import duplicate
@@ -32,17 +32,17 @@ def endpoint(handlers: Handlers) -> Iterator[tuple[Endpoint, int, int]]:
 
 
 def test_a_notification_reaches_every_rank() -> None:
-    heard: list[tuple[int, str]] = []
-    with endpoint({"greet": lambda call, text: heard.append((call.source, text))}) as (own, rank, size):
+    heard: list[str] = []
+    with endpoint({"greet": lambda _, text: heard.append(text)}) as (own, rank, size):
         service.call(lambda: [own.notify(other, "greet", f"from {rank}") for other in range(size)])
         wait_at_most(scaled(5), lambda: len(heard) == size, 0.01)
-        assert sorted(heard) == [(other, f"from {other}") for other in range(size)]
+        assert sorted(heard) == [f"from {other}" for other in range(size)]
 
 
 def test_replies_arrive_in_time_or_not_at_all() -> None:
-    def answer(call: Call, delay: float) -> None:
-        call.reply("at once")
-        service.later(delay, lambda: call.reply("later"))
+    def answer(reply: Reply, delay: float) -> None:
+        reply("at once")
+        service.later(delay, lambda: reply("later"))
 
     heard: list[tuple[float, str]] = []
     ended: list[bool] = []

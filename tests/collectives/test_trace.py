@@ -15,7 +15,7 @@ import pytest
 from mpidist import Communicator
 from mpidist.__main__ import main
 from mpidist.collectives.observe.record import EntryRing, Kind
-from mpidist.collectives.observe.report import report_text
+from mpidist.collectives.observe.recorder import report_text
 from mpidist.collectives.observe.trace import MERGED, TraceFile, merge, trace_path
 from tests.support.ranks.jobs import run_script
 from tests.support.ranks.programs import run_program
@@ -422,7 +422,7 @@ def test_nothing_is_recorded_by_default(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.delenv(name, raising=False)
     with Communicator() as comm:
         assert not comm._channel.observers.see_steps
-        assert comm._channel.tell_chunk is None
+        assert not comm._channel.observers.chunk
 
 
 # The report ------------------------------------------------------------------------------------------------------

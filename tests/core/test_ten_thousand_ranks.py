@@ -21,10 +21,9 @@ from mpidist.collectives.channel import mismatch
 from mpidist.collectives.channel.executor import ChannelStatus
 from mpidist.collectives.channel.mismatch import Told, mismatch_text, news_text
 from mpidist.collectives.mpi import communicator_names
-from mpidist.collectives.observe.deadlock import Wait, WaitState, find_deadlock
-from mpidist.collectives.observe.hang_report import Answer, report_text
+from mpidist.collectives.observe.hang_report import Answer, Wait, WaitState, find_deadlock, report_text
 from mpidist.collectives.observe.record import Entry, Flight, FlightHead, Kind, State
-from mpidist.collectives.observe.report import report_text as totals_text
+from mpidist.collectives.observe.recorder import report_text as totals_text
 from mpidist.core.errors import PeerError
 from mpidist.core.text import group_lines, groups_of, names_text, numbered_ranks, ranks_text, said_lines
 from mpidist.estimator.roles import cast_of

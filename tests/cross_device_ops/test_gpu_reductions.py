@@ -13,6 +13,7 @@ from mpidist import HierarchicalCopyAllReduce, IndexedSlices, NcclAllReduce, Red
 from mpidist.cross_device_ops import select_cross_device_ops
 from mpidist.experimental import CommunicationOptions
 from mpidist.values import Mirrored, PerReplica
+from tests.support import fake_cupy
 
 CLASSES = [
     ReductionToOneDevice,
@@ -88,12 +89,16 @@ def test_results_go_to_their_destinations(make: Any, fake_gpus: Any) -> None:
     ops.close()
 
 
-def test_one_array_travels_as_it_is(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_array_travels_as_it_is(fake_gpus: Any) -> None:
     ops = NcclAllReduce()
     value = on_devices(fake_gpus, [np.full(3, k, "float32") for k in range(2)])
-    monkeypatch.setattr("mpidist.arrays.device_ops.CupyOps.pack", None)
-    for op, expected in (("SUM", [1.0] * 3), ("MEAN", [0.5] * 3)):
-        assert [array.get().tolist() for array in ops.reduce(op, value, value).values] == [expected] * 2
+    ops.reduce("SUM", value, value)
+    # On each GPU one launch of NCCL, and one that divides.
+    for op, expected, launches in (("SUM", [1.0] * 3, 2), ("MEAN", [0.5] * 3, 4)):
+        fake_cupy.counts().clear()
+        results = ops.reduce(op, value, value).values
+        assert fake_cupy.counts().launches == launches
+        assert [array.get().tolist() for array in results] == [expected] * 2
     assert [array.get().tolist() for array in value.values] == [[0.0] * 3, [1.0] * 3]
     ops.close()
 
@@ -110,7 +115,7 @@ def test_sparse_values(fake_gpus: Any) -> None:
         assert slices.to_dense().get().tolist() == [[0.5, 0.5], [1.0, 1.0], [0.0, 0.0]]
 
 
-def test_a_function_of_the_users_adds_where_it_is_told(fake_gpus: Any) -> None:
+def test_custom_function_adds_on_its_device(fake_gpus: Any) -> None:
     seen = []
 
     def add(arrays: Any) -> Any:
@@ -131,7 +136,7 @@ def test_nccl_is_chosen_where_it_can_be_used(fake_gpus: Any) -> None:
     assert type(select_cross_device_ops(("gpu:0", "cpu:0"), 2, None)) is ReductionToOneDevice
 
 
-def test_what_is_to_be_deterministic_is_added_in_order(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_sums_are_added_in_order(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = NcclAllReduce()
     monkeypatch.setattr("mpidist.cross_device_ops.kinds.LocalAllReduce", None)
     value = on_devices(fake_gpus, [np.ones(2), np.ones(2)])

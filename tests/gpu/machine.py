@@ -36,9 +36,9 @@ def problem() -> str | None:
 
 def nccl_problem() -> str | None:
     """Return why NCCL cannot be used here, None where it can."""
-    from mpidist.collectives.gpu import nccl_start
+    from mpidist.collectives.gpu import nccl as nccl_module
 
-    return problem() or nccl_start.nccl_problem()
+    return problem() or nccl_module.nccl_problem()
 
 
 def join() -> tuple[Any, int]:

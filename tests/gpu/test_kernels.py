@@ -1,4 +1,4 @@
-"""The packing kernels on the GPU against NumPy: every cast, division, size and alignment."""
+"""The cast kernels on the GPU against NumPy: every cast, division and size."""
 
 from __future__ import annotations
 
@@ -8,17 +8,9 @@ import numpy as np
 import pytest
 
 from mpidist.arrays.device_ops import ops_for
-from mpidist.arrays.kernel_source import all_kernels, kernel_for, source_of
+from mpidist.arrays.kernels import INTRINSICS, ROWS, TEMPLATES, TILE, entry_of
 from tests.gpu import machine
-from tests.support.kernel_values import (
-    CASTS,
-    DIVISIONS,
-    assert_same_bits,
-    dtype_of,
-    expected,
-    sample,
-    some_of_each_width,
-)
+from tests.support.kernel_values import CASTS, DIVISIONS, KERNELS, assert_same_bits, dtype_of, expected, sample
 
 pytestmark = pytest.mark.one_rank
 
@@ -26,16 +18,17 @@ GUARD = 64
 
 
 class Place:
-    """Memory of the GPU for one array, ``offset`` bytes after a multiple of 16, with guards around it."""
+    """Memory of the GPU for one array, ``offset`` elements after a multiple of 16 bytes, with guards around it."""
 
     def __init__(self, cupy: Any, name: str, size: int, offset: int = 0, seed: int | None = None) -> None:
-        self._dtype, self._size = dtype_of(name), size
-        self._inside = slice(GUARD + offset, GUARD + offset + size * self._dtype.itemsize)
+        self._dtype = dtype_of(name)
+        start = GUARD + offset * self._dtype.itemsize
+        self._inside = slice(start, start + size * self._dtype.itemsize)
         filled = np.full(self._inside.stop + GUARD, 0xA5, np.uint8)
         if seed is not None:
             filled[self._inside] = sample(name, size, seed).view(np.uint8)
         self._raw = cupy.asarray(filled)
-        self.array = cupy.ndarray((size,), self._dtype, memptr=self._raw.data + self._inside.start)
+        self.array = cupy.ndarray((size,), self._dtype, memptr=self._raw.data + start)
 
     def values(self) -> np.ndarray[Any, Any]:
         """Return the elements, and check the guards."""
@@ -45,77 +38,59 @@ class Place:
         return raw[self._inside].copy().view(self._dtype)
 
 
-def check(
-    cupy: Any, source: str, target: str, divisor: float | None, sizes: list[int], offset: int, flat_offset: int
-) -> None:
-    """Pack and unpack."""
+def check(cupy: Any, source: str, target: str, sizes: list[int], divisor: float | None = None, offset: int = 0) -> None:
     ops = ops_for("gpu")
     stream = ops.current_stream(cupy.cuda.Device().id)
-    if divisor is None:
-        places = [Place(cupy, source, size, offset, seed) for seed, size in enumerate(sizes)]
-        flat = Place(cupy, target, sum(sizes), flat_offset)
-        ops.pack([place.array for place in places], flat.array, stream)
-        stream.synchronize()
-        assert_same_bits(flat.values(), expected(np.concatenate([place.values() for place in places]), target))
-    places = [Place(cupy, target, size, offset) for size in sizes]
-    flat = Place(cupy, source, sum(sizes), flat_offset, 0)
-    ops.unpack(flat.array, [place.array for place in places], divisor, stream)
+    sources = [Place(cupy, source, size, offset, seed) for seed, size in enumerate(sizes)]
+    targets = [Place(cupy, target, size, offset) for size in sizes]
+    ops.cast([place.array for place in sources], [place.array for place in targets], stream, divisor)
     stream.synchronize()
-    assert_same_bits(np.concatenate([place.values() for place in places]), expected(flat.values(), target, divisor))
+    for given, got in zip(sources, targets, strict=True):
+        assert_same_bits(got.values(), expected(given.values(), target, divisor))
 
 
 @pytest.mark.parametrize(("source", "target"), CASTS)
 def test_casts_are_those_of_numpy(cupy: Any, source: str, target: str) -> None:
-    check(cupy, source, target, None, [70_001, 0, 5, 1], 0, 0)
+    check(cupy, source, target, [70_001, 0, 5, 1])
 
 
 @pytest.mark.parametrize("divisor", [1, 2, 3, 48, 1000])
 @pytest.mark.parametrize(("source", "target"), DIVISIONS)
 def test_division_has_the_bits_of_numpy(cupy: Any, source: str, target: str, divisor: int) -> None:
-    check(cupy, source, target, divisor, [65_536, 3, 998], 0, 0)
-
-
-@pytest.mark.parametrize(("source", "target"), some_of_each_width())
-def test_any_alignment(cupy: Any, source: str, target: str) -> None:
-    tile = kernel_for(source, target, False).tile
-    for offset, flat_offset in [(1, 0), (0, 1), (2, 4), (4, 4), (8, 2), (3, 7), (12, 8), (15, 15)]:
-        check(cupy, source, target, None, [19, tile + 21], offset, flat_offset)
+    check(cupy, source, target, [65_536, 3, 998], divisor)
 
 
 @pytest.mark.parametrize(
     ("source", "target"), [("float32", "float32"), ("float16", "float32"), ("float32", "bfloat16")]
 )
+def test_any_number_and_alignment_of_arrays(cupy: Any, source: str, target: str) -> None:
+    for offset in range(5):
+        check(cupy, source, target, [19, TILE + 21], offset=offset)
+    check(cupy, source, target, [3] * ROWS + [TILE, 7])
+
+
+@pytest.mark.parametrize(("source", "target"), [("float32", "float32"), ("float16", "float32")])
 def test_sizes_around_a_tile(cupy: Any, source: str, target: str) -> None:
-    tile = kernel_for(source, target, False).tile
-    for size in (1, 2, 3, 4, 5, tile - 1, tile, tile + 1, 3 * tile + 7, 5_000_003):
-        check(cupy, source, target, None, [size], 0, 0)
+    for size in (1, 2, 3, TILE - 1, TILE, TILE + 1, 3 * TILE + 7, 5_000_003):
+        check(cupy, source, target, [size])
 
 
 def test_more_elements_than_32_bits_count(cupy: Any) -> None:
-    """More than 2**31 elements in one array, and behind it in the flat buffer."""
     if machine.is_stand_in():
         pytest.skip("there is no GPU, and the stand-in for it is slow with 6 GiB")
-    sizes = [2**31 + 77, 1000]
-    if cupy.cuda.runtime.memGetInfo()[0] < 3 * sum(sizes):
+    size = 2**31 + 77
+    if cupy.cuda.runtime.memGetInfo()[0] < 3 * size:
         pytest.skip("needs 6 GiB of free GPU memory")
     ops = ops_for("gpu")
-    stream = ops.current_stream(cupy.cuda.Device().id)
-    sources = [cupy.full(size, 3 + k, np.int8) for k, size in enumerate(sizes)]
-    sources[0][-5:] = 9
-    flat = cupy.zeros(sum(sizes), np.int8)
-    ops.pack(sources, flat, stream)
-    assert flat[:3].get().tolist() == [3] * 3
-    assert flat[2**31 + 70 : 2**31 + 80].get().tolist() == [3] * 2 + [9] * 5 + [4] * 3
-    assert int(flat.sum(dtype=np.int64)) == 3 * (sizes[0] - 5) + 45 + 4 * 1000
-    sources[0].fill(0)
-    ops.unpack(flat, sources, None, stream)
-    assert sources[0][-6:].get().tolist() == [3] + [9] * 5
-    assert int(sources[0].sum(dtype=np.int64)) == 3 * (sizes[0] - 5) + 45
+    source, target = cupy.full(size, 3, np.int8), cupy.zeros(size, np.int8)
+    source[-5:] = 9
+    ops.cast([source], [target], ops.current_stream(cupy.cuda.Device().id))
+    assert target[-7:].get().tolist() == [3] * 2 + [9] * 5
+    assert int(target.sum(dtype=np.int64)) == 3 * (size - 5) + 45
 
 
 def test_no_kernel_spills_registers(cupy: Any) -> None:
     if machine.is_stand_in():
         pytest.skip("there is no GPU, and the stand-in for it compiles nothing")
-    for kernel in all_kernels():
-        compiled = cupy.RawKernel(source_of(kernel), kernel.name)
-        assert compiled.local_size_bytes == 0, kernel.name
+    for name in KERNELS:
+        assert cupy.RawKernel(INTRINSICS + TEMPLATES + entry_of(name), name).local_size_bytes == 0, name

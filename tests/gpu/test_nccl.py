@@ -40,7 +40,7 @@ class _Rank:
         from mpi4py import MPI
 
         from mpidist.arrays.device_ops import ops_for
-        from mpidist.collectives.gpu.nccl_comm import NcclComm
+        from mpidist.collectives.gpu.nccl import NcclComm, make_nccl
         from mpidist.collectives.mpi.waiting import drive
         from mpidist.core.concurrency import Deadline
 
@@ -50,7 +50,7 @@ class _Rank:
         self.cupy, _ = machine.join()
         self.device = int(self.cupy.cuda.Device().id)
         world = MPI.COMM_WORLD.Dup()
-        made = drive(NcclComm.made(world, self.device), lambda: Deadline(None, failure, 60.0))
+        made = drive(make_nccl(world, self.device), lambda: Deadline(None, failure, 60.0))
         assert isinstance(made, NcclComm), made
         self.comm, self.ops = made, ops_for("gpu")
         self.stream = self.ops.stream(self.device)

@@ -1,6 +1,6 @@
 """The CUDA source of the kernels, compiled by g++ and run on the CPU, block by block and thread by thread.
 
-``CompiledCupy`` stands where ``Kernels`` expects CuPy; its arrays are memory of the host at any address.
+``CompiledCupy`` replaces CuPy for ``CastKernels``. Its arrays are host memory at any address.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.kernel_source import INTRINSICS, TEMPLATES, all_kernels, entry, source_of
+from mpidist.arrays.kernels import INTRINSICS, TEMPLATES, entry_of
+from tests.support.kernel_values import KERNELS
 
-# What CUDA has and C++ has not; the counterpart of INTRINSICS.
+# What CUDA has and C++ lacks: the counterpart of INTRINSICS.
 SHIM = r"""
 #include <cmath>
 #include <cstring>
@@ -26,17 +27,16 @@ SHIM = r"""
 struct Index { unsigned int x; };
 static Index blockIdx, threadIdx;
 
-template <typename T> DEVICE T* in_global_memory(T* pointer) { return pointer; }
-DEVICE float bits_to_float(unsigned int bits) { float value; memcpy(&value, &bits, 4); return value; }
-DEVICE unsigned int float_to_bits(float value) { unsigned int bits; memcpy(&bits, &value, 4); return bits; }
+DEVICE float float_of(unsigned int bits) { float value; memcpy(&value, &bits, 4); return value; }
+DEVICE unsigned int bits_of(float value) { unsigned int bits; memcpy(&bits, &value, 4); return bits; }
 DEVICE float half_to_float(unsigned short half) {
     unsigned int sign = (unsigned int)(half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 0x3ff;
-    if (exponent == 31) return bits_to_float(sign | 0x7f800000u | fraction << 13);
+    if (exponent == 31) return float_of(sign | 0x7f800000u | fraction << 13);
     float value = std::ldexp((float)(exponent ? fraction + 1024 : fraction), (int)(exponent ? exponent : 1) - 25);
     return sign ? -value : value;
 }
 DEVICE unsigned short float_to_half(float value) {
-    unsigned short sign = float_to_bits(value) >> 16 & 0x8000;
+    unsigned short sign = bits_of(value) >> 16 & 0x8000;
     value = std::fabs(value);
     if (value != value) return sign | 0x7e00;
     if (value >= 65520.0f) return sign | 0x7c00;
@@ -45,24 +45,20 @@ DEVICE unsigned short float_to_half(float value) {
     float fraction = std::frexp(value, &exponent);
     return sign | (unsigned short)(((exponent + 13) << 10) + (int)std::nearbyint(std::ldexp(fraction, 11)));
 }
-DEVICE double float_to_double(float value) { return value; }
-DEVICE float double_to_float(double value) { return (float)value; }
 DEVICE float divide(float value, float divisor) { return value / divisor; }
 DEVICE double divide(double value, double divisor) { return value / divisor; }
-DEVICE float multiply(float left, float right) { return left * right; }
-DEVICE double multiply(double left, double right) { return left * right; }
-DEVICE float add(float left, float right) { return left + right; }
-DEVICE double add(double left, double right) { return left + right; }
+DEVICE float fused(float a, float b, float c) { return std::fma(a, b, c); }
+DEVICE double fused(double a, double b, double c) { return std::fma(a, b, c); }
 """
 
 _RUN = """
-extern "C" void run(void (*kernel)(const Array*, int, char*, int, double), long long first, long long blocks,
-                    int threads, const Array* arrays, int count, char* flat, int into_flat, double divisor) {
+extern "C" void run(void (*kernel)(const Table, int, double), long long first, long long blocks, int threads,
+                    const Table* table, int rows, double by) {
     for (long long block = first; block < first + blocks; ++block)
         for (int thread = 0; thread < threads; ++thread) {
             blockIdx.x = (unsigned int)block;
             threadIdx.x = thread;
-            kernel(arrays, count, flat, into_flat, divisor);
+            kernel(*table, rows, by);
         }
 }
 """
@@ -75,7 +71,7 @@ FLAGS += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
 def build(folder: Path, compiler: str) -> ctypes.CDLL:
     """Compile all kernels with g++ and load them."""
     source, library = folder / "kernels.cpp", folder / "kernels.so"
-    source.write_text(SHIM + TEMPLATES + "".join(entry(kernel) for kernel in all_kernels()) + _RUN)
+    source.write_text(SHIM + TEMPLATES + "".join(map(entry_of, KERNELS)) + _RUN)
     done = subprocess.run([compiler, *FLAGS, str(source), "-o", str(library)], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{compiler} does not compile the kernels:\n{done.stderr}")
@@ -83,7 +79,7 @@ def build(folder: Path, compiler: str) -> ctypes.CDLL:
 
 
 class HostArray:
-    """Memory of the host that looks like a CuPy array, as far as ``Kernels`` looks.
+    """Host memory that looks like a CuPy array.
 
     Args:
         memory: A 1-d NumPy array, at an address of any alignment.
@@ -91,80 +87,42 @@ class HostArray:
 
     def __init__(self, memory: np.ndarray[Any, Any]) -> None:
         self.memory = memory
-        self.dtype, self.size, self.shape = memory.dtype, memory.size, memory.shape
-        self.nbytes, self.flags = memory.nbytes, memory.flags
-        self.data = SimpleNamespace(ptr=memory.ctypes.data, copy_from_host_async=self._copy)
-
-    def _copy(self, address: int, nbytes: int) -> None:
-        ctypes.memmove(self.data.ptr, address, nbytes)
+        self.dtype, self.size, self.shape, self.flags = memory.dtype, memory.size, memory.shape, memory.flags
+        self.data = SimpleNamespace(ptr=memory.ctypes.data)
 
 
 class CompiledCupy:
-    """What ``Kernels`` uses of CuPy. Counts launches, uploads and pinned memory.
+    """What ``CastKernels`` uses of CuPy. Records launches.
 
     Args:
-        library: What ``build`` returned.
+        library: Result of ``build``.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self.launched: list[str] = []
-        self.uploads = self.pinned = 0
-        self.cuda = SimpleNamespace(alloc_pinned_memory=self._pinned)
-
-    def _pinned(self, nbytes: int) -> bytearray:
-        self.pinned += 1
-        return bytearray(nbytes)
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
-        # A table is all that is made here.
-        self.uploads += 1
-        return HostArray(np.full(shape, -1, dtype))
 
     def RawKernel(self, code: str, name: str) -> Any:  # noqa: N802
-        kernel = next(kernel for kernel in all_kernels() if kernel.name == name)
-        assert code == source_of(kernel)
-        assert code.startswith(INTRINSICS)
+        assert code == INTRINSICS + TEMPLATES + entry_of(name)
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...]) -> None:
             self.launched.append(name)
-            table, count, flat, into_flat, divisor = args
-            self.run(name, 0, grid[0], block[0], table.data.ptr, count, flat.data.ptr, into_flat, divisor)
+            self.run(name, 0, grid[0], block[0], *args)
 
         return launch
 
-    def run(
-        self,
-        name: str,
-        first: int,
-        blocks: int,
-        threads: int,
-        table: int,
-        count: int,
-        flat: int,
-        into_flat: int,
-        divisor: float,
-    ) -> None:
+    def run(self, name: str, first: int, blocks: int, threads: int, table: Any, rows: int, divisor: float) -> None:
         """Run some blocks of a launch."""
-        address = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
         self._library.run(
-            address,
+            ctypes.cast(getattr(self._library, name), ctypes.c_void_p),
             ctypes.c_longlong(first),
             ctypes.c_longlong(blocks),
             ctypes.c_int(threads),
-            ctypes.c_void_p(table),
-            ctypes.c_int(count),
-            ctypes.c_void_p(flat),
-            ctypes.c_int(into_flat),
+            ctypes.c_void_p(table.ctypes.data),
+            ctypes.c_int(rows),
             ctypes.c_double(divisor),
         )
 
 
 class HostStream(nullcontext[None]):
     """A stream on which everything has happened."""
-
-    device = 0
-    handle = 0
-
-    def record(self, *, blocks: bool = False) -> Any:
-        return SimpleNamespace(is_done=True, synchronize=lambda: None)

@@ -1,4 +1,4 @@
-"""What tests of the packing kernels have in common: which casts there are, values for them, and NumPy's results."""
+"""Casts of the GPU kernels, values for them, and NumPy's results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.arrays.dtypes import as_dtype
-from mpidist.arrays.kernel_source import kernel_for
+from mpidist.arrays.kernels import kernel_name
 
 NAMES = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 NAMES += ["bool", "float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
@@ -17,16 +17,17 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return as_dtype(name)
 
 
-def provided(source: str, target: str, divides: bool) -> bool:
-    try:
-        kernel_for(source, target, divides)
-    except TypeError:
-        return False
-    return True
-
-
-CASTS = [(source, target) for source in NAMES for target in NAMES if provided(source, target, False)]
-DIVISIONS = [(source, target) for source in NAMES for target in NAMES if provided(source, target, True)]
+# What collectives ask for: packing any dtype, wider sums, means of integers.
+CASTS = [(name, name) for name in NAMES]
+CASTS += [("float16", "float32"), ("bfloat16", "float32"), ("float32", "float16"), ("float32", "bfloat16")]
+CASTS += [("int16", "int32"), ("int32", "int16"), ("uint16", "uint32"), ("uint32", "uint16")]
+CASTS += [(name, "float64") for name in NAMES[:8]]
+DIVISIONS = [(name, name) for name in ("float32", "float64", "complex64", "complex128")]
+DIVISIONS += [("float32", "float16"), ("float32", "bfloat16")]
+KERNELS = sorted(
+    {kernel_name(dtype_of(source), dtype_of(target), False) for source, target in CASTS}
+    | {kernel_name(dtype_of(source), dtype_of(target), True) for source, target in DIVISIONS}
+)
 
 
 def sample(name: str, size: int, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -77,15 +78,3 @@ def assert_same_bits(actual: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any])
             same |= np.isnan(actual) & np.isnan(wanted)
     wrong = np.flatnonzero(~same)
     assert not wrong.size, f"{wrong.size} wrong, first {wrong[0]}: {actual[wrong[0]]!r}, {wanted[wrong[0]]!r}"
-
-
-def some_of_each_width() -> list[tuple[str, str]]:
-    seen: dict[tuple[int, int], tuple[str, str]] = {}
-    for source, target in CASTS:
-        seen.setdefault((_width_of(source), _width_of(target)), (source, target))
-    return list(seen.values())
-
-
-def _width_of(name: str) -> int:
-    # Also where ml_dtypes is not installed, without which there is no such dtype.
-    return 2 if name == "bfloat16" else np.dtype(name).itemsize

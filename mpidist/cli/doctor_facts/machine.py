@@ -19,7 +19,7 @@ import numpy as np
 from mpidist.arrays.streams import find_cupy, gpus_may_be_present
 from mpidist.cli.doctor_facts import facts
 from mpidist.collectives.gpu import probes
-from mpidist.collectives.gpu.nccl_start import nccl_binding, nccl_problem, nccl_version
+from mpidist.collectives.gpu.nccl import nccl_binding, nccl_problem, nccl_version
 from mpidist.collectives.node import native
 from mpidist.core import __version__
 from mpidist.core.settings import SETTINGS

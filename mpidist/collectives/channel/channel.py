@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from mpidist.collectives.channel import shutdown
 from mpidist.collectives.channel.connections import check_descriptors, open_connections
-from mpidist.collectives.channel.executor import ChannelState, Executor
+from mpidist.collectives.channel.executor import Executor
 from mpidist.collectives.channel.handshake import FAILED, SHUT_DOWN, Handshake, Start
 from mpidist.collectives.channel.mismatch import FOR_COMMUNICATORS, Advice
 from mpidist.collectives.channel.observers import OTHERS, Chunk, Observers
@@ -29,7 +29,7 @@ from mpidist.core.errors import PeerError, RankLostError
 from mpidist.core.message_tags import DATA_OF_PROGRAMS, HEADS_OF_PROGRAMS
 from mpidist.core.text import tell_user, user_call_site
 from mpidist.topology import import_mpi
-from mpidist.topology.exit import revoke, revoking
+from mpidist.topology.exit import revoking
 from mpidist.topology.start import duplicate, limited
 
 T = TypeVar("T")
@@ -63,19 +63,8 @@ _log = logging.getLogger("mpidist")
 class Channel:
     """Collectives in order on a duplicate of an MPI communicator (collective).
 
-    Args:
-        comm: Communicator to duplicate.
-        timeout: Seconds before a collective fails; ``MPIDIST_TIMEOUT`` by default.
-        owner: Name of the owner, for messages; equal on every rank.
-        name: Name that only its ranks share; made of their numbers by default.
-        advice: Advice for errors.
-
-    Attributes:
-        comm: The duplicate.
-        node: The node of this rank.
-        handshake, observers, executor: Its parts.
-        at_exit: Functions to call if the program ends without closing it, after the last exchange with other ranks.
-        message_counts: Counts of its point-to-point messages. All must arrive before the communicator is freed.
+    ``owner`` names the owner in messages, on every rank alike. Only its ranks share ``name``, which is made of their
+    numbers by default.
     """
 
     def __init__(
@@ -96,11 +85,11 @@ class Channel:
         self.handshake = Handshake(self.comm, self.node, advice)
         self.observers = Observers()
         self.timeout: float = timeout or settings.TIMEOUT.read()
-        self.executor = Executor(
-            owner, self.comm, self.node, self.handshake, self.observers, self.timeout, self._revoke
-        )
+        self.executor = Executor(owner, self.comm, self.node, self.handshake, self.observers, self.timeout)
         self.at_exit: list[Callable[[], None]] = []
+        """Functions to call if the program ends without closing it. They must not communicate with other ranks."""
         self.message_counts: list[MessageCount] = []
+        """Counts of its point-to-point messages. All must arrive before the communicator is freed."""
         open_channels.append(self)
         shutdown.install()
 
@@ -121,7 +110,7 @@ class Channel:
     @property
     def is_usable(self) -> bool:
         """Whether collectives can still run on it."""
-        return self.executor.state is ChannelState.OPEN and not self.handshake.has_left
+        return not self.executor.reason and not self.handshake.has_left
 
     @property
     def current(self) -> Operation[object]:
@@ -137,8 +126,6 @@ class Channel:
     def start(self, operation: Operation[T]) -> Operation[T]:
         """Start a collective and return it (see ``Executor.start``)."""
         operation.is_async = True
-        if operation.call_site is None:
-            operation.call_site = user_call_site()
         if self.observers.issued:
             self._tell_issued(operation)
         return self.executor.start(operation)
@@ -151,54 +138,41 @@ class Channel:
     # Inside the steps of a collective ---------------------------------------------------------------------------
 
     def open(self, description: Description, start: Start | None = None) -> Steps[None]:
-        """Open a collective with a handshake. ``start`` begins a call of the core in the same exchange.
-
-        Raises:
-            MismatchError: Another rank made another call.
-            PeerError: Another rank failed before its call.
-        """
+        """Open a collective with a handshake. ``start`` begins a call of the core in the same exchange."""
         if self.observers.phase:
             self.phase(OTHERS)
-        if not self.handshake.begin(description.id, start):
-            yield from self.handshake.finish(description.text, self.current.call_site)
+        if not self.handshake.begin(description.id, self.current, start):
+            yield from self.handshake.finish(description.text, self.current)
         for tell in self.observers.met:
             tell(self.current)
 
     def resume(self, description: Description) -> Steps[None]:
         """Finish the handshake of a call that the fast path has begun."""
-        self.handshake.resume()
-        yield from self.handshake.finish(description.text, self.current.call_site)
+        yield from self.handshake.finish(description.text, self.current)
         for tell in self.observers.met:
             tell(self.current)
 
     def phase(self, name: str) -> None:
-        """Tell observers that a phase of the collective begins."""
+        """Notify observers that a phase of the collective begins."""
         for tell in self.observers.phase:
             tell(self.current, name)
 
-    @property
-    def tell_chunk(self) -> Callable[[str, int, int, int], None] | None:
-        """The function that tells observers of a chunk; None if no observer sees chunks."""
-        return self._tell_chunk if self.observers.chunk else None
-
-    def _tell_chunk(self, event: str, number: int, start: int, nbytes: int) -> None:
+    def tell_chunk(self, event: str, number: int, start: int, nbytes: int) -> None:
+        """Notify observers of a chunk."""
         for tell in self.observers.chunk:
             tell(self.current, Chunk(event, number, start, nbytes))
 
     # Errors of one rank -----------------------------------------------------------------------------------------
 
     def shared_errors(self, doing: str) -> SharedErrors:
-        """Return a block for work of this rank before a collective, whose errors are announced.
+        """Return a block for work of this rank before a collective. Its errors are announced.
 
         The rank that fails raises its own error. The others raise PeerError at their next call.
         """
         return SharedErrors(self, doing)
 
     def announce(self, error: Exception, doing: str) -> None:
-        """Tell the other ranks of an error that replaces this rank's next collective.
-
-        Does nothing for errors that all ranks have, and for one that was announced before.
-        """
+        """Send an error to the other ranks instead of this rank's next collective. Each error is sent once."""
         has_listeners = self.size > 1 and self.is_usable
         if not has_listeners or isinstance(error, COMMON_ERRORS) or hasattr(error, _ANNOUNCED):
             return
@@ -206,8 +180,8 @@ class Channel:
         call_site = user_call_site()
         notice = self.handshake.notify(FAILED, f"raised {type(error).__name__}: {error}", call_site)
         telling = Operation(notice, describe("telling the other ranks", f"{type(error).__name__} in {doing}"))
-        telling.is_async, telling.call_site, self.executor.changes = True, call_site, None
-        # Observers see only its beginning, because one of them may be what failed.
+        telling.is_async, telling.call_site = True, call_site
+        # Observers see only its beginning, because one of them may have failed.
         self.executor.start(telling)
         try:
             self.executor.complete(telling, _FAILURE_SECONDS)
@@ -220,8 +194,7 @@ class Channel:
     def close(self, free_first: Callable[[], None], before: Steps[None] | None = None) -> bool:
         """Finish all works and ``before``, call ``free_first``, and free the communicator (collective).
 
-        Returns:
-            Whether it did; False if it was closed or has failed before.
+        Returns False if it was closed or has failed before.
         """
         if self not in open_channels or not self.is_usable:
             # A failed channel is freed at the end of the program, when it is known which ranks arrived.
@@ -262,13 +235,9 @@ class Channel:
                 # The other ranks free their part, too, and wait for this one.
                 _log.exception("mpidist: an observer of the %s failed when it was closed", self.owner)
 
-    def _revoke(self) -> None:
-        for comm in (self.comm, self.node.comm):
-            revoke(comm)
-
     def lose(self) -> None:
         """Fail for good after the loss of a rank (local)."""
-        self._revoke()
+        self.executor.revoke()
         self.executor.fail("a rank was lost", RankLostError("a rank was lost"))
         self._remove()
         self.executor.close()
@@ -276,7 +245,7 @@ class Channel:
         _lost_channels.append(self)
 
     def shut_down(self) -> Steps[None]:
-        """Finish all works, and tell the other ranks that this program has ended."""
+        """Finish all works, and notify the other ranks that this program has ended."""
         yield from self.executor.finish()
         # A work may have found that the others have shut down.
         if not self.handshake.has_left:
@@ -292,16 +261,16 @@ def lose_all() -> None:
 
 
 def _shut_down_all() -> bool:
-    """Tell the other ranks of all open channels that this program has ended.
+    """Notify the other ranks of all open channels that this program has ended.
 
-    The wait for them has no deadline, only a report, because their programs may run on. Returns whether all ranks of
-    the job have ended their programs, which is unknown if their communicators are closed.
+    Returns whether all ranks of the job have ended, which is unknown if their communicators are closed.
     """
     progress.stop()
     several = [channel for channel in open_channels if channel.size > 1]
     try:
         if several and shutdown.mpi_runs():
             rank = several[0].rank
+            # There is no deadline, because the programs of the others may run on.
             report = f"rank {rank} has ended its program, and waits for the other ranks to end theirs"
             drive(_together([channel.shut_down() for channel in several]), lambda: Deadline(lambda _: report))
             ranks_in_world = import_mpi().COMM_WORLD.Get_size()

@@ -28,13 +28,6 @@ _NEEDED = 8
 class Connections:
     """The ranks that a rank may send queries to.
 
-    Attributes:
-        own, others: Ranks of this rank's node, and of each other node.
-        askers: The first ranks of the first two nodes. On a single node, its first two ranks.
-        before: Ranks whose turn to ask comes before this rank's: the askers, then the lower ranks of the node.
-        above: Ranks before this rank that pass its questions on: the first two of its node, and for these the askers.
-        known: All ranks that this one may send messages to.
-
     >>> nodes = [range(0, 3), range(3, 6), range(6, 9)]
     >>> [Connections(rank, nodes).above for rank in (0, 1, 3, 6, 8)]
     [[], [0, 3], [0], [0, 3], [6, 7]]
@@ -45,13 +38,16 @@ class Connections:
     def __init__(self, rank: int, nodes: Sequence[Sequence[int]]) -> None:
         self.own = next(node for node in nodes if rank in node)
         self.others = [node for node in nodes if node is not self.own]
+        # On a single node, its first two ranks ask.
         self.askers = [node[0] for node in nodes[:2]] if len(nodes) > 1 else [*self.own[:2]]
+        # The ranks that ask before this rank. The ranks among them that pass its questions on are `above`.
         order = [*dict.fromkeys([*self.askers, *self.own])]
         self.before = order[: order.index(rank)]
         far: Sequence[int] = self.askers if rank in self.own[:2] else []
         self.above = [other for other in self.before if other in self.own[:2] or other in far]
         if rank in self.askers:
             far = [other for node in self.others for other in node[:2]]
+        # All ranks that this one may send messages to.
         self.known = {*self.own, *far} - {rank}
 
 
@@ -67,17 +63,15 @@ def open_connections(comm: Comm, nodes: Sequence[Sequence[int]]) -> None:
     if rank in connections.askers:
         requests += [comm.Irecv(nothing, other, message_tags.CONNECTIONS) for other in far]
     with limited("opening connections to ranks of other nodes"):
-        # Wait for one at a time, because the error of several together does not tell a failed rank.
+        # Wait for one at a time, because an error of several requests does not name the failed rank.
         for request in requests:
             request.Wait()
 
 
 def check_descriptors(comm: Comm) -> None:
-    """Check that every rank of ``comm`` can open some more files (collective).
+    """Check that all ranks can open some more files (collective).
 
-    Raises:
-        OSError: This rank cannot.
-        PeerError: Another rank cannot.
+    Raises OSError on the ranks that cannot, and PeerError on the others.
     """
     rank, lacks = comm.Get_rank(), not _can_open(_NEEDED)
     lacking = int(comm.allreduce(rank if lacks else -1, op=import_mpi().MAX))

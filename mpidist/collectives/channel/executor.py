@@ -6,7 +6,6 @@ import errno
 import time
 from collections import deque
 from collections.abc import Callable
-from enum import Enum
 from functools import partial
 from typing import NamedTuple, NoReturn, TypeVar
 
@@ -23,9 +22,9 @@ from mpidist.collectives.node.core import LOST, WRITE_SECONDS
 from mpidist.collectives.node.node import Node
 from mpidist.core import settings
 from mpidist.core.concurrency import Deadline, Stopwatch
-from mpidist.core.errors import CollectiveTimeoutError, PeerError, RankLostError, shared_error
+from mpidist.core.errors import CollectiveTimeoutError, MismatchError, PeerError, RankLostError, shared_error
 from mpidist.core.text import numbered_ranks, tell_user, user_call_site
-from mpidist.topology.exit import can_go_on, says_rank_is_lost
+from mpidist.topology.exit import can_go_on, revoke, says_rank_is_lost
 
 T = TypeVar("T")
 
@@ -36,55 +35,21 @@ _ABORTED = "this rank has aborted it"
 _INTERRUPTED = "a collective was interrupted by an error of a signal handler"
 # How long abort() waits for another thread's step.
 _ABORT_SECONDS = 0.1
-# The executors of the open channels of this process.
-_executors: list[Executor] = []
 
 
 class ChannelStatus(NamedTuple):
-    """What one rank does on a channel.
+    """The status of a rank on a channel."""
 
-    Attributes:
-        issued: Number of collectives it has issued.
-        number: Number of its present or last collective.
-        text: Description of that collective.
-        waits: Whether it is in that collective.
-        seconds: How long it has been in it, or since it began.
-        ended: Whether its program has ended.
-    """
-
-    issued: int
-    number: int
-    text: str
-    waits: bool
-    seconds: float
-    ended: bool
-
-
-class ChannelState(Enum):
-    """The life cycle of a channel: OPEN, then CLOSED or FAILED. At the end of the program, it may be any of them."""
-
-    OPEN = "open"
-    CLOSED = "closed by all ranks"
-    FAILED = "failed on this rank"
+    issued: int  # number of collectives so far
+    number: int  # of the current or last collective
+    text: str  # its description
+    waits: bool  # whether the rank is in it
+    seconds: float  # since its beginning
+    ended: bool  # whether the program has ended
 
 
 class Executor:
-    """Runs the operations of one channel, one at a time, also in the background.
-
-    Args:
-        owner: Name of the channel's owner, for messages.
-        comm: The communicator.
-        node: The node of this rank.
-        handshake, observers: Those of the channel.
-        timeout: Seconds before an operation fails.
-        revoke: Called after the loss of a rank, to end the waits of other ranks.
-
-    Attributes:
-        current: The running operation.
-        fast: The fast path, which needs no operation.
-        state: Where the channel is in its life cycle. Operations run while it is OPEN.
-        reason: Why it is not OPEN, for errors.
-    """
+    """Runs the operations of one channel, one at a time, also in the background. ``owner`` names its owner."""
 
     def __init__(
         self,
@@ -94,19 +59,19 @@ class Executor:
         handshake: Handshake,
         observers: Observers,
         timeout: float,
-        revoke: Callable[[], None],
     ) -> None:
         self._owner = owner
+        self._comms = comm, node.comm
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         self._core = node.core
         self._handshake = handshake
         self._observers = observers
         self._timeout = timeout
         self._warn_after: float = settings.WARN_AFTER.read()
-        self._revoke = revoke
         self._works: deque[Operation[object]] = deque()
-        self.state, self.reason = ChannelState.OPEN, ""
-        # Rest of a failed collective, which this rank finishes at its end.
+        self.reason = ""
+        """Reason why no more operations can run. Empty until the channel is closed or fails."""
+        # The remaining steps of a failed collective. This rank runs them when its program ends.
         self._unfinished: Steps[object] | None = None
         # Error that cut off an exchange: MPI_Finalize would hang. Its frames hold buffers to which MPI may still write.
         self._cut_off: BaseException | None = None
@@ -127,7 +92,7 @@ class Executor:
         # Whether a thread of the program waits for a work, and so advances all of them.
         self._completes = self._has_ended = False
         self.fast.update()
-        _executors.append(self)
+        also_moved.append(self.move)
 
     @property
     def issued(self) -> int:
@@ -153,7 +118,7 @@ class Executor:
         return not (
             self._works
             or self._changes is not None
-            or self.state is not ChannelState.OPEN
+            or self.reason
             or self._handshake.has_left
             or self._observers.see_calls
         )
@@ -161,60 +126,47 @@ class Executor:
     # Called by the program --------------------------------------------------------------------------------------
 
     def run(self, operation: Operation[T]) -> T:
-        """Run an operation after the pending works, and return its result.
-
-        Raises:
-            CollectiveTimeoutError: It exceeded its deadline. The channel has failed.
-            RuntimeError: The channel was closed or has failed, or another thread uses it.
-            PeerError: Another rank has failed or shut down.
-        """
-        self._lock.take()
-        try:
+        """Run an operation after the pending works, and return its result."""
+        with self._lock:
             self.check_usable(operation.is_resumed)
             self._number(operation)
             while self._works:
                 self._finish_oldest()
-            if operation.changes is not None or self._observers.see_steps:
+            if self._observers.see_steps:
                 operation.steps = self._observed(operation, operation.steps)
             result = self._drive(operation.steps, operation, operation.timeout or self._timeout)
             if operation.fast_call is not None:
-                self._cache(operation)
-        finally:
-            self._lock.release()
+                self.fast.cache(operation.fast_call, operation)
         return operation.finished(result)
 
     def start(self, operation: Operation[T]) -> Operation[T]:
         """Start an operation and return it; works run in the order of their start."""
         operation.timeout = operation.timeout or self._timeout
         operation.start(self)
-        self._lock.take()
-        try:
+        operation.fast_call = None  # only blocking calls take the fast path
+        with self._lock:
             self.check_usable()
             self._number(operation)
-            # Observers may be added before its first step.
-            operation.steps = self._observed(operation, operation.steps)
+            if self._works or self._observers.see_steps:
+                # Behind other works, observers may be added before its first step.
+                operation.steps = self._observed(operation, operation.steps)
             self._works.append(operation)
             while len(self._works) > _MOST_WORKS:
                 self._finish_oldest()
             self._step_oldest()
-        finally:
-            self._lock.release()
+            if not operation.is_done and operation.call_site is None:
+                # Other threads cannot run its steps before the lock is released.
+                operation.call_site = user_call_site()
         if not operation.is_done and self._size > 1:
             progress.watch(self.move)
         return operation
 
     def _number(self, operation: Operation[object]) -> None:
-        self.fast.see()
         self._issued += 1
         self._nbytes += operation.description.nbytes
-        operation.number = self._issued + self.fast.count
+        operation.number = self._issued + self.fast.see()
         if self._changes is not None:
             operation.changes, self.changes = self._changes, None
-
-    def _cache(self, operation: Operation[object]) -> None:
-        call, operation.fast_call = operation.fast_call, None
-        if call is not None and not operation.has_failed:
-            self.fast.cache(call, operation)
 
     def advance(self) -> None:
         """Run the next step of the oldest unfinished work."""
@@ -236,30 +188,24 @@ class Executor:
         with self._lock:
             self._completes = True
             try:
-                self._complete(operation, timeout)
+                if timeout is None or timeout >= operation.timeout:
+                    while self._works and not operation.is_done:
+                        self._finish_oldest()
+                elif not operation.is_done:
+                    self._poll(operation, timeout)
             finally:
                 self._completes = False
                 if self._works:
                     progress.wake()
 
-    def _complete(self, operation: Operation[object], timeout: float | None) -> None:
-        if timeout is None or timeout >= operation.timeout - operation.waited:
-            while self._works and not operation.is_done:
-                self._finish_oldest()
-        elif not operation.is_done:
-            operation.waited += timeout
-            drive(
-                self._polling(operation),
-                lambda: Deadline(
-                    lambda waited: self._report(operation, waited),
-                    lambda _: TimeoutError(
-                        f"{operation.text} is not done after {timeout} s. It continues, and you may wait for it again"
-                    ),
-                    timeout,
-                    self._warn_after,
-                    self._move_others,
-                ),
-            )
+    def _poll(self, operation: Operation[object], timeout: float) -> None:
+        operation.timeout -= timeout
+        late = f"{operation.text} is not done after {timeout} s. It continues, and you may wait for it again"
+        report = partial(self._report, operation)
+        drive(
+            self._polling(operation),
+            lambda: Deadline(report, lambda _: TimeoutError(late), timeout, self._warn_after, move_works),
+        )
 
     # Called by any thread ---------------------------------------------------------------------------------------
 
@@ -278,7 +224,7 @@ class Executor:
         return None if self._completes else self.oldest_work()
 
     def status(self) -> ChannelStatus:
-        """Return what this rank does."""
+        """Return the status of this rank."""
         (number, text), waits, fast = self._last, self._waits, self.fast.last()
         if fast is not None:
             number, text = self.issued, fast.text
@@ -293,17 +239,12 @@ class Executor:
         """Return number and text of the operation in which the program waits, if any."""
         return [self._last] if self._waits else []
 
-    def refuse(self, reason: str) -> None:
-        """Run no more operations. A program that waits in one learns the reason there."""
-        if not self._waits:
-            self.fail(reason)
-
     def abort(self) -> None:
         """End the operations of this rank with an error, in all threads.
 
         At the end of the program, this rank finishes its part of them as far as other ranks have arrived.
         """
-        if self.state is ChannelState.OPEN:
+        if not self.reason:
             self._aborted = PeerError(f"this {self._owner} can no longer be used: {_ABORTED}")
             self.fail(_ABORTED)
         # A thread that holds the lock longer waits in an operation. It ends all operations at its next check.
@@ -313,19 +254,18 @@ class Executor:
 
     def close(self) -> None:
         """Leave the background progress, because all ranks close the channel."""
-        _executors.remove(self)
+        also_moved.remove(self.move)
         progress.forget(self.move)
+        self.reason = self.reason or "it has been closed"
+        # After the reason, because a thread that releases the channel in between would enable the fast path again.
         self.fast.lock()
-        if self.state is ChannelState.OPEN:
-            self.state, self.reason = ChannelState.CLOSED, "it has been closed"
-        self.fast.update()
 
     def disown(self) -> None:
         """Refuse all operations in a forked child, which lacks the holder of the lock."""
         self._lock = ChannelLock(self.fast)
         self._core = None  # the parent still uses it
         self.fail(shutdown.FORKED)
-        _executors.remove(self)
+        also_moved.remove(self.move)
 
     def finish(self) -> Steps[None]:
         """Finish all works at the program's end, as far as the other ranks take part."""
@@ -336,13 +276,21 @@ class Executor:
             abort_job("a thread was still in one of its collectives when the program ended")
         if self._cut_off is not None or self.fast.is_abandoned:
             abort_job(self.reason or _INTERRUPTED)
-        if self._unfinished is not None:
-            yield from shutdown.finish_failed(self._unfinished, lambda: abort_job(self.reason))
+        try:
+            stopwatch = Stopwatch()
+            for _ in self._unfinished or ():
+                if stopwatch.seconds > shutdown.EXIT_SECONDS:
+                    abort_job(self.reason)
+                yield
+        except OSError:  # another rank has failed in the same collective
+            abort_job(self.reason)
+        except (MismatchError, PeerError):
+            pass  # The caller had its error. All ranks have now taken part in the exchange.
         while self._works:
             work = self.current = self._works[0]
-            stopwatch, limit = Stopwatch(), max(work.timeout - work.waited, 0.0)
+            stopwatch = Stopwatch()
             while not self._handshake.has_left and not work.step():
-                if stopwatch.seconds > limit:
+                if stopwatch.seconds > work.timeout:
                     abort_job(f"the other ranks never called {work.text}, which it started at {work.call_site}")
                 yield
             if not work.is_done:
@@ -354,9 +302,7 @@ class Executor:
     # Inside, while the lock is held -----------------------------------------------------------------------------
 
     def _observed(self, operation: Operation[object], steps: Steps[T]) -> Steps[T]:
-        """Run the steps of an operation with its local changes, and tell observers."""
-        if operation.changes is not None:
-            self._handshake.changes = operation.changes
+        """Run the steps of an operation, and notify observers."""
         for tell in self._observers.began:
             tell(operation)
         try:
@@ -388,7 +334,7 @@ class Executor:
         self.current = work
         try:
             if work.step():
-                self._cache(self._works.popleft())
+                self._works.popleft()
         except BaseException as error:
             self.fail_in(work.text, error)
         finally:
@@ -397,8 +343,8 @@ class Executor:
     def _finish_oldest(self) -> None:
         self.check_usable()
         work = self._works[0]
-        self._drive(_stepping(work), work, max(work.timeout - work.waited, 0.0))
-        self._cache(self._works.popleft())
+        self._drive(_stepping(work), work, work.timeout)
+        self._works.popleft()
 
     def _polling(self, work: Operation[object]) -> Steps[None]:
         while not work.is_done:
@@ -420,7 +366,7 @@ class Executor:
             return result
         except BaseException as error:
             # A common error may come from another channel's work. This channel's call is then unfinished.
-            is_unfinished = self._core is not None and self._core.waits and self.state is ChannelState.OPEN
+            is_unfinished = self._core is not None and self._core.waits and not self.reason
             if is_common(error) and not is_unfinished:
                 raise
             self.fail_in(operation.text, error)
@@ -433,23 +379,15 @@ class Executor:
             if self._aborted is not None:
                 self.fail(_ABORTED, self._aborted, unfinished=steps)
                 raise self._aborted
-            self._move_others()
+            move_works()
             for ask in self._observers.waits:
                 error = ask(operation)
                 if error is not None:
                     self.fail(DEADLOCKED, error, unfinished=steps)
                     raise error
 
-        return Deadline(
-            lambda waited: self._report(operation, waited),
-            lambda waited: self._expired(steps, operation, waited),
-            timeout,
-            self._warn_after,
-            meanwhile,
-        )
-
-    def _move_others(self) -> None:
-        move_works(self)
+        report, expired = partial(self._report, operation), partial(self._expired, steps, operation)
+        return Deadline(report, expired, timeout, self._warn_after, meanwhile)
 
     def _report(self, operation: Operation[object], waited: float) -> str | None:
         """Return the report of a long wait, or None if an observer reports it."""
@@ -470,18 +408,13 @@ class Executor:
         unfinished: Steps[object] | None = None,
         cut_off: BaseException | None = None,
     ) -> None:
-        """Run no more operations, and end all works with ``error``. The first reason counts.
+        """Run no more operations. The first reason counts. Works end with ``error``; without it they stay.
 
-        Args:
-            reason: The reason, for later errors.
-            error: Error of the works; without it they stay.
-            unfinished: Rest of a collective, which this rank finishes at its end. It keeps buffers to which MPI may
-                still write.
-            cut_off: Error that cut off an exchange with other ranks, after which MPI_Finalize would hang.
+        ``unfinished`` is the rest of a collective, which this rank finishes at its end. ``cut_off`` is an error that
+        cut off an exchange with other ranks.
         """
-        is_first = self.state is ChannelState.OPEN
-        if is_first:
-            self.state, self.reason = ChannelState.FAILED, reason
+        is_first = not self.reason
+        self.reason = self.reason or reason
         self._unfinished, self._cut_off = unfinished or self._unfinished, cut_off or self._cut_off
         self.fast.update()
         # The caller may use its arrays as soon as it has the error.
@@ -511,18 +444,19 @@ class Executor:
     def fail_in(self, text: str, error: BaseException) -> NoReturn:
         """Fail after an error inside the collective ``text``, and raise the error for the program."""
         # Signal handlers may raise an OSError too, so its type alone does not mean that the core failed.
-        no_access = isinstance(error, OSError) and self._core is not None and self._core.state == LOST
-        has_ended = no_access and isinstance(error, OSError) and error.errno == errno.ESRCH
+        is_lost = self._core is not None and self._core.state == LOST
+        no_access = error if isinstance(error, OSError) and is_lost else None
+        has_ended = no_access is not None and no_access.errno == errno.ESRCH
         failed: BaseException
         if says_rank_is_lost(error) or (has_ended and can_go_on()):
             failed = RankLostError(f"a rank was lost while rank {self._rank} was in {text}: {error}")
             self.fail(str(failed), failed, cut_off=error)
-            self._revoke()
+            self.revoke()
             raise failed from error
-        if no_access and isinstance(error, OSError):
+        if no_access is not None:
             advice = "Restart the job" if has_ended else "Set MPIDIST_READ_NEIGHBOURS=0"
             cause = "a rank of this node has ended" if has_ended else "cannot access the memory of another rank"
-            failed = PeerError(f"{text} failed: {cause} ({error.strerror}). {advice}")
+            failed = PeerError(f"{text} failed: {cause} ({no_access.strerror}). {advice}")
             self.fail(str(failed), failed, cut_off=error)
             raise failed from error
         # A signal handler, a KeyboardInterrupt or lack of memory cut off an exchange.
@@ -532,11 +466,16 @@ class Executor:
         self.fail(reason, failed, cut_off=error)
         raise error
 
+    def revoke(self) -> None:
+        """End the waits of the other ranks after the loss of a rank."""
+        for comm in self._comms:
+            revoke(comm)
+
     def check_usable(self, is_resumed: bool = False) -> None:
         """Raise an error if no more operations can run."""
         if self.fast.is_abandoned and not is_resumed:
             self.fail(_INTERRUPTED)
-        if self.state is not ChannelState.OPEN:
+        if self.reason:
             raise RuntimeError(f"this {self._owner} can no longer be used: {self.reason}")
         if self._handshake.has_left:
             left = numbered_ranks(self._handshake.has_left)
@@ -544,14 +483,11 @@ class Executor:
 
 
 also_moved: list[Callable[[], object]] = []
-"""Functions that advance other works of this process."""
+"""Functions that advance the works of the open channels of this process, and its messages."""
 
 
-def move_works(but: Executor | None = None) -> None:
-    """Advance the works of all other channels, and messages. Ranks may wait for them in different orders."""
-    for executor in list(_executors):
-        if executor is not but:
-            executor.move()
+def move_works() -> None:
+    """Advance all works and messages. Ranks may wait for them in different orders."""
     for move in list(also_moved):
         move()
 

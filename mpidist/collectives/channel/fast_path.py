@@ -1,7 +1,7 @@
 """The fast path: collectives that run in the node's core, without an Operation.
 
-The core recognizes calls whose signature the general path has cached. Fast-path calls bypass observers, pending works
-and local changes. So one flag disables the fast path while any of these exist, or after a failure. If peers are late or
+The general path caches signatures, and the core recognizes them. Fast-path calls bypass observers, pending works and
+local changes. So one flag disables the fast path while any of these exist, or after a failure. If peers are late or
 their calls differ, the core hands the call over, and the general path resumes it.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from threading import Lock, get_ident
 
 from mpidist.arrays.dtypes import Array
-from mpidist.collectives.channel.operation import Description, FastCall, Operation, Signature
+from mpidist.collectives.channel.operation import Description, FastCall, Operation
 from mpidist.collectives.node.core import NO_FAST_CALLS, Core, FastCalls, Resume
 from mpidist.collectives.node.node import Node
 
@@ -27,19 +27,10 @@ _DISABLED, _CALLS, _LAST, _THREAD, _BYTES = range(5)
 _IN_CALL, _BY_PYTHON, _HANDED_OVER = 1, 2, 4
 
 
-# What the core tells calls apart by: function, whether the input is a list, root, shapes and dtypes, id.
-Key = tuple[str, bool, int, Signature, int]
-
-
 class FastPath:
     """The fast path of one channel.
 
-    Args:
-        node: The node of this rank.
-        may_be_enabled: Returns whether no observer, pending work, local change or failure exists.
-
-    Attributes:
-        algorithm: Algorithm of its all-reduces.
+    ``may_be_enabled`` returns whether no observer, pending work, local change or failure exists.
     """
 
     def __init__(self, node: Node, may_be_enabled: Callable[[], bool]) -> None:
@@ -48,22 +39,23 @@ class FastPath:
         self._cells = memoryview(array("q", [0] * 5)) if self._core is None else self._core.cells
         self._may_be_enabled = may_be_enabled
         self.algorithm = ""
+        """Algorithm of its all-reduces."""
         # By the number of a signature, which the core may reuse for another signature.
         self._descriptions: dict[int, Description] = {}
-        self._keys: dict[int, Key] = {}
-        self._numbers: dict[Key, int] = {}
         self._seen = 0
         self._is_locked = False
         self._cells[_DISABLED] |= _BY_PYTHON
 
     def open(self, take: Callable[..., Array], resume: Resume) -> FastCalls:
-        """Return the functions of the fast path. ``resume`` finishes calls whose peers are late or differ."""
+        """Return the functions of the fast path. ``resume`` finishes a call if its peers are late or differ."""
         return NO_FAST_CALLS if self._core is None else self._core.open_fast_calls(take, resume)
 
-    def lock(self) -> None:
-        """Disable the fast path until ``unlock``."""
+    def lock(self) -> bool:
+        """Disable the fast path until ``unlock``. Return whether another thread is in a fast-path call."""
         self._is_locked = True
-        self._cells[_DISABLED] |= _BY_PYTHON
+        cells = self._cells
+        cells[_DISABLED] |= _BY_PYTHON
+        return cells[_DISABLED] != _BY_PYTHON and cells[_THREAD] != get_ident()
 
     def unlock(self) -> None:
         """Enable the fast path again if nothing else forbids it."""
@@ -76,11 +68,6 @@ class FastPath:
             self._cells[_DISABLED] &= ~_BY_PYTHON
         else:
             self._cells[_DISABLED] |= _BY_PYTHON
-
-    @property
-    def is_in_use_elsewhere(self) -> bool:
-        """Whether another thread is in a fast-path call."""
-        return self._cells[_DISABLED] & ~_BY_PYTHON != 0 and self._cells[_THREAD] != get_ident()
 
     @property
     def is_abandoned(self) -> bool:
@@ -110,27 +97,25 @@ class FastPath:
         """Return the description of the last call if it took the fast path."""
         return None if self._seen == self.count else self._descriptions[self._cells[_LAST]]
 
-    def see(self) -> None:
-        """Record that a call on the general path follows."""
+    def see(self) -> int:
+        """Record that a call on the general path follows. Return the number of fast-path calls so far."""
         self._seen = self._cells[_CALLS]
+        return self._seen
 
     def cache(self, call: FastCall, operation: Operation[object]) -> None:
         """Cache the signature of a finished call, if such calls can take the fast path."""
-        is_reduction = call.name == "all_reduce"
-        if operation.algorithms != ((self.algorithm,) if is_reduction else ()) or not call.is_unchanged():
-            return
-        if self._core is None or not (is_reduction or (self._node.is_alone and self._node.slots is not None)):
-            return
-        description = operation.description
-        key = call.name, isinstance(call.arrays, list), call.root, call.signature, description.id
-        if key in self._numbers:
+        description, node = operation.description, self._node
+        if call.name == "all_reduce":
+            can_be_fast = operation.algorithms == (self.algorithm,)
+        else:
+            can_be_fast = not operation.algorithms and node.is_alone and node.slots is not None
+        if self._core is None or not can_be_fast or not call.is_unchanged():
             return
         number = self._core.cache(
             call.name, call.arrays, description.id, call.op, call.divisor, call.root, description.text
         )
         if number is not None:
-            self._numbers.pop(self._keys.get(number, key), None)
-            self._descriptions[number], self._keys[number], self._numbers[key] = description, key, number
+            self._descriptions[number] = description
 
     def description(self, number: int) -> Description:
         """Return the description of a signature."""
@@ -142,18 +127,12 @@ class ChannelLock:
 
     def __init__(self, fast: FastPath) -> None:
         self._fast = fast
-        # The first tells threads of the program from the progress thread, which takes the second alone.
+        # Threads of the program take both locks. The progress thread takes only the second.
         self._program = Lock()
         self._anyone = Lock()
         self._is_over = False
 
     def __enter__(self) -> None:
-        self.take()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def take(self) -> None:
         """Take the lock for the program, and disable the fast path."""
         # Another thread that meets a fast-path call gives the lock back at once to the thread that resumes the call.
         if not self._program.acquire(blocking=False) and not (
@@ -165,12 +144,11 @@ class ChannelLock:
         except BaseException:  # a signal handler that raises during a step of the progress thread
             self._program.release()
             raise
-        self._fast.lock()
-        if self._fast.is_in_use_elsewhere:
-            self.release()
+        if self._fast.lock():
+            self.__exit__()
             raise RuntimeError(_TWO_THREADS)
 
-    def release(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Release the lock, and enable the fast path if nothing else forbids it."""
         self._fast.unlock()
         self._anyone.release()

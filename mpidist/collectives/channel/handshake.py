@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpidist.collectives.channel.changes import LocalChanges
-from mpidist.collectives.channel.mismatch import Advice, mismatch_text, news_text, printing_ranks
-from mpidist.collectives.channel.operation import plan_id
+from mpidist.collectives.channel.mismatch import Advice, Told, mismatch_text, news_text, printing_ranks
+from mpidist.collectives.channel.operation import Operation, plan_id
 from mpidist.collectives.mpi.exchange import gather_objects
 from mpidist.collectives.mpi.waiting import Steps, until_done
-from mpidist.collectives.node.core import MISMATCH, WAITING
+from mpidist.collectives.node.core import DONE, MISMATCH, NOT_YET, WAITING, Core
 from mpidist.collectives.node.node import Node
 from mpidist.core.errors import MismatchError, PeerError, shared_error
 from mpidist.core.text import user_call_site
@@ -36,14 +35,14 @@ if TYPE_CHECKING:
 
 _ID_BITS = 40
 FAILED, SHUT_DOWN = "failed", "left"
-"""Notices that a rank sends in place of a plan."""
+"""Notices that a rank sends instead of a plan."""
 
 Start = Callable[[int], None]
 """Begins a call of the core with the id of the handshake."""
 
 
 class _ByReduction:
-    """Exchange of ids without a native core."""
+    """Exchange of ids without a native core, with the same methods."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         mpi = import_mpi()
@@ -58,23 +57,21 @@ class _ByReduction:
         with suppress(NotImplementedError):
             # A persistent request costs half as much per call. Not every MPI library has it.
             self._persistent = self._request = comm.Allreduce_init(*spec)
+        self.state = DONE
 
-    def begin(self, identity: int) -> None:
+    def meet(self, identity: int) -> None:
         """Send this rank's id."""
         self._mine[0] = identity & self._mask
+        self.state = NOT_YET
         if self._persistent is None:
             self._request = self._start()
         else:
             self._persistent.Start()
 
-    def finish(self) -> Steps[None]:
-        """Yield until all ids have arrived."""
+    def go_on(self) -> Steps[None]:
+        """Yield until all ids have arrived. The state becomes MISMATCH if they differ."""
         yield from until_done(self._request)
-
-    def all_agree(self, identity: int) -> bool:
-        """Return whether all ranks sent this id."""
-        agreed: bool = self._sum[0] == (identity & self._mask) * self._size
-        return agreed
+        self.state = DONE if self._sum[0] == self._mine[0] * self._size else MISMATCH
 
     def free(self) -> None:
         """Free the MPI request."""
@@ -83,89 +80,61 @@ class _ByReduction:
 
 
 class Handshake:
-    """The handshakes on one communicator.
-
-    Attributes:
-        advice: Advice for errors.
-        changes: Local changes that the next handshake compares.
-        has_left: Ranks that have shut down: no exchange is possible any more.
-    """
+    """The handshakes on one communicator."""
 
     def __init__(self, comm: MPI.Intracomm, node: Node, advice: Advice) -> None:
         self._comm, self.advice = comm, advice
-        self._core = node.core
-        self._reduction = _ByReduction(comm) if self._core is None else None
-        self._is_over = True
-        self._identity = 0
-        self.changes: LocalChanges | None = None
+        self._core: Core | _ByReduction = node.core or _ByReduction(comm)
         self.has_left: list[int] = []
+        """Ranks that have shut down: no exchange is possible any more."""
 
     def free(self) -> None:
         """Free the MPI request, before the communicator is freed."""
-        if self._reduction is not None:
-            self._reduction.free()
+        if isinstance(self._core, _ByReduction):
+            self._core.free()
 
-    def begin(self, identity: int, start: Start | None = None) -> bool:
-        """Begin a handshake; return whether it is over. If not, ``finish`` must follow (collective)."""
-        if self.changes is not None:
-            identity ^= self.changes.checksum
-        self._identity = identity
+    def begin(self, identity: int, operation: Operation[object], start: Start | None = None) -> bool:
+        """Begin a handshake, and return whether it is over. If not, ``finish`` must follow (collective)."""
+        if operation.changes is not None:
+            identity ^= operation.changes.checksum
         core = self._core
-        if core is None:
-            assert start is None, "without a core, data move after the handshake"
-            assert self._reduction is not None
-            self._reduction.begin(identity)
-            self._is_over = False
-            return False
         (start or core.meet)(identity)
-        self._is_over = core.state not in WAITING
-        if self._is_over and core.state != MISMATCH:
-            self.changes = None
-            return True
-        return False
+        if core.state in WAITING or core.state == MISMATCH:
+            return False
+        operation.changes = None
+        return True
 
-    def _finish(self) -> Steps[bool]:
-        """Yield until all ids have arrived; return whether they are equal."""
-        if self._core is not None:
-            if not self._is_over:
-                yield from self._core.go_on()
-            return self._core.state != MISMATCH
-        assert self._reduction is not None
-        yield from self._reduction.finish()
-        return self._reduction.all_agree(self._identity)
+    def _all_agree(self) -> Steps[bool]:
+        """Yield until all ids have arrived. Return whether they are equal."""
+        yield from self._core.go_on()
+        return self._core.state != MISMATCH
 
-    def resume(self) -> None:
-        """Let ``finish`` finish a handshake that the fast path has begun."""
-        self._is_over = False
+    def finish(self, text: str, operation: Operation[object]) -> Steps[None]:
+        """Finish the handshake that ``begin`` or the fast path has begun.
 
-    def finish(self, text: str, call_site: str | None) -> Steps[None]:
-        """Finish the handshake of ``begin``.
-
-        Raises:
-            MismatchError: Another rank made another call.
-            PeerError: Another rank failed before its call, or has shut down.
+        Raises MismatchError if another rank made another call, and PeerError if it has failed or shut down.
         """
-        all_agree = yield from self._finish()
-        changes, self.changes = self.changes, None
+        all_agree = yield from self._all_agree()
+        changes, operation.changes = operation.changes, None
         if not all_agree:
-            yield from self._compare(text if changes is None else f"{text}, after {changes.text}", call_site)
+            yield from self._compare(text if changes is None else f"{text}, after {changes.text}", operation)
 
     def notify(self, kind: str, text: str, call_site: str) -> Steps[None]:
         """Send a notice instead of a plan: ``FAILED`` or ``SHUT_DOWN``. Ranks with a plan raise PeerError."""
-        identity, self.changes = plan_id(kind), None
-        if self.begin(identity):
-            return
-        if not (yield from self._finish()):
-            everyone = yield from gather_objects(self._comm, (kind, text, call_site))
-            self._note_left(everyone)
+        self._core.meet(plan_id(kind))
+        if not (yield from self._all_agree()):
+            yield from self._exchange((kind, text, call_site))
 
-    def _note_left(self, everyone: list[tuple[str, str, str]]) -> None:
-        self.has_left = [rank for rank, (kind, _, _) in enumerate(everyone) if kind == SHUT_DOWN]
-
-    def _compare(self, text: str, call_site: str | None) -> Steps[None]:
-        mine = ("plan", text, call_site or user_call_site())
+    def _exchange(self, mine: Told) -> Steps[list[Told]]:
+        """Gather the calls and notices of all ranks."""
         everyone = yield from gather_objects(self._comm, mine)
-        self._note_left(everyone)
+        self.has_left = [rank for rank, (kind, _, _) in enumerate(everyone) if kind == SHUT_DOWN]
+        return everyone
+
+    def _compare(self, text: str, operation: Operation[object]) -> Steps[None]:
+        # A started operation has its call site when its program has left the first step.
+        mine = ("plan", text, operation.call_site or user_call_site())
+        everyone = yield from self._exchange(mine)
         news = news_text(everyone)
         prints = self._comm.Get_rank() in printing_ranks(everyone)
         if news:

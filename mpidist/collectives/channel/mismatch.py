@@ -31,7 +31,7 @@ FOR_COMMUNICATORS = Advice(
     "Make this call on every rank, even if only one rank needs the result. Put only the printing under "
     "`if mpidist.rank() == 0:`."
 )
-# Number of differing calls of which a rank prints its traceback, besides rank 0.
+# Besides rank 0, at most this many ranks print a traceback, each for another call.
 _MOST_PRINTED = 4
 # Kind of a rank's message ("plan" or a notice), its text, and the line of its program.
 Told = tuple[str, str, str]
@@ -94,7 +94,7 @@ def news_text(everyone: Sequence[Told]) -> str:
 # except for a chance of one in 2**60. Random weights keep rows too many from balancing rows too few.
 _BITS = 62
 _MOST_PAIRS, _LONGEST_TEXT = 4, 120
-# The first ranks that send other rows than expected, with both numbers; the number of such ranks; the line.
+# The first ranks that send other rows than expected (with both numbers), the number of such ranks, and the line.
 _Rows = tuple[list[tuple[int, int, int]], int, str]
 
 
@@ -126,11 +126,12 @@ def _weights(size: int) -> tuple[list[int], list[int]]:
 
 def raise_rows_mismatch(comm: Comm, sent: list[int], expected: list[int], call_site: str | None) -> Steps[None]:
     """Raise the MismatchError that names the pairs of ranks that differ (collective)."""
+    call_site = call_site or user_call_site()  # before other threads may continue the steps
     # Each rank compares its own rows only, because there are as many as pairs of ranks.
     (got,) = yield from exchange_words(comm, [sent])
     wrong = [(rank, sends, expects) for rank, (sends, expects) in enumerate(zip(got, expected, strict=True))]
     wrong = [each for each in wrong if each[1] != each[2]]
-    told: _Rows = (wrong[:_MOST_PAIRS], len(wrong), call_site or user_call_site())
+    told: _Rows = (wrong[:_MOST_PAIRS], len(wrong), call_site)
     sends, expects = (cut_text(str(rows), _LONGEST_TEXT) for rows in (sent, expected))
     everyone = yield from gather_objects(comm, (told, f"all_to_all that gives {sends} rows and expects {expects}"))
     texts = {rank: text for rank, (_, text) in enumerate(everyone)}

@@ -43,6 +43,9 @@ class Observer:
     ...         self.ended_so_far += 1
     """
 
+    sees_fast_path = False
+    """Whether it sees calls of the fast path in another way. If so, the fast path stays enabled."""
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__}, an observer>"
 
@@ -122,15 +125,12 @@ class Observers:
 
     def __init__(self) -> None:
         self._all: tuple[Observer, ...] = ()
-        self._see_fast: tuple[Observer, ...] = ()
         self.changed: Callable[[], None] = lambda: None
         self._sort()
 
-    def add(self, observer: Observer, *, sees_fast_path: bool = False) -> None:
-        """Add an observer; ``sees_fast_path`` if it sees fast-path calls in another way."""
+    def add(self, observer: Observer) -> None:
+        """Add an observer."""
         self._all = (*self._all, observer)
-        if sees_fast_path:
-            self._see_fast = (*self._see_fast, observer)
         self._sort()
 
     def remove(self, observer: Observer) -> None:
@@ -155,7 +155,7 @@ class Observers:
         self.message_asks = self._overriding(Observer.message_asks)
         self.closed = self._overriding(Observer.closed)
         self.see_steps = bool(self.began or self.ended)
-        self.see_calls = any(each not in self._see_fast and _sees_calls(each) for each in self._all)
+        self.see_calls = any(not each.sees_fast_path and _sees_calls(each) for each in self._all)
         self.changed()
 
     def _overriding(self, event: Callable[Concatenate[Observer, P], R]) -> tuple[Callable[P, R], ...]:

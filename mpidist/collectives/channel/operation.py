@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol
@@ -17,7 +16,7 @@ from mpidist.collectives.mpi.exchange import is_common
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.core.nest import LEAF
 from mpidist.core.options import ReduceOp
-from mpidist.core.text import tell_user
+from mpidist.core.text import tell_user, user_call_site
 
 if TYPE_CHECKING:
     # A plain ``Work`` in a program has any result. Type checkers know the default, Python 3.10 does not.
@@ -38,21 +37,13 @@ _HOST_ARRAYS = {np.ndarray}
 
 
 class Description(NamedTuple):
-    """The facts about a collective that all ranks must agree on.
+    """The facts about a collective that all ranks must agree on."""
 
-    Attributes:
-        text: All of them as text.
-        title: The text without shapes and dtypes.
-        operation: Method of Communicator, such as ``"all_reduce"``, or ``HOUSEKEEPING``.
-        nbytes: Size of this rank's input.
-        id: Hash of the text, equal in every process.
-    """
-
-    text: str
-    title: str
-    operation: str
-    nbytes: int
-    id: int
+    text: str  # all of them
+    title: str  # the text without shapes and dtypes
+    operation: str  # method of Communicator, such as "all_reduce", or HOUSEKEEPING
+    nbytes: int  # size of this rank's input
+    id: int  # hash of the text, equal in every process
 
 
 def describe(title: str, of: str = "", *, operation: str = HOUSEKEEPING, nbytes: int = 0) -> Description:
@@ -109,22 +100,14 @@ def note_text(word: str, note: str) -> str:
 
 
 class FastCall(NamedTuple):
-    """The arguments by which the fast path recognizes a call.
+    """The arguments by which the fast path recognizes a call."""
 
-    Attributes:
-        name: Function of the fast path.
-        arrays: The input, one array or a list of arrays.
-        signature: Shapes and dtypes of the input when the call began.
-        op, divisor: Of a reduction.
-        root: Root of a broadcast, or the kind of structure of an all-reduce.
-    """
-
-    name: str
+    name: str  # of its function
     arrays: Array | list[Array]
-    signature: Signature
+    signature: Signature  # of the arrays, when the call began
     op: ReduceOp | None = None
     divisor: int | None = None
-    root: int = 0
+    root: int = 0  # of a broadcast, or the kind of structure of an all-reduce
 
     def is_unchanged(self) -> bool:
         """Return whether the program has left shapes and dtypes alone since."""
@@ -166,9 +149,8 @@ class Operation(Generic[T_co]):
         algorithms: Names of the algorithms that it used.
         error: Its error, while observers see its end.
         hopeless: Reason why a message can never arrive, set by an observer.
-        ask_at: Next time to query the other side of a message, on the monotonic clock.
-        timeout: Seconds before it fails; by default that of the communicator.
-        waited: Seconds that callers have waited with a timeout of their own.
+        timeout: Seconds before it fails, less the time that callers have waited with a timeout of their own. The
+            default is the timeout of the communicator.
         changes: Local changes of this rank that the ranks compare at its start.
         is_resumed: Whether it finishes a call that the fast path began.
         is_done: Whether it has ended.
@@ -181,8 +163,6 @@ class Operation(Generic[T_co]):
     algorithms: tuple[str, ...] = ()
     error: BaseException | None = None
     hopeless = ""
-    ask_at = math.inf
-    waited = 0.0
     fast_call: FastCall | None = None
     # Releases the device, after the last step or if the operation cannot start.
     release: Callable[[], None] | None = None
@@ -213,7 +193,7 @@ class Operation(Generic[T_co]):
         return self  # type: ignore[return-value]  # its type is that of its result, which changes here
 
     def add(self, function: Callable[..., object]) -> None:
-        """Apply ``function``, whose type is unchecked, as `then` does."""
+        """Apply ``function`` as `then` does, without a check of its type."""
         self._then = (*self._then, function)
 
     def finished(self, result: object) -> T_co:
@@ -283,14 +263,9 @@ class Operation(Generic[T_co]):
     def fail(self, error: BaseException) -> None:
         """End with ``error``, which ``wait`` raises."""
         if self._failure is None:
-            self._failure = _Failure(error, f"{self.text}, started at {self.call_site}")
-        self._failure.error, self.fast_call = error, None
+            self._failure = _Failure(error, f"{self.text}, started at {self.call_site or user_call_site()}")
+        self._failure.error = error
         self.is_done = True
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether ``wait`` raises an error."""
-        return self._failure is not None
 
 
 Work = Operation

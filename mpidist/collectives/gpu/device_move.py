@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 
+from mpidist.arrays.device_ops import gpu_ops, is_device_array
 from mpidist.arrays.dtypes import Array
-from mpidist.arrays.streams import Stream
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.observers import MOVE
-from mpidist.collectives.channel.operation import Signature
-from mpidist.collectives.gpu.device_streams import DeviceCall, DeviceStreams
-from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.channel.operation import Signature, which_on_device
+from mpidist.collectives.gpu.device_streams import DeviceCall, DevicePack, DeviceStreams
+from mpidist.collectives.gpu.nccl import NcclComm
 from mpidist.collectives.gpu.reduce import DeviceChoice
 from mpidist.collectives.move.move import MovePlan
 from mpidist.collectives.mpi import exchange
@@ -21,24 +21,17 @@ from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, r
 from mpidist.collectives.node.memory import slices
 from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.core.errors import PeerError
-from mpidist.core.options import ReduceOp
 
 
 class MovementCall(DeviceCall):
-    """Hold a call that moves arrays of one device.
-
-    Args:
-        travelling: Arrays to send, for example transposed to put the gather axis first.
-        results: Shapes and dtypes that are known before the handshake.
-        streams, timeout: See ``DeviceCall``.
-    """
+    """Hold a call that moves arrays of one device. ``results`` are those known before the handshake."""
 
     def __init__(self, travelling: Sequence[Array], results: Signature, streams: DeviceStreams, timeout: float) -> None:
         super().__init__(streams, timeout)
         ops = streams.ops
         with streams.on():
             for index, array in enumerate(travelling):
-                self.inputs[index] = array if ops.is_contiguous(array) else ops.copy(array)
+                self.inputs[index] = array if array.flags.c_contiguous else ops.copy(array)
         self.allocate(results)
         # Enter last, so that an earlier failure does not block the queue.
         self.enter()
@@ -71,8 +64,9 @@ class DeviceMovement:
             with call.streams.on():
                 with nccl.group():
                     for index, array in enumerate(arrays):
-                        counts = [row[index] * plan.row_sizes[index] for row in rows]
-                        _gather(nccl, array.reshape(-1), call.results[index].reshape(-1), counts, stream)
+                        ends = accumulate([row[index] * plan.row_sizes[index] for row in rows], initial=0)
+                        whole = call.results[index].reshape(-1)
+                        nccl.all_gather(array.reshape(-1), whole, stream, [*pairwise(ends)])
                 return [plan.result(index, whole) for index, whole in call.results.items()]
 
     def broadcast(self, plan: MovePlan, call: MovementCall) -> Steps[list[Array]]:
@@ -87,21 +81,33 @@ class DeviceMovement:
             return list(call.results.values())
 
     def reduce_scatter(self, plan: ReductionPlan, call: MovementCall) -> Steps[list[Array]]:
-        """Return this rank's rows of the reduction."""
-        (pack,), streams, result = plan.device_packs, call.streams, call.results[0]
-        op = ReduceOp.SUM if plan.op is ReduceOp.MEAN else plan.op
+        """Return this rank's rows of the reduction. Allocates before the handshake, because others wait afterwards."""
+        (pack,), streams = self._choice.packs_of(plan), call.streams
+        source, target = call.inputs[0].reshape(-1), call.results[0]
+        try:
+            with self._channel.shared_errors("reduce_scatter"), streams.on():
+                pack.compile()
+                if pack.together:
+                    source, target = streams.empty(source.size, pack.dtype), streams.empty(target.size, pack.dtype)
+        except BaseException:
+            call.leave()
+            raise
+        return self._reduce_scatter(plan, call, pack, source, target)
+
+    def _reduce_scatter(
+        self, plan: ReductionPlan, call: MovementCall, pack: DevicePack, source: Array, target: Array
+    ) -> Steps[list[Array]]:
+        streams, result = call.streams, call.results[0]
         with _finishing(call):
             nccl = yield from self._begin(plan, call)
             with streams.on():
-                source, target = call.inputs[0].reshape(-1), result
-                if not pack.is_plain:
-                    source, target = streams.empty(source.size, pack.dtype), streams.empty(result.size, pack.dtype)
-                    pack.load(streams.ops, list(call.inputs.values()), source, streams.stream)
+                if pack.together:
+                    streams.ops.cast([call.inputs[0]], [source], streams.stream)
                 rows, row_size = plan.shapes[0][0], source.size // plan.shapes[0][0]
                 cuts = [(start * row_size, stop * row_size) for start, stop in slices(rows, nccl.size)]
-                _reduce_scatter(nccl, source, target, cuts, op, streams.stream)
+                nccl.reduce_scatter(source, target, pack.op, streams.stream, cuts)
                 if plan.divisor is not None or target is not result:
-                    streams.ops.unpack(target, [result], plan.divisor, streams.stream)
+                    streams.ops.cast([target], [result], streams.stream, plan.divisor)
             return [result]
 
     def _begin(self, plan: MovePlan | ReductionPlan, call: MovementCall) -> Steps[NcclComm]:
@@ -137,22 +143,35 @@ def _finishing(call: MovementCall) -> Iterator[None]:
         call.leave()
 
 
-def _gather(nccl: NcclComm, mine: Array, whole: Array, counts: Sequence[int], stream: Stream) -> None:
-    """Concatenate the flat arrays of all ranks, of ``counts`` elements, in ``whole``."""
-    if len({*counts}) == 1:
-        nccl.all_gather(mine, whole, stream)
-        return
-    for root, (start, stop) in enumerate(pairwise(accumulate(counts, initial=0))):
-        nccl.broadcast(mine if root == nccl.rank else None, whole[start:stop], root, stream)
+# Copies for collectives in host memory --------------------------------------------------------------------------------
 
 
-def _reduce_scatter(
-    nccl: NcclComm, source: Array, target: Array, cuts: Sequence[tuple[int, int]], op: ReduceOp, stream: Stream
-) -> None:
-    """Reduce this rank's cut into ``target``."""
-    if len({stop - start for start, stop in cuts}) == 1:
-        nccl.reduce_scatter(source, target, op, stream)
-        return
-    with nccl.group():
-        for root, (start, stop) in enumerate(cuts):
-            nccl.reduce(source[start:stop], target if root == nccl.rank else None, op, root, stream)
+BringBack = Callable[[list[Array]], list[Array]]
+
+
+def on_host(arrays: Sequence[Array]) -> tuple[Sequence[Array], BringBack]:
+    """Return copies in host memory, and a function that copies results back to the GPU.
+
+    Blocks until the copies are complete.
+
+    >>> import numpy as np
+    >>> arrays, bring_back = on_host([np.ones(2)])
+    >>> bring_back([2 * arrays[0]])
+    [array([2., 2.])]
+    """
+    if not which_on_device(arrays):
+        return arrays, lambda results: results
+    ops = gpu_ops()
+    homes = [ops.device_of(array) if is_device_array(array) else None for array in arrays]
+    copies = list(arrays)
+    for device in {home for home in homes if home is not None}:
+        there = [index for index, home in enumerate(homes) if home == device]
+        for index, copy in zip(there, ops.all_to_host([arrays[index] for index in there]), strict=True):
+            copies[index] = copy
+
+    def bring_back(results: list[Array]) -> list[Array]:
+        return [
+            result if home is None else ops.from_host(result, home) for home, result in zip(homes, results, strict=True)
+        ]
+
+    return copies, bring_back

@@ -1,4 +1,4 @@
-"""Order the device work of a communicator: streams, queue, calls and watchdog.
+"""Order the device work of a communicator: streams, queue, watchdog and reductions.
 
 A communicator orders all its device work on one stream. Two more streams copy to and from the host. CuPy's pool reuses
 memory per stream, so an array allocated on a stream may be freed as soon as its last use is enqueued there.
@@ -12,37 +12,37 @@ thread. The caller's stream waits for the results, never the host. Steps that ca
 allocation, run before the handshake, because afterwards the other ranks wait on their devices.
 
 The host does not wait for NCCL, so it cannot cancel a call either. If a rank dies, the kernels of the others never
-finish, and a thread that reads a result blocks inside CUDA, beyond any deadline. A watchdog thread checks the
-oldest call of each communicator. It reports long waits, and ends the job after the deadline or when the device has
-failed, because results already returned will never be correct.
+finish, and a thread that reads a result blocks inside CUDA, beyond any deadline. A watchdog thread checks the oldest
+call of each communicator. It reports long waits, and ends the job after the deadline or when the device has failed.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from mpidist.arrays.device_ops import DeviceOps, device_name, is_device_array, ops_of
+from mpidist.arrays.device_ops import device_name, gpu_ops, is_device_array, ops_of
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.streams import Event, Stream
-from mpidist.collectives.gpu.nccl_comm import NcclComm
+from mpidist.collectives.gpu.nccl import NcclComm, nccl_dtype
 from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, relax
-from mpidist.collectives.node.memory import Pool
-from mpidist.collectives.node.packing import overlaps
+from mpidist.collectives.node.memory import Pool, pieces
+from mpidist.collectives.node.packing import Pack, overlaps
 from mpidist.collectives.reduce.choice import Choice
-from mpidist.collectives.reduce.device_packs import DevicePack
-from mpidist.collectives.reduce.plan import ReductionPlan
+from mpidist.collectives.reduce.plan import DeviceGroup, ReductionPlan
 from mpidist.collectives.reduce.registry import Algorithm, Site
 from mpidist.core.concurrency import DaemonThread, Deadline
-from mpidist.core.options import ReduceOp
+from mpidist.core.options import CommunicationOptions, ReduceOp
 from mpidist.core.text import tell_user
 from mpidist.topology import end_job, import_mpi
 
@@ -52,23 +52,18 @@ _LOOK_SECONDS = 0.25
 class DeviceStreams:
     """Hold the streams of a communicator on one device.
 
-    Args:
-        ops: Operations on arrays of the device.
-        device: Device number.
-        has_given_up: Returns True if the communicator skips calls that other ranks make.
-
     Attributes:
+        has_given_up: Returns True if the communicator skips calls that other ranks make.
         stream: Orders all work.
         to_host, to_device: Copy streams. All three have priority over the program's work, because other ranks wait.
+        nccl: NCCL communicators to check for errors.
     """
 
-    def __init__(self, ops: DeviceOps, device: int, has_given_up: Callable[[], bool] = lambda: False) -> None:
-        self.ops = ops
-        self.device = device
-        self.has_given_up = has_given_up
-        self._nccl: list[NcclComm] = []
-        with ops.on(device):
-            self.stream, self.to_host, self.to_device = [ops.stream(device, is_urgent=True) for _ in range(3)]
+    def __init__(self, device: int, has_given_up: Callable[[], bool] = lambda: False) -> None:
+        self.ops, self.device, self.has_given_up = gpu_ops(), device, has_given_up
+        self.nccl: list[NcclComm] = []
+        with self.on():
+            self.stream, self.to_host, self.to_device = [self.ops.stream(device, is_urgent=True) for _ in range(3)]
         self._in_flight: deque[tuple[Event, DeviceCall]] = deque()
         self._lock = threading.Lock()
         device_watch.watch(self)
@@ -89,10 +84,6 @@ class DeviceStreams:
             self._in_flight.append((call.done, call))
         self.oldest()
 
-    def watch(self, nccl: NcclComm) -> None:
-        """Check an NCCL communicator for errors from now on."""
-        self._nccl.append(nccl)
-
     def oldest(self) -> tuple[Event, DeviceCall] | None:
         """Return the oldest unfinished call and its event, or None (thread-safe)."""
         with self.on(), self._lock:
@@ -104,18 +95,18 @@ class DeviceStreams:
         return None
 
     def check_in_step(self) -> None:
-        """Raise RuntimeError if a sharer of an NCCL communicator failed (see ``NcclShare``)."""
-        for nccl in self._nccl:
+        """Raise RuntimeError if a sharer of an NCCL communicator failed."""
+        for nccl in self.nccl:
             nccl.check_in_step()
 
     def raise_if_failed(self) -> None:
         """Raise NcclFailure if NCCL reports an error (thread-safe)."""
-        for nccl in self._nccl:
+        for nccl in self.nccl:
             nccl.check_async_error()
 
     def abandon(self) -> None:
         """Abort NCCL and lose unfinished results. May block until other ranks abort too."""
-        for nccl in self._nccl:
+        for nccl in self.nccl:
             nccl.abort()
 
     def close(self) -> None:
@@ -125,11 +116,14 @@ class DeviceStreams:
                 stream.synchronize()
         self._in_flight.clear()
         device_watch.forget(self)
-        self._nccl.clear()
+        self.nccl.clear()
+
+
+# The queue of a device ------------------------------------------------------------------------------------------------
 
 
 class DeviceQueue:
-    """Queue the calls of one device that are not enqueued on it yet."""
+    """Queue the calls of one device that are not enqueued on it yet. ``last`` is the last call that was."""
 
     def __init__(self) -> None:
         self.calls: deque[weakref.ref[QueuePlace]] = deque()
@@ -237,11 +231,21 @@ class DeviceCall(QueuePlace):
         self.inputs, self.results = {}, {}
 
 
+def device_of_arrays(arrays: Sequence[Array]) -> tuple[str, int]:
+    """Return the kind and number of the device of the non-host ``arrays``, or raise ValueError."""
+    on_device = [array for array in arrays if is_device_array(array)]
+    devices = {(ops_of(array).kind, ops_of(array).device_of(array)) for array in on_device}
+    if len(devices) > 1:
+        names = " and ".join(sorted({device_name(array) for array in on_device}))
+        raise ValueError(f"one call has arrays on {names}. Pass arrays on one device")
+    return devices.pop()
+
+
 # The watchdog thread --------------------------------------------------------------------------------------------------
 
 
 class DeviceWatch(DaemonThread[DeviceStreams]):
-    """Watch the devices while any communicator has streams."""
+    """Watch the devices while any communicator has streams. End the job if a call is late or failed."""
 
     def __init__(self) -> None:
         super().__init__("device-watch")
@@ -249,14 +253,17 @@ class DeviceWatch(DaemonThread[DeviceStreams]):
         self._oldest: weakref.WeakKeyDictionary[DeviceStreams, tuple[Event, Deadline]] = weakref.WeakKeyDictionary()
 
     def look(self) -> float:
-        """Check the oldest calls. End the job if a call is late or failed."""
+        """Check the oldest calls."""
         for streams in list(self.watched):
             try:
                 self._look_at(streams)
-            except _Late as error:
-                self._end_job(streams, str(error))
             except Exception as error:
-                self._end_job(streams, f"a collective on its GPU failed: {type(error).__name__}: {error}")
+                failed = f"a collective on its GPU failed: {type(error).__name__}: {error}"
+                if streams in self.watched:
+                    tell_user(f"{_rank()} ends the job: {error if isinstance(error, TimeoutError) else failed}")
+                    # Do not abort NCCL first. Its abort may wait for all ranks, and the program would continue with
+                    # wrong data.
+                    end_job()
         return _LOOK_SECONDS
 
     def _look_at(self, streams: DeviceStreams) -> None:
@@ -270,16 +277,6 @@ class DeviceWatch(DaemonThread[DeviceStreams]):
             streams.raise_if_failed()
             deadline.check()
 
-    def _end_job(self, streams: DeviceStreams, why: str) -> None:
-        if streams in self.watched:
-            tell_user(f"{_rank()} ends the job: {why}")
-            # Do not abort NCCL first. Its abort may wait for all ranks, and the program would continue with wrong data.
-            end_job()
-
-
-class _Late(Exception):
-    """Signal a call that missed its deadline."""
-
 
 def _deadline(timeout: float) -> Deadline:
     return Deadline(
@@ -287,7 +284,7 @@ def _deadline(timeout: float) -> Deadline:
             f"{_rank()} has waited {waited:.0f} s for a collective on its GPU to end; another rank may have died, or "
             "may not have used its GPU"
         ),
-        lambda _: _Late(
+        lambda _: TimeoutError(
             f"a collective on its GPU did not end within {timeout:g} s. Look for a rank that died or hangs; to allow "
             "more time set MPIDIST_TIMEOUT=SECONDS"
         ),
@@ -303,27 +300,126 @@ device_watch = DeviceWatch()
 atexit.register(device_watch.stop)
 
 
-def device_of_arrays(arrays: Sequence[Array]) -> tuple[str, int]:
-    """Return the kind and number of the device of the non-host ``arrays``, or raise ValueError."""
-    devices = {(ops_of(array).kind, ops_of(array).device_of(array)) for array in arrays if is_device_array(array)}
-    if len(devices) > 1:
-        names = " and ".join(sorted({device_name(array) for array in arrays if is_device_array(array)}))
-        raise ValueError(f"one call has arrays on {names}. Pass arrays on one device")
-    return devices.pop()
+# Reductions -----------------------------------------------------------------------------------------------------------
 
 
-class Flat(NamedTuple):
-    """Hold the flat memory of a pack during an algorithm.
+# NCCL reduces an array of this size about as fast as a copy kernel packs it.
+SMALL_BYTES = 64 << 10
+
+
+class HostChunk(NamedTuple):
+    """A chunk of a pack in host memory. Its spans are piece, start, stop, and start in the chunk."""
+
+    pack: Pack
+    spans: list[tuple[int, int, int, int]]
+
+
+class DevicePack:
+    """Arrays of one dtype. Large ones are reduced in place, the others in one flat array.
+
+    Arrays of less than ``small_bytes`` are packed, and all arrays that NCCL or the rounding require to cast.
 
     Attributes:
-        source, target: Flat input and reduction, often the same array.
-        spread, starts: Arrays to copy ``target`` into and their offsets. None if the results are views of ``target``.
+        op: Operation. A mean is a SUM that is divided by ``divisor``.
+        dtype: Dtype in transit: wider than the dtype of the reduction if NCCL lacks that one.
+        suits_nccl: Whether NCCL can reduce the arrays.
+        apart: Indices of the arrays that are reduced in place.
+        together: Indices of the arrays in the flat array, of ``flat_count`` elements.
+        residuals: Rounding errors of the last call, keyed by chunk.
     """
 
-    source: Array
-    target: Array
-    spread: list[Array] | None
-    starts: Sequence[int] | None
+    def __init__(
+        self,
+        group: DeviceGroup,
+        shapes: Sequence[tuple[int, ...]],
+        op: ReduceOp,
+        divisor: int | None,
+        small_bytes: int,
+        options: CommunicationOptions | None = None,
+    ) -> None:
+        self.group, self.divisor = group, divisor
+        self.options = options or CommunicationOptions()
+        self.op = ReduceOp.SUM if op is ReduceOp.MEAN else op
+        nccl = nccl_dtype(group.formed, op)
+        self.suits_nccl = nccl is not None
+        self.dtype = group.formed if nccl is None else nccl
+        sizes = {index: math.prod(shapes[index]) for index in group.indices}
+        casts = not group.source == self.dtype == group.result
+        self.together = [i for i in sizes if casts or sizes[i] * self.dtype.itemsize < small_bytes]
+        if len(self.together) == 1 and not casts:
+            self.together = []
+        packed = set(self.together)
+        self.apart = [index for index in sizes if index not in packed]
+        self._borders = list(accumulate((sizes[index] for index in self.together), initial=0))
+        self.flat_count = self._borders[-1]
+        flat = [self.flat_count] if self.together else []
+        self._counts = (*flat, *(sizes[index] for index in self.apart))
+        self.nbytes = sum(self._counts) * self.dtype.itemsize
+        self.residuals: dict[int, Array] = {}
+        self._on_host: list[HostChunk] = []
+
+    def parts(self, flat: Array) -> list[Array]:
+        """Return the parts of the flat array, in the order of ``together``."""
+        return [flat[start:stop] for start, stop in pairwise(self._borders)]
+
+    def compile(self) -> None:
+        """Compile the kernels of a call on the current device, before other ranks wait."""
+        compile_cast = gpu_ops().compile
+        divides = self.divisor is not None
+        if self.together:
+            compile_cast(self.group.source, self.dtype, divides=False)
+            compile_cast(self.dtype, self.group.result, divides)
+        elif divides:
+            compile_cast(self.dtype, self.dtype, divides)
+
+    def on_host(self, per_chunk: int) -> list[HostChunk]:
+        """Return cached chunks of at most ``per_chunk`` elements for host memory."""
+        if not self._on_host:
+            for start in range(0, sum(self._counts), per_chunk):
+                found = pieces(self._counts, start, start + per_chunk, per_chunk)
+                spans = [(piece, first, first + count, at - start) for piece, first, count, at in found]
+                size = sum(count for _, _, count, _ in found)
+                self._on_host.append(HostChunk(Pack([0], [(size,)], self.dtype, self.dtype, self.dtype), spans))
+        return self._on_host
+
+
+class DeviceReduction:
+    """Hold the arrays of one pack during a call.
+
+    Attributes:
+        pieces: Flat source and target of each piece to reduce, often the same array.
+    """
+
+    def __init__(
+        self,
+        pack: DevicePack,
+        inputs: Mapping[int, Array],
+        results: Mapping[int, Array],
+        flat: Array | None,
+        stream: Stream,
+    ) -> None:
+        self.pack, self._ops, self._stream = pack, gpu_ops(), stream
+        self._inputs = [inputs[index] for index in pack.together]
+        self._parts = [] if flat is None else pack.parts(flat)
+        self._outputs = [results[index] for index in pack.together]
+        in_place = [(inputs[index].reshape(-1), results[index].reshape(-1)) for index in pack.apart]
+        self.pieces = in_place if flat is None else [(flat, flat), *in_place]
+
+    def load(self) -> None:
+        """Copy the inputs into the flat array."""
+        self._ops.cast(self._inputs, self._parts, self._stream)
+
+    def copy(self) -> None:
+        """Copy the sources to the targets unless they share an address."""
+        pointer = self._ops.pointer
+        moved = [(source, target) for source, target in self.pieces if pointer(source) != pointer(target)]
+        self._ops.cast([source for source, _ in moved], [target for _, target in moved], self._stream)
+
+    def store(self) -> None:
+        """Divide the reduced pieces if needed, and copy the flat array to its results."""
+        divisor, first = self.pack.divisor, int(bool(self.pack.together))
+        in_place = [] if divisor is None else [target for _, target in self.pieces[first:]]
+        self._ops.cast([*self._parts, *in_place], [*self._outputs, *in_place], self._stream, divisor)
 
 
 class ReductionCall(DeviceCall):
@@ -332,7 +428,7 @@ class ReductionCall(DeviceCall):
     Args:
         arrays: All arrays of the call, also those on the host.
         out: Output arrays, or None to allocate them.
-        multiple: Flat arrays are padded to a multiple of this number of bytes.
+        packs: Packs of the arrays on the device.
     """
 
     def __init__(
@@ -340,49 +436,48 @@ class ReductionCall(DeviceCall):
         plan: ReductionPlan,
         arrays: Sequence[Array],
         out: Sequence[Array] | None,
+        packs: Sequence[DevicePack],
         streams: DeviceStreams,
-        multiple: int,
         timeout: float,
     ) -> None:
         super().__init__(streams, timeout)
-        self.plan = plan
         self._out = out
         self._delivered: Event | None = None
         indices = [index for index, is_on_device in enumerate(plan.on_device) if is_on_device]
         ops = streams.ops
         with streams.on():
             self.inputs = {index: arrays[index] for index in indices}
-            written_early = self._written_early()
+            written_early = self._written_early(packs)
             for index in indices:
-                if index in written_early or not ops.is_contiguous(arrays[index]):
+                if index in written_early or not arrays[index].flags.c_contiguous:
                     self.inputs[index] = ops.copy(arrays[index])
-            self.flats = [self._flat(pack, multiple) for pack in plan.device_packs]
-            for index in indices:
-                if index not in self.results:
-                    self.results[index] = self._result(index)
+            self.results = {index: self._result(index, *plan.result_signature[index]) for index in indices}
+            flats = [streams.empty(pack.flat_count, pack.dtype) if pack.together else None for pack in packs]
+            self.reductions = [
+                DeviceReduction(pack, self.inputs, self.results, flat, streams.stream)
+                for pack, flat in zip(packs, flats, strict=True)
+            ]
             self.follow_caller()
-            for pack in plan.device_packs:
-                pack.compile(ops, divides=plan.divisor is not None)
-            for pack, flat in zip(plan.device_packs, self.flats, strict=True):
-                self.load(pack, flat)
+            for pack in packs:
+                pack.compile()
+            self.load()
         self.enter()
 
-    def _written_early(self) -> set[int]:
+    def _written_early(self, packs: Sequence[DevicePack]) -> set[int]:
         """Return the inputs that a result may overwrite before they are read.
 
-        That happens if another result, or their own at another address, overlaps them. Packs with a flat copy are safe.
+        That happens if another result, or their own at another address, overlaps them. Packed inputs are safe.
         """
         out = self._out
         if out is None:
             return set()
-        plain = [index for pack in self.plan.device_packs if pack.is_plain for index in pack.indices]
-        moved = [index for index in plain if self.inputs[index] is not out[index]]
-        if not moved:
+        apart = [index for pack in packs for index in pack.apart if self.inputs[index] is not out[index]]
+        if not apart:
             return set()
-        counts = overlaps([self.inputs[index] for index in moved], [out[index] for index in self.inputs])
+        counts = overlaps([self.inputs[index] for index in apart], [out[index] for index in self.inputs])
         return {
             index
-            for index, count in zip(moved, counts, strict=True)
+            for index, count in zip(apart, counts, strict=True)
             if count > 1 or (count and not self._is_same(self.inputs[index], out[index]))
         }
 
@@ -390,36 +485,21 @@ class ReductionCall(DeviceCall):
         pointer = self.streams.ops.pointer
         return pointer(array) == pointer(other) and (array.strides, array.dtype) == (other.strides, other.dtype)
 
-    def _result(self, index: int) -> Array:
-        if self._out is not None and self.streams.ops.is_contiguous(self._out[index]):
+    def _result(self, index: int, shape: tuple[int, ...], dtype: DType) -> Array:
+        if self._out is not None and self._out[index].flags.c_contiguous:
             return self._out[index]
-        shape, dtype = self.plan.result_signature[index]
         return self.streams.ops.empty(shape, dtype, self.streams.device)
 
-    def _flat(self, pack: DevicePack, multiple: int) -> Flat:
-        streams, itemsize = self.streams, pack.dtype.itemsize
-        length = -(-pack.nbytes // multiple) * multiple // itemsize
-        if pack.is_plain and length == pack.count:
-            (index,) = pack.indices
-            self.results[index] = result = self._result(index)
-            return Flat(self.inputs[index].reshape(-1), result.reshape(-1), None, None)
-        if self._out is not None:
-            spread = [self._result(index) for index in pack.indices]
-            self.results.update(zip(pack.indices, spread, strict=True))
-            flat = streams.empty(length, pack.dtype)
-            return Flat(flat, flat, spread, pack.starts)
-        block = streams.ops.empty((length,), pack.result_dtype, streams.device)
-        self.results.update(zip(pack.indices, pack.parts(block, self.plan.shapes), strict=True))
-        if pack.dtype == pack.result_dtype:
-            return Flat(block, block, None, None)
-        flat = streams.empty(length, pack.dtype)
-        return Flat(flat, flat, [block], None)
+    def load(self) -> None:
+        """Copy the inputs into the flat arrays."""
+        for reduction in self.reductions:
+            reduction.load()
 
-    def load(self, pack: DevicePack, flat: Flat) -> None:
-        """Copy the inputs of a pack into its flat array, if it has one."""
-        if flat.source is flat.target:
-            inputs = [self.inputs[index] for index in pack.indices]
-            pack.load(self.streams.ops, inputs, flat.source, self.streams.stream)
+    def store(self, reduction: DeviceReduction) -> None:
+        """Finish a reduction after its algorithm has enqueued all work."""
+        with self.streams.on():
+            reduction.store()
+            self.streams.finish(self)
 
     def join(self, results: list[Array]) -> list[Array]:
         """Copy results into ``out`` unless they were computed there, then join."""
@@ -430,7 +510,6 @@ class ReductionCall(DeviceCall):
                 self.wait_here()
                 for index in apart:
                     np.copyto(out[index], self.results[index])
-                    results[index] = out[index]
                 self._delivered = streams.ops.current_stream(streams.device).record()
             return super().join(results)
 
@@ -441,42 +520,7 @@ class ReductionCall(DeviceCall):
     def let_go(self) -> None:
         """Drop the arrays."""
         super().let_go()
-        self.flats = []
-
-
-class DeviceReduction:
-    """Hold one pack of a call for an algorithm.
-
-    Attributes:
-        op: Operation. A mean is a SUM with a division in ``store``.
-        source, target: Flat input and reduction, often the same array.
-    """
-
-    def __init__(self, call: ReductionCall, number: int) -> None:
-        plan, self.call = call.plan, call
-        self.pack = pack = plan.device_packs[number]
-        self.op = ReduceOp.SUM if plan.op is ReduceOp.MEAN else plan.op
-        self.options = plan.options
-        self.residuals = pack.residuals if plan.options.error_feedback else None
-        self.nbytes, self.dtype = pack.nbytes, pack.dtype
-        self._flat = call.flats[number]
-        self.source, self.target = self._flat.source, self._flat.target
-
-    def copy(self) -> None:
-        """Copy the source to the target unless they share an address."""
-        streams = self.call.streams
-        if self.source is not self.target and streams.ops.pointer(self.source) != streams.ops.pointer(self.target):
-            streams.ops.unpack(self.source, [self.target], None, streams.stream)
-
-    def store(self) -> list[Array]:
-        """Divide the reduction in ``target`` if needed, and return the results."""
-        streams, flat, divisor = self.call.streams, self._flat, self.call.plan.divisor
-        if flat.spread is not None:
-            streams.ops.unpack(flat.target, flat.spread, divisor, streams.stream, flat.starts)
-        elif divisor is not None:
-            streams.ops.unpack(flat.target, [flat.target], divisor, streams.stream)
-        streams.finish(self.call)
-        return [self.call.results[index] for index in self.pack.indices]
+        self.reductions = []
 
 
 @dataclass(frozen=True)
@@ -491,7 +535,7 @@ class DeviceSite(Site):
 class DeviceAlgorithm(Protocol):
     """Define the interface of an all-reduce algorithm for GPU arrays."""
 
-    def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
+    def all_reduce(self, job: DeviceReduction) -> Steps[None]:
         """Reduce over all ranks after the handshake. Return once all work is enqueued."""
 
     def close(self) -> None:

@@ -227,3 +227,22 @@ def _loads(library: str) -> bool:
 def may_use_verbs() -> bool:
     """Return True if this process may open an InfiniBand device. Containers may have none."""
     return any(os.access(path, os.R_OK | os.W_OK) for path in _VERBS_DEVICES.glob("uverbs*"))
+
+
+# Sending a chunk must take much longer than starting to send it.
+_BYTES_BY_GIGABITS = ((200, 16 << 20), (100, 8 << 20), (0, 4 << 20))
+
+
+def staging_bytes() -> int:
+    """Return the maximum number of bytes of a chunk on this rank."""
+    nbytes: int | None = settings.STAGING_BYTES.read()
+    if nbytes is not None:
+        return nbytes
+    fabric = rdma_fabric()
+    gigabits = 0.0 if fabric is None else fabric.gigabits
+    return next(nbytes for least, nbytes in _BYTES_BY_GIGABITS if gigabits >= least)
+
+
+def agreed_staging_bytes(comm: Comm) -> Steps[int]:
+    """Return the smallest ``staging_bytes`` of all ranks (collective)."""
+    return (yield from agreed_minimum(comm, staging_bytes()))

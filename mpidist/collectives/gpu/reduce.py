@@ -4,12 +4,11 @@
 NCCL and supports any dtype. ``hierarchical`` uses NCCL inside each node and MPI between nodes, like Horovod's
 NCCLHierarchicalAllreduce, but in chunks that overlap.
 
-``hierarchical`` cuts the flat array into chunks, and each chunk into one slice per *rail* (see ``two_level``). NCCL
-reduces each slice to one rank of the node. That rank exchanges it with its rail through page-locked memory, or directly
-if MPI accepts device memory. NCCL then copies the slices to all ranks of the node. The host waits for the device only
-when MPI needs the bytes. All ranks of a node make the same NCCL calls in the same order: first the reductions of all
-chunks, then the copies chunk by chunk. A ring sums on the GPU. Small slices, and slices in a wire dtype, are summed on
-the host.
+``hierarchical`` cuts each piece into chunks, and each chunk into one slice per *rail* (see ``two_level``). NCCL reduces
+each slice to one rank of the node. That rank exchanges it with its rail through page-locked memory, or directly if MPI
+accepts device memory. NCCL then copies the slices to all ranks of the node. NCCL and MPI never use the same memory at
+once. All ranks of a node make the same NCCL calls in the same order: first the reductions of all chunks, then the
+copies chunk by chunk. A ring sums on the GPU. Small slices, and slices in a wire dtype, are summed on the host.
 """
 
 from __future__ import annotations
@@ -19,24 +18,34 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from mpidist.arrays.dtypes import Array
-from mpidist.arrays.streams import Event, Stream
-from mpidist.collectives.gpu.device_streams import DeviceAlgorithm, DeviceReduction, DeviceSite, DeviceStreams
-from mpidist.collectives.gpu.nccl_comm import NcclComm
-from mpidist.collectives.gpu.probes import rdma_everywhere, rdma_fabric, takes_device_memory
-from mpidist.collectives.gpu.staging import DeviceRing, PinnedBuffer, StagingRing, agreed_staging_bytes
+from mpidist.arrays.dtypes import Array, DType
+from mpidist.arrays.streams import Event
+from mpidist.collectives.gpu.device_streams import (
+    SMALL_BYTES,
+    DeviceAlgorithm,
+    DevicePack,
+    DeviceReduction,
+    DeviceSite,
+    DeviceStreams,
+    HostChunk,
+)
+from mpidist.collectives.gpu.nccl import NcclComm, make_nccl
+from mpidist.collectives.gpu.probes import agreed_staging_bytes, rdma_everywhere, rdma_fabric, takes_device_memory
 from mpidist.collectives.mpi.exchange import problems_of
-from mpidist.collectives.mpi.waiting import Steps, pause, until_event
+from mpidist.collectives.mpi.mpi_types import NUMPY_OPS
+from mpidist.collectives.mpi.waiting import Comm, Steps, pause, until_event
 from mpidist.collectives.node.memory import Pool, slices
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import Pack, PackedReduction
 from mpidist.collectives.reduce.algorithms.two_level import Wires, moved
 from mpidist.collectives.reduce.choice import Choice, place_of
-from mpidist.collectives.reduce.cost_model import Round
-from mpidist.collectives.reduce.device_packs import SLICE_ALIGNMENT, DevicePack
+from mpidist.collectives.reduce.cost_model import Rail, Round
+from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.collectives.reduce.registry import (
     BY_NETWORK,
     GPU_PLACES,
@@ -45,7 +54,6 @@ from mpidist.collectives.reduce.registry import (
     Row,
     Table,
     Wire,
-    at_once,
     gpu_algorithms,
     gpu_names,
     look_up,
@@ -54,11 +62,12 @@ from mpidist.collectives.reduce.registry import (
     wire_algorithms,
 )
 from mpidist.core.errors import AlgorithmError
-from mpidist.core.options import CommunicationOptions
+from mpidist.core.options import CommunicationOptions, ReduceOp
+from mpidist.topology import import_mpi
 
 
 class Nccl:
-    """Reduce each pack with one NCCL call. Closes ``comm`` with this object."""
+    """Reduce each pack with one group of NCCL calls. Closes ``comm`` with this object."""
 
     def __init__(self, comm: NcclComm, streams: DeviceStreams) -> None:
         self.comm = comm
@@ -68,18 +77,18 @@ class Nccl:
     def made(cls, site: DeviceSite) -> Steps[Nccl]:
         """Start NCCL, or raise AlgorithmError on all ranks (collective)."""
         streams = site.streams
-        made = yield from NcclComm.made(site.comm, streams.device, has_given_up=streams.has_given_up)
+        made = yield from make_nccl(site.comm, streams.device, has_given_up=streams.has_given_up)
         if isinstance(made, str):
             raise AlgorithmError(f"algorithm 'nccl' does not work here: {made}")
-        streams.watch(made)
+        streams.nccl.append(made)
         return cls(made, streams)
 
-    def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
-        """Reduce with one call of NCCL."""
+    def all_reduce(self, job: DeviceReduction) -> Steps[None]:
+        """Reduce all pieces with one kernel of NCCL."""
         yield from ()
-        with self._streams.on():
-            self.comm.all_reduce(job.source, job.target, job.op, self._streams.stream)
-            return job.store()
+        with self._streams.on(), self.comm.group():
+            for source, target in job.pieces:
+                self.comm.all_reduce(source, target, job.pack.op, self._streams.stream)
 
     def close(self) -> None:
         """Destroy the NCCL communicator (collective)."""
@@ -97,15 +106,14 @@ class Alone(DeviceAlgorithm):
     def __init__(self, site: DeviceSite) -> None:
         self._streams = site.streams
 
-    def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
-        """Copy the source to the result."""
+    def all_reduce(self, job: DeviceReduction) -> Steps[None]:
+        """Copy the sources to the results."""
         yield from ()
         with self._streams.on():
             job.copy()
-            return job.store()
 
 
-gpu_algorithms.register(AlgorithmEntry("alone", at_once(Alone), ()))
+gpu_algorithms.register(AlgorithmEntry("alone", Alone, ()))
 
 
 # Two chunks in host memory: the next one is copied there while one is reduced.
@@ -128,27 +136,24 @@ class Staged:
         chunk_bytes = yield from agreed_staging_bytes(site.comm)
         return cls(site, chunk_bytes)
 
-    def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
+    def all_reduce(self, job: DeviceReduction) -> Steps[None]:
         """Reduce chunk by chunk, and copy the next chunk to the host during each reduction."""
-        streams, ops = self._streams, self._streams.ops
-        chunks = job.pack.on_host(self._chunk_bytes // job.dtype.itemsize)
-        yield from self._allocate_buffers(chunks[0].nbytes)
+        streams = self._streams
+        chunks = job.pack.on_host(self._chunk_bytes // job.pack.dtype.itemsize)
+        yield from self._allocate_buffers(chunks[0].pack.nbytes)
         next_copied = self._copy_to_host(job, chunks, 0)
         for number, chunk in enumerate(chunks):
-            copied, index = next_copied, number % _BUFFERS
+            copied = next_copied
             if number + 1 < len(chunks):
                 next_copied = self._copy_to_host(job, chunks, number + 1)
             # The stream is then also past the last copies from and to these buffers.
             yield from until_event(copied)
-            source, reduced = [
-                buffers[index][: chunk.nbytes].view(job.dtype) for buffers in (self._inputs, self._outputs)
-            ]
-            yield from self._reduce(job, chunk, source, reduced)
+            source, reduced = [_as_chunk(buffers, chunks, number) for buffers in (self._inputs, self._outputs)]
+            yield from self._reduce(job.pack, chunk.pack, source, reduced)
             with streams.on():
-                start = number * chunks[0].count
-                ops.copy_to_device(job.target[start : start + chunk.count], reduced, streams.stream)
-        with streams.on():
-            return job.store()
+                for piece, start, stop, first in chunk.spans:
+                    part = reduced[first : first + stop - start]
+                    streams.ops.copy_to_device(job.pieces[piece][1][start:stop], part, streams.stream)
 
     def _allocate_buffers(self, nbytes: int) -> Steps[None]:
         if self._inputs[0].nbytes < nbytes:
@@ -158,18 +163,19 @@ class Staged:
                 ops = self._streams.ops
                 self._inputs, self._outputs = [[ops.pinned(nbytes) for _ in range(_BUFFERS)] for _ in range(2)]
 
-    def _copy_to_host(self, job: DeviceReduction, chunks: Sequence[Pack], number: int) -> Event:
-        streams, chunk, start = self._streams, chunks[number], number * chunks[0].count
-        target = self._inputs[number % _BUFFERS][: chunk.nbytes].view(job.dtype)
+    def _copy_to_host(self, job: DeviceReduction, chunks: Sequence[HostChunk], number: int) -> Event:
+        streams, target = self._streams, _as_chunk(self._inputs, chunks, number)
         with streams.on():
-            streams.ops.copy_to_host(target, job.source[start : start + chunk.count], streams.stream)
+            for piece, start, stop, first in chunks[number].spans:
+                part = target[first : first + stop - start]
+                streams.ops.copy_to_host(part, job.pieces[piece][0][start:stop], streams.stream)
             return streams.stream.record()
 
-    def _reduce(self, job: DeviceReduction, chunk: Pack, source: Array, reduced: Array) -> Steps[None]:
-        options = job.options
+    def _reduce(self, pack: DevicePack, chunk: Pack, source: Array, reduced: Array) -> Steps[None]:
+        options = pack.options
         if options.algorithm in gpu_names():
             options = replace(options, algorithm=None)
-        host_job = PackedReduction(chunk, [source], [], [reduced], job.op, None, options, self._pool)
+        host_job = PackedReduction(chunk, [source], [reduced], pack.op, None, options, self._pool)
         names = self._choice.names_for(chunk.nbytes, options)
         algorithm = self._choice.made(names) or (yield from self._choice.make(names))
         yield from algorithm.all_reduce(host_job)
@@ -179,26 +185,146 @@ class Staged:
         self._inputs = self._outputs = [np.empty(0, np.uint8)] * _BUFFERS
 
 
+def _as_chunk(buffers: Sequence[Array], chunks: Sequence[HostChunk], number: int) -> Array:
+    """View the buffer of a chunk."""
+    pack = chunks[number].pack
+    return buffers[number % _BUFFERS][: pack.nbytes].view(pack.dtype)
+
+
 gpu_algorithms.register(
     AlgorithmEntry("staged", Staged.made, GPU_PLACES, GPU_PLACES, is_ordered=True, rounds=True, instead=())
 )
 
 
-@dataclass(frozen=True)
-class DeviceHierarchical:
-    """Reduce with NCCL inside nodes and MPI between them.
+# Between nodes --------------------------------------------------------------------------------------------------------
 
-    Args:
-        node: Node of this rank.
-        level: NCCL inside the node.
-        wires: Inter-node algorithms for host memory.
-        ring: Inter-node algorithm for device memory.
-        streams: Streams of the device.
-        staging: Page-locked memory of slices in flight.
+
+# Chunks in flight.
+_SLOTS = 4
+# NCCL reads single elements from other addresses.
+_SLICE_ALIGNMENT = 128
+
+
+class PinnedBuffer:
+    """Hold one chunk in host memory, and a part of it on the device."""
+
+    def __init__(self, memory: Array, received: Array) -> None:
+        self._memory, self._received = memory, received
+        self.free_after: Event | None = None  # after its last content was copied
+
+    def array(self, count: int, dtype: DType) -> Array:
+        """View the host memory as ``count`` elements."""
+        return self._memory[: count * dtype.itemsize].view(dtype)
+
+    def received(self, count: int, dtype: DType) -> Array:
+        """View the device memory as ``count`` elements."""
+        return self._received[: count * dtype.itemsize].view(dtype)
+
+
+class StagingRing:
+    """Keep a few slots of ``nbytes``, each reused after its last content was copied.
+
+    Use their memory on the device on ``streams.to_device`` after ``is_made``.
     """
 
+    def __init__(self, streams: DeviceStreams, nbytes: int, received_bytes: int = 0) -> None:
+        self.nbytes = nbytes
+        ops = streams.ops
+        with streams.on(), streams.to_device:
+            self._idle = [
+                PinnedBuffer(ops.pinned(nbytes), ops.empty((received_bytes,), np.dtype(np.uint8), streams.device))
+                for _ in range(_SLOTS)
+            ]
+            self.is_made = streams.to_device.record()
+
+    def take(self) -> PinnedBuffer | None:
+        """Return a free slot, or None."""
+        for index, slot in enumerate(self._idle):
+            if slot.free_after is None or slot.free_after.is_done:
+                return self._idle.pop(index)
+        return None
+
+    def give_back(self, slot: PinnedBuffer, free_after: Event) -> None:
+        """Return a slot that is in use until an event."""
+        slot.free_after = free_after
+        self._idle.append(slot)
+
+
+class DeviceRing(Rail):
+    """All-reduce arrays on GPUs over a ring of ranks. MPI may accept device pointers."""
+
+    def __init__(
+        self, comm: Comm, ranks: list[int], position: int, streams: DeviceStreams, takes_device_memory: bool
+    ) -> None:
+        super().__init__(comm, ranks, position)
+        self._streams, self.takes_device_memory = streams, takes_device_memory
+
+    def all_reduce(self, flat: Array, op: ReduceOp, chunk: int, slot: PinnedBuffer, filled: Event) -> Steps[Event]:
+        """Reduce ``flat`` in place over all ranks, and return its event on ``streams.to_device``.
+
+        ``filled`` is the event after which ``flat`` is filled. It must be done if MPI accepts device memory.
+        """
+        n, me, streams = len(self._ranks), self._position, self._streams
+        before, after = (me - 1) % n, (me + 1) % n
+        borders = slices(flat.size, n)
+        memory = flat if self.takes_device_memory else slot.array(flat.size, flat.dtype)
+        segments, staged = [flat[a:b] for a, b in borders], [memory[a:b] for a, b in borders]
+        yield from self._stage_first(segments[me], staged[me], filled)
+        for step in range(n - 1):
+            mine, theirs = (me - step) % n, (me - step - 1) % n
+            received = slot.received(segments[theirs].size, flat.dtype)
+            target = received if self.takes_device_memory else staged[theirs]
+            yield from self._exchange({before: target}, {after: staged[mine]}, chunk)
+            yield from self._add(op, segments[theirs], received, staged[theirs])
+        for step in range(n - 1):
+            mine, theirs = (me + 1 - step) % n, (me - step) % n
+            yield from self._exchange({before: staged[theirs]}, {after: staged[mine]}, chunk)
+            if not self.takes_device_memory:
+                streams.ops.copy_to_device(segments[theirs], staged[theirs], streams.to_device)
+        with streams.on():
+            return streams.to_device.record()
+
+    def _stage_first(self, segment: Array, staged: Array, filled: Event) -> Steps[None]:
+        """Copy the first segment for MPI, and order the sums after ``filled``."""
+        streams = self._streams
+        with streams.on():
+            streams.to_device.wait(filled)
+            if self.takes_device_memory:
+                return
+            streams.to_host.wait(filled)
+            streams.ops.copy_to_host(staged, segment, streams.to_host)
+            is_staged = streams.to_host.record()
+        yield from until_event(is_staged, relaxes=False)
+
+    def _add(self, op: ReduceOp, segment: Array, received: Array, staged: Array) -> Steps[None]:
+        """Add the received elements on the device, and copy the sum for MPI."""
+        streams = self._streams
+        with streams.on():
+            if not self.takes_device_memory:
+                streams.ops.copy_to_device(received, staged, streams.to_device)
+            with streams.to_device:
+                NUMPY_OPS[op](segment, received, out=segment)
+            is_staged = streams.to_device.record()
+            if not self.takes_device_memory:
+                streams.to_host.wait(is_staged)
+                streams.ops.copy_to_host(staged, segment, streams.to_host)
+                is_staged = streams.to_host.record()
+        yield from until_event(is_staged, relaxes=False)
+
+    def _message(self, array: Array) -> Any:
+        if not self.takes_device_memory:
+            return super()._message(array)
+        mpi = import_mpi()
+        memory = mpi.buffer.fromaddress(self._streams.ops.pointer(array), array.nbytes)
+        return memory, array.nbytes, mpi.BYTE
+
+
+@dataclass(frozen=True)
+class DeviceHierarchical:
+    """Reduce with NCCL inside nodes and MPI between them. ``ring`` works on device memory, ``wires`` on host memory."""
+
     node: Node
-    level: _InNode
+    nccl: NcclComm | None
     wires: Wires
     ring: DeviceRing
     streams: DeviceStreams
@@ -213,7 +339,7 @@ class DeviceHierarchical:
         slice_bytes = yield from agreed_staging_bytes(comm)
         made: NcclComm | str | None = None
         if node.size > 1:
-            made = yield from NcclComm.made(node.comm, streams.device, has_given_up=streams.has_given_up)
+            made = yield from make_nccl(node.comm, streams.device, has_given_up=streams.has_given_up)
         nccl, problem = (None, made) if isinstance(made, str) else (made, None)
         try:
             # A slot on the device holds a segment of a slice, which may be one element longer than others.
@@ -226,22 +352,21 @@ class DeviceHierarchical:
                 nccl.close()
             raise AlgorithmError(f"algorithm 'hierarchical' does not work here for arrays on GPUs: {problem}")
         if nccl is not None:
-            streams.watch(nccl)
-        level = _InNode(nccl, node.rank, node.rails, streams.stream)
+            streams.nccl.append(nccl)
         rail = [ranks[min(node.rank, len(ranks) - 1)] for ranks in node.ranks]
         ring = DeviceRing(comm, rail, node.topology.node_index, streams, aware)
         # Earlier work of a stream may still use the allocated memory, and MPI does not wait for it.
         yield from until_event(staging.is_made)
-        return cls(node, level, wires, ring, streams, staging)
+        return cls(node, nccl, wires, ring, streams, staging)
 
-    def all_reduce(self, job: DeviceReduction) -> Steps[list[Array]]:
+    def all_reduce(self, job: DeviceReduction) -> Steps[None]:
         """Reduce in overlapping chunks."""
-        streams, nbytes = self.streams, self.staging.nbytes
-        name = self.wires.choose(job.nbytes, job.options, nbytes, nbytes).name
-        on_device = job.options.wire_dtype is None and (self.ring.takes_device_memory or name == "ring")
-        run = _Run(job, self, None if on_device else self.wires.made(name, job.options))
+        streams, pack, nbytes = self.streams, job.pack, self.staging.nbytes
+        name = self.wires.choose(pack.nbytes, pack.options, nbytes, nbytes).name
+        on_device = pack.options.wire_dtype is None and (self.ring.takes_device_memory or name == "ring")
+        run = _Run(job, self, None if on_device else self.wires.made(name, pack.options))
         with streams.on():
-            run.start(nbytes // job.dtype.itemsize)
+            run.start(nbytes // pack.dtype.itemsize)
         failed_polls = 0
         while not run.is_over:
             with streams.on():
@@ -250,13 +375,11 @@ class DeviceHierarchical:
             if failed_polls:
                 pause(self.node.comm, failed_polls)
                 yield
-        with streams.on():
-            return job.store()
 
     def close(self) -> None:
         """Destroy the NCCL communicator (collective over the node)."""
-        if self.level.nccl is not None:
-            self.level.nccl.close()
+        if self.nccl is not None:
+            self.nccl.close()
 
 
 def _ring_on_device(nodes: int, count: int) -> list[Round]:
@@ -267,63 +390,13 @@ def _ring_on_device(nodes: int, count: int) -> list[Round]:
     ]
 
 
-@dataclass(frozen=True)
-class _InNode:
-    """Run NCCL inside one node.
-
-    Args:
-        nccl: Communicator of the node, or None for a rank alone on its node.
-        rank: Rank in the node.
-        rails: Number of ranks with a slice.
-        stream: Stream of the calls.
-    """
-
-    nccl: NcclComm | None
-    rank: int
-    rails: int
-    stream: Stream
-
-    def slices(self, chunk: Array) -> list[Array]:
-        """Return one slice of a chunk per rail."""
-        return [chunk[a:b] for a, b in slices(chunk.size, self.rails)]
-
-    def reduce(self, job: DeviceReduction, source: Array, target: Array) -> None:
-        """Reduce each slice of a chunk to its rank."""
-        nccl, targets = self.nccl, self.slices(target)
-        if nccl is None:
-            return
-        if nccl.size == self.rails:
-            nccl.reduce_scatter(source, targets[self.rank], job.op, self.stream)
-        else:
-            with nccl.group():
-                for root, part in enumerate(self.slices(source)):
-                    nccl.reduce(part, targets[root], job.op, root, self.stream)
-
-    def spread(self, chunk: Array) -> None:
-        """Copy all slices of a chunk to every rank."""
-        nccl, parts = self.nccl, self.slices(chunk)
-        if nccl is None:
-            return
-        if nccl.size == self.rails:
-            nccl.all_gather(parts[self.rank], chunk, self.stream)
-        else:
-            with nccl.group():
-                for root, part in enumerate(parts):
-                    nccl.broadcast(part, part, root, self.stream)
-
-
 class _Run:
-    """Track one reduction and its chunks.
-
-    Args:
-        job: Reduction to run.
-        algorithm: Algorithm with its streams and memory.
-        wire: Inter-node algorithm for host memory. None to use the ring on the device.
-    """
+    """Track one reduction and its chunks. ``wire`` is None to use the ring on the device."""
 
     def __init__(self, job: DeviceReduction, algorithm: DeviceHierarchical, wire: Wire | None) -> None:
         self._job, self._wire, self._ring = job, wire, algorithm.ring
-        self._level, self._staging, self._streams = algorithm.level, algorithm.staging, algorithm.streams
+        self._node, self._nccl = algorithm.node, algorithm.nccl
+        self._staging, self._streams = algorithm.staging, algorithm.streams
         self._is_mpi_on_device = wire is None and algorithm.ring.takes_device_memory
         self._chunks: list[Array] = []
         self._reduced: list[Event] = []
@@ -333,16 +406,29 @@ class _Run:
         self._begun = self._spread = 0
 
     def start(self, per_slice: int) -> None:
-        """Cut the flat array into chunks, and reduce all of them in the node."""
-        level, streams, job = self._level, self._streams, self._job
-        per_chunk = per_slice * level.rails
-        if level.nccl is None:
+        """Cut the pieces into chunks, and reduce all of them in the node."""
+        nccl, stream, job = self._nccl, self._streams.stream, self._job
+        per_chunk = per_slice * self._node.rails
+        if nccl is None:
             job.copy()
-        for start in range(0, job.target.size, per_chunk):
-            chunk = job.target[start : start + per_chunk]
-            level.reduce(job, job.source[start : start + per_chunk], chunk)
-            self._chunks.append(chunk)
-            self._reduced.append(streams.stream.record())
+        for source, target in job.pieces:
+            for start in range(0, target.size, per_chunk):
+                chunk = target[start : start + per_chunk]
+                if nccl is not None:
+                    cuts = self._cuts(chunk)
+                    nccl.reduce_scatter(source[start : start + per_chunk], self._mine(chunk), job.pack.op, stream, cuts)
+                self._chunks.append(chunk)
+                self._reduced.append(stream.record())
+
+    def _cuts(self, chunk: Array) -> list[tuple[int, int]]:
+        """Return one slice of a chunk per rail. Its address allows NCCL wide loads."""
+        unit, size = _SLICE_ALIGNMENT // chunk.itemsize, chunk.size
+        return [(min(a * unit, size), min(b * unit, size)) for a, b in slices(-(-size // unit), self._node.rails)]
+
+    def _mine(self, chunk: Array) -> Array:
+        """Return the slice of this rank, empty if it has no rail."""
+        start, stop = (*self._cuts(chunk)[self._node.rank :], (0, 0))[0]
+        return chunk[start:stop]
 
     @property
     def is_over(self) -> bool:
@@ -357,7 +443,9 @@ class _Run:
             self._in_flight.popleft()
             if self._spread in self._arrived:
                 self._streams.stream.wait(self._arrived.pop(self._spread))
-            self._level.spread(self._chunks[self._spread])
+            if self._nccl is not None:
+                chunk = self._chunks[self._spread]
+                self._nccl.all_gather(self._mine(chunk), chunk, self._streams.stream, self._cuts(chunk))
             self._spread += 1
             has_moved = True
         return has_moved
@@ -377,13 +465,13 @@ class _Run:
         if chunk == len(self._chunks):
             return False
         steps: Steps[None] | None = None
-        if self._level.rank < self._level.rails:
+        part = self._mine(self._chunks[chunk])
+        if part.size:
             if self._is_mpi_on_device and not self._nccl_is_done():
                 return False
             slot = self._staging.take()
             if slot is None:
                 return False
-            part = self._level.slices(self._chunks[chunk])[self._level.rank]
             steps = self._crossing(slot, part, chunk)
         self._in_flight.append(steps)
         self._begun += 1
@@ -392,7 +480,7 @@ class _Run:
     def _crossing(self, slot: PinnedBuffer, part: Array, chunk: int) -> Steps[None]:
         """Reduce a slice between nodes, and free its slot."""
         if self._wire is None:
-            arrived = yield from self._ring.all_reduce(part, self._job.op, chunk, slot, self._reduced[chunk])
+            arrived = yield from self._ring.all_reduce(part, self._job.pack.op, chunk, slot, self._reduced[chunk])
         else:
             arrived = yield from self._through(self._wire, slot, part, chunk)
         self._staging.give_back(slot, arrived)
@@ -400,18 +488,18 @@ class _Run:
 
     def _through(self, wire: Wire, slot: PinnedBuffer, part: Array, chunk: int) -> Steps[Event]:
         """Copy a slice to the host, reduce it between nodes, and copy it back."""
-        streams, job = self._streams, self._job
+        streams = self._streams
         memory = slot.array(part.size, part.dtype)
         streams.to_host.wait(self._reduced[chunk])
         streams.ops.copy_to_host(memory, part, streams.to_host)
         yield from until_event(streams.to_host.record(), relaxes=False)
-        yield from wire.all_reduce(memory, memory, job.op, chunk, self._residual(chunk, memory))
+        yield from wire.all_reduce(memory, memory, self._job.pack.op, chunk, self._residual(chunk, memory))
         streams.ops.copy_to_device(part, memory, streams.to_device)
         return streams.to_device.record()
 
     def _residual(self, chunk: int, like: Array) -> Array | None:
-        residuals = self._job.residuals
-        if residuals is None:
+        residuals = self._job.pack.residuals
+        if not self._job.pack.options.error_feedback:
             return None
         if chunk not in residuals:
             residuals[chunk] = np.zeros_like(like)
@@ -432,7 +520,12 @@ gpu_algorithms.register(
 )
 
 
+# Choice ---------------------------------------------------------------------------------------------------------------
+
+
 _log = logging.getLogger("mpidist")
+# Between nodes each piece is at least one message.
+_SMALL_BYTES_BETWEEN_NODES = 4 << 20
 
 
 def may_move_by_nccl(table: Table, place: str) -> bool:
@@ -449,15 +542,20 @@ class DeviceChoice(Choice[DeviceAlgorithm]):
         site, place = DeviceSite(comm, node, table.between_nodes, streams, on_host, pool), place_of(node, "gpu")
         super().__init__(gpu_algorithms, site, place, getattr(table, place))
         self.streams = streams
+        self._packs: WeakKeyDictionary[ReductionPlan, list[DevicePack]] = WeakKeyDictionary()
 
-    @property
-    def multiple(self) -> int:
-        """Return the number of bytes that flat arrays are padded to.
-
-        Slices between nodes then have one length, and each starts at an address that allows NCCL wide loads.
-        """
-        rails = 1 if self.site.node.is_alone else self.site.node.rails
-        return 1 if rails == 1 else rails * SLICE_ALIGNMENT
+    def packs_of(self, plan: ReductionPlan) -> list[DevicePack]:
+        """Return the packs of a plan, the same on every rank."""
+        packs = self._packs.get(plan)
+        if packs is None:
+            # Does not depend on the algorithm, which is chosen after the inputs are packed.
+            small = SMALL_BYTES if self.site.node.is_alone else _SMALL_BYTES_BETWEEN_NODES
+            packs = [
+                DevicePack(group, plan.shapes, plan.op, plan.divisor, small, plan.options)
+                for group in plan.device_groups
+            ]
+            self._packs[plan] = packs
+        return packs
 
     def names_for_pack(self, pack: DevicePack, options: CommunicationOptions) -> tuple[str, ...]:
         """Return the algorithm for a pack and its substitutes, the same on every rank."""

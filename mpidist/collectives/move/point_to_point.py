@@ -55,6 +55,8 @@ class _Message(Operation[Any]):
     """One message. ``other`` is the peer, or None for any rank."""
 
     is_async, has_header = True, False
+    # Next time to query the peer.
+    ask_at = math.inf
 
     def __init__(self, description: Description, timeout: float, other: int | None) -> None:
         super().__init__(_no_steps(), description, timeout)
@@ -231,11 +233,11 @@ class PointToPoint:
             if operation.is_done:
                 return
             self._step(operation)
-        seconds = operation.timeout - operation.waited
+        seconds = operation.timeout
         failure: Callable[[_Message, float], TimeoutError] = self._expired
         if timeout is not None and timeout < seconds:
             seconds, failure = timeout, _not_yet
-            operation.waited += timeout
+            operation.timeout -= timeout
         report = partial(self._report, operation)
         with suppress(MessageTimeoutError):  # every message has failed with it, including this one
             deadline = partial(Deadline, report, partial(failure, operation), seconds, meanwhile=move_works)

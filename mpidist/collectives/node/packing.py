@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from functools import cache
+from itertools import accumulate
 
 import numpy as np
 
@@ -25,13 +26,7 @@ MOST_PIECES = 1024
 
 
 def group_by_size(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
-    """Group indices into packs. A pack is closed once its size exceeds ``bytes_per_pack``.
-
-    A ``bytes_per_pack`` of 0 makes a single pack.
-
-    >>> group_by_size([16, 16, 16, 16], 16)
-    [[0, 1], [2, 3]]
-    """
+    """Group indices into packs, each closed once its size exceeds ``bytes_per_pack``. 0 makes a single pack."""
     if bytes_per_pack == 0:
         return [list(range(len(sizes)))] if sizes else []
     packs: list[list[int]] = []
@@ -52,39 +47,24 @@ def divided(flat: Array, divisor: int | None) -> Array:
     return flat
 
 
-def copies_of_overlapping(arrays: Sequence[Array], out: Sequence[Array], pool: Pool) -> list[Array]:
+# Overlaps -------------------------------------------------------------------------------------------------------------
+
+
+def copies_of_overlapping(
+    arrays: Sequence[Array], out: Sequence[Array], pool: Pool, *, may_be_in_place: bool = False
+) -> list[Array]:
     """Copy each array that may share memory with ``out`` to memory of ``pool``. Return all.
 
-    >>> whole = np.zeros(4)
-    >>> start, end = whole[:2], whole[1:]
-    >>> first, second = copies_of_overlapping([start, end], [whole[2:]], Pool())
-    >>> first is start, second is end
-    (True, False)
+    ``may_be_in_place``: an array at the address of its own result is not copied for that result.
     """
-    overlap = _overlap()
-    if overlap is not None and not overlap(list(arrays), list(out)):
-        return list(arrays)
-    return [_copied(array, pool) if does else array for array, does in zip(arrays, overlaps(arrays, out), strict=True)]
-
-
-def are_in_place(arrays: Sequence[Array], out: Sequence[Array]) -> bool:
-    """Return whether each array is its own result, and overlaps no other result.
-
-    >>> whole = np.zeros(4)
-    >>> are_in_place([whole[:2]], [whole[:2]]), are_in_place([whole[:2]], [whole[1:3]])
-    (True, False)
-    """
-    for array, target in zip(arrays, out, strict=True):
-        if array is not target and (address_of(array), array.strides) != (address_of(target), target.strides):
-            return False
-    return max(overlaps(arrays, out), default=0) <= 1
-
-
-@cache
-def _overlap() -> Callable[[list[Array], list[Array]], int] | None:
-    """Return the C function that finds overlapping arrays, or None without the library."""
     functions = native.functions()
-    return None if functions is None else functions["overlap"]
+    if functions is not None and not functions["overlap"](list(arrays), list(out)):
+        return list(arrays)
+    counts = overlaps(arrays, out)
+    if may_be_in_place:
+        pairs = zip(counts, arrays, out, strict=True)
+        counts = [count - (address_of(array) == address_of(target)) for count, array, target in pairs]
+    return [_copied(array, pool) if count > 0 else array for array, count in zip(arrays, counts, strict=True)]
 
 
 def in_order(array: Array) -> Array:
@@ -93,7 +73,8 @@ def in_order(array: Array) -> Array:
 
 
 def _is_in_order(array: Array) -> bool:
-    return array.flags.c_contiguous and array.flags.aligned
+    flags = array.flags
+    return flags.c_contiguous and flags.aligned
 
 
 def _flat(array: Array) -> Array:
@@ -107,12 +88,7 @@ def _copied(array: Array, pool: Pool) -> Array:
 
 
 def overlaps(arrays: Sequence[Array], others: Sequence[Array]) -> list[int]:
-    """Return how many of ``others`` each of ``arrays`` may share memory with, on one device.
-
-    >>> whole = np.zeros(4)
-    >>> overlaps([whole[:1], whole[1:3]], [whole[1:2], whole[2:], whole])
-    [1, 3]
-    """
+    """Return how many of ``others`` each of ``arrays`` may share memory with, on one device."""
     bounds = _bounds(others)
     starts, ends = sorted([start for start, _ in bounds]), sorted([end for _, end in bounds])
     # Arrays that start before its end, minus arrays that end before its start.
@@ -140,17 +116,20 @@ def _bounds(arrays: Sequence[Array]) -> list[tuple[int, int]]:
     return bounds
 
 
-class Pack:
-    """Arrays of one dtype that are reduced together.
+# Packs ----------------------------------------------------------------------------------------------------------------
 
-    Small arrays are copied into one buffer. Large contiguous arrays are not copied. ``shapes`` has the shapes of all
-    arrays of the call, ``indices`` the arrays of this pack, in the order of reduction.
+
+class Pack:
+    """Arrays of one dtype that are reduced together, as flat pieces.
+
+    Arrays that need a cast, and small arrays, are copied into one buffer: the first piece. Each other array is a piece
+    without a copy. ``shapes`` has the shapes of all arrays of the call, ``indices`` selects the arrays of this pack.
 
     Attributes:
         dtype: Dtype of the reduction.
-        apart: Indices of the large arrays.
-        algorithms: Name of the chosen algorithm and its substitutes, or None.
-        made: Name and instance of the algorithm, or None.
+        counts: Elements of each piece.
+        count, nbytes: Size of all pieces.
+        residuals: Rounding errors of the last call by first element of each slice.
     """
 
     def __init__(
@@ -162,53 +141,39 @@ class Pack:
         result_dtype: DType,
         joins_small: bool = True,
     ) -> None:
-        self.indices = indices
-        self.dtype = dtype
-        self._result_dtype = result_dtype
-        self._shapes = shapes
-        self._sizes = {i: int(np.prod(shapes[i])) for i in indices}
+        self.indices, self.dtype, self._result_dtype = indices, dtype, result_dtype
+        sizes = {index: math.prod(shapes[index]) for index in indices}
         casts = not dtype == source_dtype == result_dtype
-        joined = SMALL_ARRAY_BYTES if joins_small else 0
-        self._together = [i for i in indices if casts or self._sizes[i] * dtype.itemsize < joined]
-        if len(self._together) == 1 and not casts:
-            self._together = []
-        apart = [i for i in indices if i not in set(self._together)]
-        if len(apart) > MOST_PIECES:
-            self._together, apart = list(indices), []
-        self.apart: Sequence[int] = apart
-        self._slots = self._make_slots()
-        buffered = [sum(self._sizes[i] for i in self._together)] if self._together else []
-        self.counts = (*buffered, *(self._sizes[i] for i in apart))
+        smallest_apart = SMALL_ARRAY_BYTES if joins_small else 0
+        joined = [index for index in indices if casts or sizes[index] * dtype.itemsize < smallest_apart]
+        if len(joined) == 1 and not casts:
+            joined = []
+        if len(indices) - len(joined) > MOST_PIECES:
+            joined = list(indices)
+        ends = list(accumulate(sizes[index] for index in joined))
+        # Index, start and end in the buffer, and shape of each array there.
+        self._joined = [(i, end - sizes[i], end, shapes[i]) for i, end in zip(joined, ends, strict=True)]
+        in_buffer = set(joined)
+        self._apart = [(index, shapes[index]) for index in indices if index not in in_buffer]
+        self.counts = (*ends[-1:], *(sizes[index] for index, _ in self._apart))
         self.count = sum(self.counts)
         self.nbytes = self.count * dtype.itemsize
         self.residuals: dict[int, Array] = {}
-        self.algorithms: tuple[str, ...] | None = None
-        self.made: tuple[str, object] | None = None
-
-    def _make_slots(self) -> list[tuple[int, int, int, tuple[int, ...]]]:
-        """Return index, start, end and shape of each small array in the buffer."""
-        slots, start = [], 0
-        for index in self._together:
-            stop = start + self._sizes[index]
-            slots.append((index, start, stop, self._shapes[index]))
-            start = stop
-        return slots
 
     def inputs(self, arrays: Sequence[Array], pool: Pool) -> list[Array]:
-        """Return flat contiguous arrays of ``self.counts`` elements, without copies if possible."""
-        pieces = []
-        if self._together:
+        """Return the pieces of the arrays of a call."""
+        pieces = [_flat(in_order(arrays[index])) for index, _ in self._apart]
+        if self._joined:
             buffer = pool.take(self.counts[0], self.dtype)
-            for index, start, stop, shape in self._slots:
+            for index, start, stop, shape in self._joined:
                 np.copyto(buffer[start:stop].reshape(shape), arrays[index])
-            pieces.append(buffer)
-        pieces.extend([_flat(in_order(arrays[index])) for index in self.apart])
+            pieces.insert(0, buffer)
         return pieces
 
     def targets(self, out: Sequence[Array], pool: Pool) -> list[Array]:
-        """Return flat arrays of ``self.counts`` elements for the result, views of ``out`` if possible."""
-        pieces = [pool.take(self.counts[0], self.dtype)] if self._together else []
-        for index in self.apart:
+        """Return pieces for the result, which are views of ``out`` if possible."""
+        pieces = [pool.take(self.counts[0], self.dtype)] if self._joined else []
+        for index, _ in self._apart:
             array = out[index]
             pieces.append(_flat(array) if _is_in_order(array) else pool.take(array.size, self.dtype))
         return pieces
@@ -218,33 +183,38 @@ class Pack:
 
         ``are_given``: ``results`` has the caller's arrays, and only those without a view in ``targets`` are written.
         """
-        if self._together:
-            buffer = pieces[0].astype(self._result_dtype, copy=False)
-            for index, start, stop, shape in self._slots:
+        if self._joined:
+            buffer, *pieces = pieces
+            buffer = buffer.astype(self._result_dtype, copy=False)
+            for index, start, stop, shape in self._joined:
                 part = buffer[start:stop].reshape(shape)
                 if are_given:
                     results[index][...] = part
                 else:
-                    results[index] = self._kept_apart(part)
-        for index, piece in zip(self.apart, pieces[bool(self._together) :], strict=True):
+                    results[index] = _kept_apart(part)
+        for (index, shape), piece in zip(self._apart, pieces, strict=True):
             if not are_given:
-                results[index] = self._kept_apart(piece.reshape(self._shapes[index]))
+                result = piece.reshape(shape)
+                results[index] = result if len(self.counts) == 1 else _kept_apart(result)
             elif not _is_in_order(results[index]):
-                results[index][...] = piece.reshape(self._shapes[index])
+                results[index][...] = piece.reshape(shape)
 
-    def _kept_apart(self, part: Array) -> Array:
-        owner = part.base
-        is_small_view = part.nbytes <= _SMALL_RESULT_BYTES and owner is not None and owner.size > part.size
-        return part.copy() if is_small_view else part
+
+def _kept_apart(part: Array) -> Array:
+    """Copy a small part, which would keep its large array alive."""
+    owner = part.base
+    is_small_view = owner is not None and part.nbytes <= _SMALL_RESULT_BYTES and owner.size > part.size
+    return part.copy() if is_small_view else part
 
 
 class PackedReduction:
     """One reduction of a pack by an algorithm.
 
     Attributes:
-        pieces: Input of the first replica: flat contiguous arrays, as ``Pack.inputs`` returns them. Read-only.
+        pieces: Input of the first replica, as ``Pack.inputs`` returns it. Read-only.
         more: Inputs of this rank's other replicas.
-        given: Flat arrays for the result, or None for new memory.
+        given: Pieces for the result, as ``Pack.targets`` returns them, or None for new memory.
+        counts, count, nbytes, dtype: See ``Pack``.
         divisor: Divisor of a mean, or None.
         residuals: Rounding errors of the last call by first element of each slice. None without error feedback.
         is_wanted: Whether this rank needs the result.
@@ -254,32 +224,27 @@ class PackedReduction:
         tell_chunk: Called with name, number, start and bytes of each chunk, or None.
     """
 
+    is_wanted, may_share, has_begun = True, False, False
+    took: str | None = None
+    tell_chunk: Callable[[str, int, int, int], None] | None = None
+
     def __init__(
         self,
         pack: Pack,
-        pieces: list[Array],
-        more: list[list[Array]],
-        targets: list[Array] | None,
+        arrays: Sequence[Array],
+        out: Sequence[Array] | None,
         op: ReduceOp,
         divisor: int | None,
         options: CommunicationOptions,
         pool: Pool,
+        more: Sequence[Sequence[Array]] = (),
     ) -> None:
-        self.pieces = pieces
-        self.more = more
-        self.given = targets
-        self.op = op
-        self.divisor = divisor
-        self.options = options
-        self.pool = pool
+        self.pieces = pack.inputs(arrays, pool)
+        self.more = [pack.inputs(replica, pool) for replica in more]
+        self.given = self._targets = None if out is None else pack.targets(out, pool)
+        self.op, self.divisor, self.options, self.pool = op, divisor, options, pool
         self.residuals = pack.residuals if options.error_feedback else None
         self.counts, self.count, self.nbytes, self.dtype = pack.counts, pack.count, pack.nbytes, pack.dtype
-        self._flat_dtype = np.dtype(np.float32) if is_half(self.dtype) else self.dtype
-        self.is_wanted = True
-        self.may_share = self.has_begun = False
-        self.took: str | None = None
-        self._targets = targets
-        self.tell_chunk: Callable[[str, int, int, int], None] | None = None
 
     def combine_replicas(self) -> None:
         """Reduce the inputs of this rank's replicas into one, in order."""
@@ -297,6 +262,15 @@ class PackedReduction:
             [_copied(piece, self.pool) for piece in inputs] for inputs in (self.pieces, *self.more)
         ]
 
+    def separate(self, *, may_be_in_place: bool = False) -> None:
+        """Copy the pieces that results may overwrite too early. See ``copies_of_overlapping``."""
+        if self.given is not None:
+            self.pieces = copies_of_overlapping(self.pieces, self.given, self.pool, may_be_in_place=may_be_in_place)
+
+    @property
+    def _flat_dtype(self) -> DType:
+        return np.dtype(np.float32) if is_half(self.dtype) else self.dtype
+
     def flat_input(self) -> Array:
         """Return the input as one array, in a dtype that MPI can reduce."""
         if len(self.pieces) == 1:
@@ -312,28 +286,23 @@ class PackedReduction:
     def targets(self) -> list[Array]:
         """Return memory for each piece of the result, the same at each call."""
         if self._targets is None:
-            if self.nbytes < SMALL_ARRAY_BYTES:  # separate arrays, so that one does not keep all alive
-                self._targets = [np.empty(count, self.dtype) for count in self.counts]
-            else:
-                self._targets = self.cut(self.pool.take(self.count, self.dtype))
+            # One block costs less than many large arrays. Small arrays must not keep each other alive.
+            is_small = self.nbytes < SMALL_ARRAY_BYTES
+            new = [np.empty(count, self.dtype) for count in self.counts] if is_small else None
+            self._targets = new or self.cut(self.pool.take(self.count, self.dtype))
         return self._targets
 
     def cut(self, flat: Array) -> list[Array]:
         """Return the pieces of a flat result, as views."""
-        if len(self.counts) == 1:
-            return [flat]
-        pieces, start = [], 0
-        for count in self.counts:
-            pieces.append(flat[start : start + count])
-            start += count
-        return pieces
+        ends = accumulate(self.counts)
+        return [flat[end - count : end] for count, end in zip(self.counts, ends, strict=True)]
 
     def finish(self, flat: Array) -> list[Array]:
         """Divide a flat result by the divisor. Return its pieces, in the targets if any."""
-        pieces = self.cut(divided(flat, self.divisor).astype(self.dtype, copy=False))
+        flat = divided(flat, self.divisor).astype(self.dtype, copy=False)
         if self.given is None:
-            return pieces
-        for piece, target in zip(pieces, self.given, strict=True):
-            if piece is not target:
+            return self.cut(flat)
+        if flat is not self.given[0]:
+            for piece, target in zip(self.cut(flat), self.given, strict=True):
                 np.copyto(target, piece)
         return self.given

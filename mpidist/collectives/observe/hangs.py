@@ -24,9 +24,16 @@ from mpidist.collectives.channel.executor import DEADLOCKED
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.mpi.communicator_names import first_name
-from mpidist.collectives.observe.deadlock import Deadlock, find_deadlock, wait_state
-from mpidist.collectives.observe.hang_report import ANSWER_SECONDS, Answer, places_text, report_text
-from mpidist.collectives.rpc import Call, Endpoint, Handlers, ServiceThread, service
+from mpidist.collectives.observe.hang_report import (
+    ANSWER_SECONDS,
+    Answer,
+    Deadlock,
+    find_deadlock,
+    places_text,
+    report_text,
+    wait_state,
+)
+from mpidist.collectives.rpc import Endpoint, Handlers, Reply, ServiceThread, service
 from mpidist.core import message_tags, settings
 from mpidist.core.concurrency import wait_at_most
 from mpidist.core.errors import MismatchError
@@ -53,14 +60,11 @@ _observers: list[HangObserver] = []
 
 
 class Question(NamedTuple):
-    """A question about a collective, or about the other side of a message.
-
-    ``other`` is None for any rank.
-    """
+    """A question about a collective, or about the other side of a message."""
 
     purpose: str
     number: int = 0
-    other: int | None = None
+    other: int | None = None  # None for any rank
 
     def is_for(self, rank: int) -> bool:
         """Return whether a rank must answer."""
@@ -68,15 +72,10 @@ class Question(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A report.
-
-    Attributes:
-        hopeless: Reason why a message can never arrive, if so.
-        printing_rank: First of the ranks that wait for the collective.
-    """
+    """The answer to a question."""
 
     text: str = ""
-    hopeless: str = ""
+    hopeless: str = ""  # reason why a message can never arrive, if so
     printing_rank: int = 0
 
 
@@ -92,13 +91,11 @@ class _Gathering:
         self._missing, self._pass_on = missing, pass_on
 
     def add(self, packed: bytes) -> None:
-        """Add the answers of a message."""
         self.found.update(pickle.loads(zlib.decompress(packed)))
         if self.is_over or self._missing <= self.found.keys():
             self.end()
 
     def end(self) -> None:
-        """Pass on the answers so far."""
         self.is_over = True
         found, self.found = self.found, {}
         if found:
@@ -125,7 +122,7 @@ class HangObserver(Observer):
         # The collective that the program waits in, and when to ask for a deadlock.
         self._waits_in, self._ask_at = 0, math.inf
         handlers: Handlers = {
-            "inquire": lambda call, question: self._inquire(question, call.reply),
+            "inquire": lambda reply, question: self._inquire(question, reply),
             "query node": self._query_node,
             "query": self._query,
             "deadlock": lambda _, deadlock: self.spread(deadlock),
@@ -146,12 +143,12 @@ class HangObserver(Observer):
             self._waits_in, self._ask_at = number, math.inf if is_first else now + _ASK_AFTER_SECONDS
         if now > self._ask_at:
             self._ask_at = now + _ASK_EVERY_SECONDS
-            self.inquire(Question(DEADLOCK, number), _ignore)
+            self.inquire(Question(DEADLOCK, number), lambda _: None)
         return MismatchError(self._deadlocks[number]) if number in self._deadlocks else None
 
     def tells(self, operation: Operation[object]) -> bool:
         """Have one rank print which ranks keep the collective waiting. Returns at once."""
-        self.inquire(Question(PRINT, operation.number), _ignore)
+        self.inquire(Question(PRINT, operation.number), lambda _: None)
         return True
 
     def explanation(self, operation: Operation[object]) -> tuple[str, int] | None:
@@ -211,10 +208,15 @@ class HangObserver(Observer):
         return self._endpoint.is_open and self._hearers.get(question) is hearers
 
     def _end(self, question: Question, report: Report) -> None:
-        """Pass a report to those that wait for it. The first one counts."""
+        """Pass a report to all that wait for it. The first report counts."""
+        hearers = self._hearers.pop(question, [])
         if question.purpose in (PRINT, REPORT):
             report = self._reports.setdefault(question, report)
-        for hear in self._hearers.pop(question, []):
+        if question.purpose == PRINT and hearers and report.printing_rank == self._rank:
+            folder = settings.FLIGHT_RECORD.read()
+            more = "" if folder is None else f"\n  what came before: python -m mpidist flight {folder}"
+            tell_user(f"{report.text}{more}")
+        for hear in hearers:
             hear(report)
 
     def _ask(self, question: Question, hearers: list[Hear]) -> None:
@@ -227,8 +229,8 @@ class HangObserver(Observer):
 
         def conclude(found: Answers) -> None:
             # Otherwise another rank has reported.
-            if self._is_open(question, hearers) and (report := self._report(question, found)) is not None:
-                self._end(question, report)
+            if self._is_open(question, hearers):
+                self._end(question, self._report(question, found))
 
         def query(place: int) -> None:
             for node in nodes:
@@ -244,22 +246,20 @@ class HangObserver(Observer):
     def _request(self, rank: int, name: str, question: Question, asker: int, gathering: _Gathering) -> None:
         self._endpoint.request(rank, name, question, asker, seconds=ANSWER_SECONDS, hear=gathering.add)
 
-    def _query_node(self, call: Call, question: Question, asker: int) -> None:
+    def _query_node(self, reply: Reply, question: Question, asker: int) -> None:
         """Answer at once, then for the other ranks of the node."""
-        self._query(call, question, asker)
+        self._query(reply, question, asker)
         mates = {*filter(question.is_for, self._connections.own)} - {self._rank}
-        gathering = _Gathering(mates, lambda found: send_answers(call.reply, [*found.items()]))
+        gathering = _Gathering(mates, lambda found: send_answers(reply, [*found.items()]))
         for rank in mates:
             self._request(rank, "query", question, asker, gathering)
         self._service.later(_NEXT_SECONDS, gathering.end)
 
-    def _query(self, call: Call, question: Question, asker: int) -> None:
-        """Answer. Leave the question to an asker before this rank. An asker after this rank leaves the print to it."""
+    def _query(self, reply: Reply, question: Question, asker: int) -> None:
+        """Answer, and leave the question to an asker before this rank."""
         if asker in self._connections.before:
             self._asked_before.add(question)
             self._service.later(_TURN_SECONDS[-1], lambda: self._asked_before.discard(question))
-        elif question.purpose == PRINT:
-            self._inquire(question, _ignore)
         status, frame = self._channel.executor.status(), main_thread_frame()
         where = "" if frame is None else program_line(frame)[-_LONGEST_TEXT:]
         answer = Answer(
@@ -267,12 +267,13 @@ class HangObserver(Observer):
             wait_state(where) if question.purpose == DEADLOCK else None,
             where,
             f"process {os.getpid()} on {socket.gethostname()}",
-            question in self._reports,
+            question in self._hearers,
+            self._reports[question].printing_rank if question in self._reports else None,
         )
-        send_answers(call.reply, [(self._rank, answer)])
+        send_answers(reply, [(self._rank, answer)])
 
-    def _report(self, question: Question, answers: Answers) -> Report | None:
-        """Return a report. Return None to leave a report that must be printed to another rank."""
+    def _report(self, question: Question, answers: Answers) -> Report:
+        """Return the answer to a question."""
         if question.purpose == DEADLOCK:
             waits = [each.wait_state for each in answers.values() if each.wait_state is not None]
             deadlock = find_deadlock(self._channel.name, question.number, waits)
@@ -290,19 +291,12 @@ class HangObserver(Observer):
             is_hopeless = left and len(left) >= len(ranks) - (question.other is None)
             hopeless = f"{numbered_ranks(left)} {'have' if len(left) > 1 else 'has'} ended the program"
             return Report(places_text(found, ranks)[:_LONGEST_MESSAGE], hopeless if is_hopeless else "")
-        text = report_text(question.number, found, self._size)
-        if question.purpose == REPORT:
-            statuses = {rank: answer.status for rank, answer in answers.items()}
-            waiting = [rank for rank, each in statuses.items() if each.waits and each.number == question.number]
-            return Report(text[:_LONGEST_MESSAGE], printing_rank=min(waiting, default=0))
-        if not answers.keys().isdisjoint(self._connections.before):
-            return None
-        # A rank that was stopped finds that another one has printed the report.
-        if not any(each.is_reported for each in answers.values()):
-            folder = settings.FLIGHT_RECORD.read()
-            more = "" if folder is None else f"\n  what came before: python -m mpidist flight {folder}"
-            tell_user(f"{text}{more}")
-        return Report()
+        # A rank that was stopped finds that others have a report already.
+        known = [each.printing_rank for each in answers.values() if each.printing_rank is not None]
+        asking = {rank: each.status for rank, each in answers.items() if each.wants_report}
+        waiting = [rank for rank, each in asking.items() if each.waits and each.number == question.number]
+        text = report_text(question.number, found, self._size)[:_LONGEST_MESSAGE]
+        return Report(text, printing_rank=min(known or waiting or asking, default=self._rank))
 
     def spread(self, deadlock: Deadlock) -> None:
         """Fail the collectives of a deadlock on all ranks, here and on its other communicators."""
@@ -311,15 +305,13 @@ class HangObserver(Observer):
         if not numbers:
             return
         self._deadlocks.update(dict.fromkeys(numbers, deadlock.text))
-        self._channel.executor.refuse(DEADLOCKED)
+        executor = self._channel.executor
+        if not executor.waiting():  # otherwise the wait raises the error
+            executor.fail(DEADLOCKED)
         for rank in self._connections.known:
             self._endpoint.notify(rank, "deadlock", deadlock)
         for observer in list(_observers):
             observer.spread(deadlock)
-
-
-def _ignore(_: Report) -> None:
-    """Ignore a report that has been printed or acted on."""
 
 
 def send_answers(reply: Callable[[bytes], None], answers: list[tuple[int, Answer]]) -> None:

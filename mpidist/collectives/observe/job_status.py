@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import sys
@@ -138,28 +137,12 @@ class StatusFile(RankFile):
 
     def __init__(self, folder: str) -> None:
         world = import_mpi().COMM_WORLD
-        rank, ranks = world.Get_rank(), world.Get_size()
-        super().__init__(f"the status file of rank {rank}", max(1.0, ranks / _FILES_PER_SECOND))
+        self._rank, self._ranks = world.Get_rank(), world.Get_size()
+        super().__init__(f"the status file of rank {self._rank}", max(1.0, self._ranks / _FILES_PER_SECOND))
         self._folder = os.path.abspath(folder)
+        self._program, self._started = " ".join(sys.argv)[:_LONGEST_TEXT], time.time()
         self._channels: tuple[_ChannelActivity, ...] = ()
         self._closed = WorkCount(0, 0, 0)
-        self._report = RankReport(
-            rank=rank,
-            ranks=ranks,
-            job="",
-            host=socket.gethostname(),
-            process=os.getpid(),
-            born=process_born(os.getpid()),
-            program=" ".join(sys.argv)[:_LONGEST_TEXT],
-            started=time.time(),
-            written=0.0,
-            every=self.every,
-            state=RUNNING,
-            error="",
-            activity=Activity(COMPUTING, "", 0, "", 0.0, ""),
-            totals=self._closed,
-            rates=self._closed,
-        )
         self._samples: deque[tuple[float, WorkCount]] = deque()
         self._is_clean = False
         # State, error and activity at the end.
@@ -186,14 +169,28 @@ class StatusFile(RankFile):
         """Replace the file."""
         with folder_to_write(self._folder, settings.STATUS.name, is_private=True):
             if not self._is_clean:
-                remove_unfinished(status_path(self._folder, self._report.rank))
+                remove_unfinished(status_path(self._folder, self._rank))
                 self._is_clean = True
             state, error, activity = self._end or (RUNNING, "", self._activity())
-            job = world_topology().job if has_world() else ""
             totals = _sum(self._closed, *(each.work() for each in self._channels))
-            report = dataclasses.replace(self._report, job=job, written=time.time(), state=state, error=error)
-            rates = self._rates(totals)
-            write_report(self._folder, dataclasses.replace(report, activity=activity, totals=totals, rates=rates))
+            report = RankReport(
+                rank=self._rank,
+                ranks=self._ranks,
+                job=world_topology().job if has_world() else "",
+                host=socket.gethostname(),
+                process=os.getpid(),
+                born=process_born(os.getpid()),
+                program=self._program,
+                started=self._started,
+                written=time.time(),
+                every=self.every,
+                state=state,
+                error=error,
+                activity=activity,
+                totals=totals,
+                rates=self._rates(totals),
+            )
+            write_report(self._folder, report)
 
     def _activity(self) -> Activity:
         """Return the wait of the program, or its last call."""

@@ -1,11 +1,13 @@
-"""Recorder: the flight record, trace and report of this process."""
+"""Recorder: flight record, trace and totals of this process, and the report of all totals."""
 
 from __future__ import annotations
 
 import atexit
 import os
+import threading
 import time
 from array import array
+from collections import Counter
 from weakref import WeakKeyDictionary
 
 from mpidist.collectives.channel.channel import Channel
@@ -16,16 +18,18 @@ from mpidist.collectives.mpi.exchange import Mailbox
 from mpidist.collectives.mpi.waiting import Comm
 from mpidist.collectives.node.core import Core
 from mpidist.collectives.observe.record import FlightFile, Kind, State, clock, record_thread
-from mpidist.collectives.observe.report import CallTotals, Totals, report_text
 from mpidist.collectives.observe.trace import TraceFile, merge
+from mpidist.collectives.reduce.registry import size_text
 from mpidist.core import message_tags, settings
 from mpidist.core.concurrency import wait_at_most
-from mpidist.core.text import numbered_ranks, tell_user, user_call_site
+from mpidist.core.text import numbered_ranks, ranks_text, tell_user, user_call_site
 from mpidist.topology import import_mpi, world_topology
 
 # How long rank 0 waits at its end for the totals of the others.
 EXIT_SECONDS = 5.0
 _POLL_SECONDS = 1e-4
+Totals = dict[str, Counter[str]]
+"""By operation: calls, nbytes, and nanoseconds: time, for_others, works and waited."""
 _recorders: list[Recorder] = []
 # A forked child must not write into the files of its parent.
 os.register_at_fork(after_in_child=_recorders.clear)
@@ -64,7 +68,7 @@ class Recorder:
         world = import_mpi().COMM_WORLD
         self._rank, self._ranks = world.Get_rank(), world.Get_size()
         self._reports = reports
-        self._totals = CallTotals()
+        self._totals = _CallTotals()
         self.trace = None if traces is None else TraceFile(traces, self._rank, self._ranks)
         self._flight = None if flights is None else FlightFile(flights, self._rank, self._ranks)
         self._world: Comm | None = None
@@ -80,8 +84,7 @@ class Recorder:
         if self._reports or self.trace is not None:
             channel.observers.add(_SpanObserver(self.trace, self._totals, channel.name))
         if self._flight is not None:
-            core = channel.node.core
-            channel.observers.add(_FlightObserver(self._flight, channel.name, core), sees_fast_path=core is not None)
+            channel.observers.add(_FlightObserver(self._flight, channel.name, channel.node.core))
 
     def finish(self) -> None:
         """Finish the trace and send the totals to rank 0, which reports and merges."""
@@ -125,6 +128,18 @@ class Recorder:
         tell_user(f"the traces are not merged: {reason}. When {folder} has all files, run: {command}")
 
 
+class _CallTotals:
+    """The totals of this rank."""
+
+    def __init__(self) -> None:
+        self.by_operation: Totals = {}
+        self._lock = threading.Lock()
+
+    def add(self, operation: str, **counts: int) -> None:
+        with self._lock:
+            self.by_operation.setdefault(operation, Counter()).update(counts)
+
+
 def _outcome(operation: Operation[object]) -> tuple[State, str]:
     """Return the state of a finished operation, and its error or algorithms."""
     if operation.error is not None:
@@ -141,6 +156,7 @@ class _FlightObserver(Observer):
         # Number on the communicator and serial number of the last collective. The core changes them, too.
         self._last = array("q", [0, 0])
         self._messages: dict[Operation[object], int] = {}
+        self.sees_fast_path = core is not None
         if core is not None:
             core.keep_flight(file.calls.memory, file.calls.serial, self._last, name.encode(), user_call_site)
 
@@ -169,7 +185,7 @@ class _FlightObserver(Observer):
 class _SpanObserver(Observer):
     """Adds the spans of one channel to the trace, and its calls to the totals."""
 
-    def __init__(self, trace: TraceFile | None, totals: CallTotals, name: str) -> None:
+    def __init__(self, trace: TraceFile | None, totals: _CallTotals, name: str) -> None:
         self._trace = trace
         self._totals = totals
         self._name = name
@@ -286,3 +302,64 @@ class _SpanObserver(Observer):
         if self._trace is not None:
             self._trace.ring.finish(serial, state, note)
             self._trace.make_room()
+
+
+# The report -------------------------------------------------------------------------------------------------------
+
+
+def report_text(by_rank: dict[int, Totals], ranks: int, seconds: float) -> str:
+    """Return the report of the ranks that sent their totals, in ``seconds`` of the program."""
+    of_ranks = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    missing = sorted(set(range(ranks)) - set(by_rank))
+    if missing:
+        of_ranks = f"{len(by_rank)} of {of_ranks} (without {ranks_text(missing)})"
+    by_operation: dict[str, dict[int, Counter[str]]] = {}
+    for rank, totals in by_rank.items():
+        for operation, counts in totals.items():
+            by_operation.setdefault(operation, {})[rank] = counts
+    longest_first = sorted(by_operation.items(), key=lambda item: -max(each["time"] for each in item[1].values()))
+    rows: list[tuple[str, ...]] = [("operation", "calls", "bytes", "time", "for others", "hidden", "slowest rank")]
+    rows += [_row(operation, found) for operation, found in longest_first]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"collectives of {of_ranks}, means over ranks, in {seconds:.1f} s"]
+    for first, *middle, last in rows:
+        cells = [text.rjust(width) for text, width in zip(middle, widths[1:-1], strict=True)]
+        lines.append("  ".join(["", first.ljust(widths[0]), *cells, last]))
+    return "\n".join(lines)
+
+
+def _row(operation: str, by_rank: dict[int, Counter[str]]) -> tuple[str, ...]:
+    total: Counter[str] = Counter()
+    for counts in by_rank.values():
+        total.update(counts)
+    ranks = len(by_rank)
+    return (
+        operation,
+        f"{total['calls'] / ranks:.10g}",
+        size_text(round(total["nbytes"] / ranks)),
+        _time_text(total["time"] / ranks),
+        _time_text(total["for_others"] / ranks),
+        f"{max(0.0, 1 - total['waited'] / total['works']):.0%}" if total["works"] else "-",
+        _slowest(by_rank),
+    )
+
+
+def _slowest(by_rank: dict[int, Counter[str]]) -> str:
+    """Return the rank that arrived last, because it waited least."""
+    waits = {rank: counts["for_others"] for rank, counts in by_rank.items()}
+    slowest = min(waits, key=lambda rank: waits[rank])
+    least = waits.pop(slowest)
+    longer = sum(waits.values()) / len(waits) - least if waits else 0
+    return f"{slowest} (waited for {_time_text(longer)})" if longer else "-"
+
+
+def _time_text(nanoseconds: float) -> str:
+    """Return a time as text.
+
+    >>> _time_text(1234567), _time_text(0)
+    ('1.23 ms', '0 us')
+    """
+    for unit, size in (("s", 1e9), ("ms", 1e6)):
+        if nanoseconds >= size:
+            return f"{nanoseconds / size:.3g} {unit}"
+    return f"{nanoseconds / 1e3:.3g} us"

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.reduce import algorithms  # noqa: F401  # registers the algorithms
-from mpidist.collectives.reduce.registry import AlgorithmEntry, Registry, Row, Site, look_up, not_for, wire_algorithms
+from mpidist.collectives.reduce.registry import (
+    AlgorithmEntry,
+    Registry,
+    Row,
+    Site,
+    algorithms_at,
+    gpu_algorithms,
+    host_algorithms,
+    host_names,
+    look_up,
+    wire_algorithms,
+)
 from mpidist.core.errors import AlgorithmError
 from mpidist.core.options import CommunicationOptions
 
+ALONE = "alone"
+"""The algorithm of a single rank."""
 _log = logging.getLogger("mpidist")
 
 
@@ -33,11 +46,8 @@ class Choice(Generic[A]):
     """The algorithms of one communicator for arrays of one kind."""
 
     def __init__(self, registry: Registry, site: Site, place: str, row: Row) -> None:
-        self._registry = registry
-        self.site = site
-        self._place = place
-        self.row = row
-        self._names: dict[tuple[str, bool, bool, bool, bool], tuple[str, ...]] = {}
+        self._registry, self.site, self._place, self.row = registry, site, place, row
+        self._is_single_rank = site.comm.Get_size() == 1
         self._made: dict[str, A] = {}
         self._failed: set[str] = set()
 
@@ -46,39 +56,30 @@ class Choice(Generic[A]):
 
         ``is_common`` says whether every algorithm supports the dtype and the operation.
         """
-        requested = options.algorithm
-        name = look_up(self.row, nbytes) if requested is None else requested
-        key = (name, requested is None, options.deterministic, options.wire_dtype is not None, is_common)
-        names = self._names.get(key)
-        if names is None:
-            names = self._names[key] = self._suiting(*key)
-        return names
-
-    def names_from(self, name: str) -> tuple[str, ...]:
-        """Return the algorithm for a name in the table, then its substitutes."""
-        return self._suiting(name, may_differ=True, is_ordered=False, rounds=False, is_common=True)
-
-    def _suiting(self, name: str, may_differ: bool, is_ordered: bool, rounds: bool, is_common: bool) -> tuple[str, ...]:
+        if options.algorithm is None and self._is_single_rank:
+            return (ALONE,)
+        name = options.algorithm or look_up(self.row, nbytes)
         found = [
             entry.name
             for entry in self._entries_from(name)
-            if (entry.is_ordered or not is_ordered)
-            and (entry.rounds or not rounds or self.site.node.is_alone)
+            if (entry.is_ordered or not options.deterministic)
+            and (entry.rounds or options.wire_dtype is None or self.site.node.is_alone)
             and (entry.is_general or is_common)
         ]
-        return tuple(dict.fromkeys(found)) if may_differ else (*found[:1],) or (name,)
+        # A named algorithm has no substitute. For an unknown one, ``make`` raises an error.
+        return tuple(found) if options.algorithm is None else (*found[:1],) or (name,)
+
+    def names_from(self, name: str) -> tuple[str, ...]:
+        """Return the algorithm for a name in the table, then its substitutes."""
+        return tuple(entry.name for entry in self._entries_from(name))
 
     def _entries_from(self, name: str) -> list[AlgorithmEntry]:
-        first = self._registry.get("hierarchical" if wire_algorithms.get(name) else name)
-        if first is None:
-            return []
-        found = [self._registry.get(other) for other in (first.name, *first.instead)]
-        serving = [
-            entry if entry.stands_for is None else self._registry.get(entry.stands_for(self.site.node))
-            for entry in found
-            if entry is not None
-        ]
-        return [entry for entry in serving if entry is not None]
+        registry = self._registry
+        first = registry.get("hierarchical" if name in wire_algorithms else name)
+        names = [] if first is None else [first.name, *first.instead]
+        entries = [registry[other] for other in names if other in registry]
+        served = [entry.name if entry.stands_for is None else entry.stands_for(self.site.node) for entry in entries]
+        return [registry[other] for other in dict.fromkeys(served) if other in registry]
 
     def first_working(self, names: Sequence[str]) -> str:
         """Return the first algorithm that has not failed to start, else the last."""
@@ -93,19 +94,31 @@ class Choice(Generic[A]):
 
         Logs a warning for each substitute. Raises AlgorithmError if no algorithm works.
         """
+        registry = self._registry
         while (name := self.first_working(names)) not in self._made:
-            entry = self._registry.get(name)
-            if entry is None:
-                raise not_for(self._registry, name, self._place)
+            if name not in registry:
+                raise self._not_for_these(name)
             try:
-                self._made[name] = yield from entry.make(self.site)
+                made = registry[name].make(self.site)
+                self._made[name] = (yield from made) if isinstance(made, Generator) else made
             except AlgorithmError as error:
                 if name == names[-1]:
                     raise
                 self._failed.add(name)
                 if self.site.comm.Get_rank() == 0:
-                    _log.warning("mpidist: %s%s", error, self._registry.say_instead(self.first_working(names)))
+                    other = self.first_working(names)
+                    how = f"{other!r} instead{', which is slow' if other == 'staged' else ''}"
+                    _log.warning("mpidist: %s. Arrays %s are reduced by %s", error, registry.where, how)
         return self._made[name]
+
+    def _not_for_these(self, name: str) -> AlgorithmError:
+        here, is_host = self._registry.where, self._registry is host_algorithms
+        other = gpu_algorithms if is_host else host_algorithms
+        offered = host_names() if is_host else algorithms_at(self._place)
+        return AlgorithmError(
+            f"algorithm {name!r} is for arrays {other.where}, but the arrays are {here}. Omit algorithm, or use "
+            f"one of {', '.join(offered)}"
+        )
 
     def close(self) -> None:
         """Free the algorithms (collective)."""

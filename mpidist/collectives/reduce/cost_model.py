@@ -15,6 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy as np
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.mpi.exchange import agreed_minimum
 from mpidist.collectives.mpi.mpi_types import message, tag_of
-from mpidist.collectives.mpi.waiting import Comm, Steps, pause, until_all_done, until_done
+from mpidist.collectives.mpi.waiting import Comm, Steps, until_all_done, until_done
 from mpidist.collectives.node.core import SMALL_BETWEEN_NODES
 from mpidist.collectives.node.node import LANES_BETWEEN_NODES, SLICE_BYTES_BETWEEN_NODES, Node
 
@@ -35,24 +36,15 @@ _WORTH_WHILE = 1.05
 class Network(NamedTuple):
     """The costs of messages between nodes and of work inside them, as ``mpidist.tune`` measures them."""
 
-    latency: float
-    """Seconds of an empty message to another node, without the overhead."""
-    overhead: float
-    """Seconds of the processor for each message that is sent and received."""
-    bandwidth: float
-    """Bytes per second from each node to the next, by all its rails."""
-    far_bandwidth: float
-    """Bytes per second from each node to the node halfway around. Oversubscribed switches lower it."""
-    rail_bandwidth: float
-    """Bytes per second of a single rank."""
-    reduce: float
-    """Seconds to combine a byte with another."""
-    copy: float
-    """Seconds to copy a byte inside a node."""
-    meeting: float
-    """Seconds of a barrier of the ranks of a node."""
-    exchange: float
-    """Seconds of a round of the handshake between the node leaders."""
+    latency: float  # seconds of an empty message to another node, without the overhead
+    overhead: float  # seconds of the processor for each message that is sent and received
+    bandwidth: float  # bytes per second from each node to the next, by all its rails
+    far_bandwidth: float  # the same to the node halfway around. Oversubscribed switches lower it
+    rail_bandwidth: float  # bytes per second of a single rank
+    reduce: float  # seconds to combine a byte with another
+    copy: float  # seconds to copy a byte inside a node
+    meeting: float  # seconds of a barrier of the ranks of a node
+    exchange: float  # seconds of a round of the handshake between the node leaders
 
 
 SHIPPED_NETWORK = Network(
@@ -76,10 +68,8 @@ only on the ratios of the costs, which differ less.
 class Rail:
     """The ranks with the same local rank on each node, which exchange slices.
 
-    Attributes:
-        _ranks: Their ranks in the communicator.
-        _position: Index of this rank among them.
-        _wire_dtype: Dtype of sums in transit, for an algorithm that rounds.
+    ``position`` is the index of this rank in ``ranks``. ``wire_dtype`` is the dtype of sums in transit, if they are
+    rounded.
     """
 
     def __init__(self, comm: Comm, ranks: list[int], position: int, wire_dtype: DType | None = None) -> None:
@@ -102,20 +92,15 @@ class Rail:
 class Round(NamedTuple):
     """A number of equal rounds of an inter-node algorithm, as the busiest rank runs them."""
 
-    times: int
-    """Number of rounds, one after the other."""
-    messages: int
-    """Messages in each: sent or received, whichever is more."""
-    elements: int
-    """Elements in each: sent or received, whichever is more."""
-    reduced: int
-    """Elements combined in each."""
-    is_far: bool
-    """Whether messages go to other nodes than the next one."""
+    times: int  # number of rounds, one after the other
+    messages: int  # messages in each: sent or received, whichever is more
+    elements: int  # elements in each: sent or received, whichever is more
+    reduced: int  # elements combined in each
+    is_far: bool  # whether messages go to other nodes than the next one
 
 
+# Returns the rounds of an inter-node algorithm for a number of nodes and of elements.
 Cost = Callable[[int, int], Sequence[Round]]
-"""Returns the rounds of an inter-node algorithm for a number of nodes and of elements."""
 
 
 class Way(NamedTuple):
@@ -127,21 +112,13 @@ class Way(NamedTuple):
 
 
 def recursive_doubling(nodes: int, count: int) -> list[Round]:
-    """Return the rounds of ``leaders`` for small data: all elements, to nodes at doubling distances.
-
-    >>> [(r.times, r.elements) for r in recursive_doubling(6, 100)]
-    [(2, 100), (1, 100), (1, 100)]
-    """
+    """Return the rounds of ``leaders`` for small data: all elements, to nodes at doubling distances."""
     doubling = [Round(1, 1, count, count, is_far=step > 0) for step in range(nodes.bit_length() - 1)]
     return _folded(nodes, count) + doubling
 
 
 def recursive_halving(nodes: int, count: int) -> list[Round]:
-    """Return the rounds of ``leaders`` for larger data: half the elements each time, and back.
-
-    >>> [(r.times, r.elements) for r in recursive_halving(4, 100)]
-    [(1, 50), (1, 25), (1, 25), (1, 50)]
-    """
+    """Return the rounds of ``leaders`` for larger data: half the elements each time, and back."""
     parts = [(step, -(-count // (2 << step))) for step in range(nodes.bit_length() - 1)]
     halving = [Round(1, 1, part, part, is_far=step > 0) for step, part in parts]
     return _folded(nodes, count) + halving + [each._replace(reduced=0) for each in reversed(halving)]
@@ -194,12 +171,13 @@ def leaders_seconds(nodes: int, per_node: int, nbytes: int, network: Network) ->
     parts = max(1, -(-nbytes // SMALL_BETWEEN_NODES))
     each = -(-nbytes // parts)
     in_node = each * (per_node * network.reduce + network.copy)
-    between = min(_exchange_seconds(cost, nodes, each, network) for cost in (recursive_doubling, recursive_halving))
-    return parts * (network.meeting + in_node + between)
+    return parts * (network.meeting + in_node + min(_exchange_seconds(nodes, each, network)))
 
 
-def _exchange_seconds(cost: Cost, nodes: int, nbytes: int, network: Network) -> float:
-    return rounds_seconds(cost(nodes, nbytes), 1, network._replace(latency=network.exchange, overhead=0.0))
+def _exchange_seconds(nodes: int, nbytes: int, network: Network) -> list[float]:
+    """Predict the seconds of recursive doubling and of recursive halving between the leaders."""
+    quick = network._replace(latency=network.exchange, overhead=0.0)
+    return [rounds_seconds(cost(nodes, nbytes), 1, quick) for cost in (recursive_doubling, recursive_halving)]
 
 
 def halved_from(nodes: int, network: Network) -> int:
@@ -209,9 +187,7 @@ def halved_from(nodes: int, network: Network) -> int:
     (7168, 65537)
     """
     for nbytes in range(1 << 10, SMALL_BETWEEN_NODES + 1, 1 << 10):
-        doubling, halving = [
-            _exchange_seconds(cost, nodes, nbytes, network) for cost in (recursive_doubling, recursive_halving)
-        ]
+        doubling, halving = _exchange_seconds(nodes, nbytes, network)
         if halving < doubling:
             return nbytes
     return SMALL_BETWEEN_NODES + 1
@@ -256,54 +232,19 @@ _WORK_BYTES = 1 << 20
 _LEAST_SECONDS = 1e-7
 
 
-class _Probe(Rail):
-    """Times messages on all rails, from each node to the node at a distance."""
-
-    def __init__(self, comm: Comm, node: Node) -> None:
-        rail = [ranks[node.rank] if node.rank < node.rails else -1 for ranks in node.ranks]
-        super().__init__(comm, rail, node.topology.node_index)
-        self._node = node
-
-    def seconds(self, messages: int, nbytes: int, distance: int = 1, rails: int | None = None) -> Steps[float]:
-        """Measure a round of concurrent messages on a number of rails, by default all (collective)."""
-        takes_part = self._node.rank < (self._node.rails if rails is None else rails)
-        buffers = [
-            (np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)) for _ in range(messages if takes_part else 0)
-        ]
-        rounds = _ROUNDS if nbytes == _SMALL_BYTES else 1
-        return (yield from _median(self._comm, lambda: self._pass(buffers, distance), rounds))
-
-    def _pass(self, buffers: Sequence[tuple[Array, Array]], distance: int) -> Steps[None]:
-        n, me = len(self._ranks), self._position
-        dest, source = (me + distance) % n, (me - distance) % n
-        in_flight = [self._exchange({source: into}, {dest: sent}, k) for k, (sent, into) in enumerate(buffers)]
-        failed_polls = 0
-        while in_flight:
-            unfinished = [steps for steps in in_flight if next(steps, in_flight) is not in_flight]
-            failed_polls = 0 if len(unfinished) < len(in_flight) else failed_polls + 1
-            in_flight = unfinished
-            pause(self._comm, failed_polls)
-            yield
-
-    def large(self) -> Steps[int]:
-        """Return the bytes of messages that take long enough."""
-        nbytes = _FIRST_BYTES
-        while nbytes < _MOST_BYTES and (yield from self.seconds(_LARGE, nbytes)) < _AT_LEAST_SECONDS:
-            nbytes *= 2
-        return nbytes
-
-
 def measure_network(comm: Comm, node: Node) -> Steps[Network]:
     """Measure the costs between several nodes, the same on every rank (collective)."""
-    probe, half = _Probe(comm, node), max(1, len(node.ranks) // 2)
+    seconds = partial(_message_seconds, comm, node)
     # One message at a time shows the latency, and many small ones show the processor time of each.
-    one = yield from probe.seconds(1, _SMALL_BYTES)
-    many = yield from probe.seconds(_MANY, _SMALL_BYTES)
+    one = yield from seconds(1, _SMALL_BYTES)
+    many = yield from seconds(_MANY, _SMALL_BYTES)
     overhead = max((many - one) / (_MANY - 1), _LEAST_SECONDS)
-    nbytes = yield from probe.large()
-    near = yield from probe.seconds(_LARGE, nbytes)
-    far = near if half == 1 else (yield from probe.seconds(_LARGE, nbytes, half))
-    alone = near if node.rails == 1 else (yield from probe.seconds(_LARGE, nbytes, rails=1))
+    nbytes = _FIRST_BYTES
+    while (near := (yield from seconds(_LARGE, nbytes))) < _AT_LEAST_SECONDS and nbytes < _MOST_BYTES:
+        nbytes *= 2
+    half = len(node.ranks) // 2
+    far = near if half == 1 else (yield from seconds(_LARGE, nbytes, distance=half))
+    alone = near if node.rails == 1 else (yield from seconds(_LARGE, nbytes, rails=1))
     source, target = np.ones(_WORK_BYTES // 4, np.float32), np.ones(_WORK_BYTES // 4, np.float32)
     reduce = yield from _median(comm, lambda: _done(lambda: np.add(target, source, out=target)))
     copy = yield from _median(comm, lambda: _done(lambda: np.copyto(target, source)))
@@ -321,6 +262,25 @@ def measure_network(comm: Comm, node: Node) -> Steps[Network]:
         meeting=meeting,
         exchange=max((everyone - meeting) / exchanges, _LEAST_SECONDS),
     )
+
+
+def _message_seconds(
+    comm: Comm, node: Node, messages: int, nbytes: int, distance: int = 1, rails: int | None = None
+) -> Steps[float]:
+    """Measure concurrent messages from each node to the one at a distance (collective)."""
+    count, me = messages if node.rank < (rails or node.rails) else 0, node.topology.node_index
+    sent, received = np.zeros((count, nbytes), np.uint8), np.zeros((count, nbytes), np.uint8)
+
+    def exchange() -> Steps[None]:
+        requests = []
+        for k in range(count):
+            source, dest = [node.ranks[(me + step) % len(node.ranks)][node.rank] for step in (-distance, distance)]
+            requests.append(comm.Irecv(message(received[k]), source, tag_of(k)))
+            requests.append(comm.Isend(message(sent[k]), dest, tag_of(k)))
+        for request in requests:
+            yield from until_done(request)
+
+    return (yield from _median(comm, exchange, _ROUNDS if nbytes == _SMALL_BYTES else 1))
 
 
 def _median(comm: Comm, act: Callable[[], Steps[None]], rounds: int = 1) -> Steps[float]:

@@ -1,7 +1,7 @@
 """The registry of algorithms, and the tables that choose one by message size.
 
-Each file in ``reduce/algorithms`` (arrays in host memory) and ``gpu/algorithms`` (arrays on GPUs) registers its
-algorithms when its package is imported.
+Each file in ``reduce/algorithms`` (arrays in host memory), and ``gpu/reduce.py``, registers its algorithms when it is
+imported.
 
 A row of a table is a list of ``(largest number of bytes, algorithm)`` in rising order, and None matches any size. The
 limits of the shipped table are the crossing points of the curves that ``python -m benchmarks`` measured on a 2-core
@@ -13,29 +13,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import pairwise
-from pkgutil import iter_modules
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import PackedReduction
 from mpidist.collectives.reduce.cost_model import SHIPPED_NETWORK, Cost, Network
-from mpidist.core.errors import AlgorithmError
 from mpidist.core.options import CommunicationOptions, ReduceOp
 
-S = TypeVar("S")
-T = TypeVar("T")
 Row = tuple[tuple[int | None, str], ...]
 
+# The rows of a table, for arrays in host memory and on GPUs.
 HOST_PLACES = ("one_node", "several_nodes")
-"""The rows of a table for arrays in host memory."""
 GPU_PLACES = ("one_node_gpu", "several_nodes_gpu")
-"""The rows of a table for arrays on GPUs."""
 KiB = 1 << 10
 
 
@@ -44,6 +38,8 @@ class Algorithm(Protocol):
 
     takes_replicas: bool = False
     """Whether the algorithm combines the replicas of a rank, to sum them in replica order."""
+    allows_overlap: bool = False
+    """Whether the results of a job may overlap its inputs. If not, overlapping inputs are copied first."""
 
     def start(self, job: PackedReduction) -> Callable[[int], None] | None:
         """Return a function that starts the job during the handshake, given its id, or None."""
@@ -58,6 +54,7 @@ class Algorithm(Protocol):
 
     def close(self) -> None:
         """Free the memory and communicators of the algorithm (collective)."""
+        return None  # noqa: RET501  # a body makes it not abstract
 
 
 class Wire(Protocol):
@@ -91,36 +88,29 @@ class AlgorithmEntry:
 
     name: str
     make: Callable[..., Any]
-    """Returns the steps that create the algorithm for a site (collective).
+    """Returns the algorithm for a site, or the steps that create it (collective).
 
-    They raise AlgorithmError on all ranks if it does not work there. An inter-node algorithm is created directly, from
-    a communicator, the ranks of a rail, the position of this rank, and the wire dtype if the algorithm rounds.
+    The steps raise AlgorithmError on all ranks if it does not work there. An inter-node algorithm is created from a
+    communicator, the ranks of a rail, the position of this rank, and the wire dtype if the algorithm rounds.
     """
     places: tuple[str, ...]
     """The rows of a table that may name it, or ``between_nodes``. Empty for an internal algorithm."""
-    tuned_at: tuple[str, ...] = ()
-    """The rows for which ``mpidist.tune`` measures it."""
-    tuned_to: int | None = None
-    """Bytes of the largest message that ``mpidist.tune`` measures. None means no limit."""
-    is_ordered: bool = False
-    """Whether sums are formed in a fixed order."""
-    rounds: bool = False
-    """Whether it can send sums between nodes in 16 bits."""
-    is_general: bool = True
-    """Whether it supports every dtype and operation."""
+    tuned_at: tuple[str, ...] = ()  # rows for which ``mpidist.tune`` measures it
+    tuned_to: float = math.inf  # bytes of the largest message that ``mpidist.tune`` measures
+    is_ordered: bool = False  # whether sums are formed in a fixed order
+    rounds: bool = False  # whether it can send sums between nodes in 16 bits
+    is_general: bool = True  # whether it supports every dtype and operation
     instead: tuple[str, ...] = ("mpi", "hierarchical")
     """Substitutes if it does not work. The first one that works is used."""
-    stands_for: Callable[[Node], str] | None = None
-    """Returns the name of the algorithm to use on a node."""
-    cost: Cost | None = None
-    """Returns the rounds of an inter-node algorithm."""
+    stands_for: Callable[[Node], str] | None = None  # returns the name of the algorithm to use on a node
+    cost: Cost | None = None  # returns the rounds of an inter-node algorithm
 
 
 class Registry(dict[str, AlgorithmEntry]):
-    """Algorithms by name. ``say_instead`` ends a warning with the name of a substitute."""
+    """Algorithms by name, for arrays in one kind of memory."""
 
-    def __init__(self, where: str, say_instead: Callable[[str], str]) -> None:
-        self.where, self.say_instead = where, say_instead
+    def __init__(self, where: str) -> None:
+        self.where = where
 
     def register(self, entry: AlgorithmEntry) -> None:
         """Add an algorithm under a new name."""
@@ -135,61 +125,30 @@ class Registry(dict[str, AlgorithmEntry]):
         """The names that users may pass, sorted."""
         return tuple(sorted(name for name, entry in self.items() if entry.places))
 
-    def at(self, place: str) -> tuple[str, ...]:
-        """Return the names that a row of the table may contain, sorted."""
-        return tuple(sorted(name for name, entry in self.items() if place in entry.places))
-
-    def is_tuned_to(self, name: str, nbytes: int) -> bool:
-        """Return True if ``mpidist.tune`` measures messages of this size."""
-        limit = self[name].tuned_to if name in self else None
-        return limit is None or nbytes <= limit
-
     @property
     def costs(self) -> dict[str, Cost]:
         """The costs of the inter-node algorithms."""
         return {name: entry.cost for name, entry in self.items() if entry.cost is not None}
 
 
-def _say_instead(name: str) -> str:
-    return f". Using {'MPI' if name == 'mpi' else repr(name)} instead"
-
-
-def _say_instead_on_gpus(name: str) -> str:
-    how = "in host memory, which is slow" if name == "staged" else f"by {name!r} instead"
-    return f". Arrays on GPUs are reduced {how}"
-
-
-host_algorithms = Registry("in host memory", _say_instead)
-gpu_algorithms = Registry("on GPUs", _say_instead_on_gpus)
-wire_algorithms = Registry("between nodes", _say_instead)
+host_algorithms = Registry("in host memory")
+gpu_algorithms = Registry("on GPUs")
+wire_algorithms = Registry("between nodes")
 """Inter-node algorithms. As ``algorithm=`` each name selects ``hierarchical`` with that inter-node algorithm."""
-_REGISTRIES = (host_algorithms, gpu_algorithms, wire_algorithms)
 
 
-def at_once(make: Callable[[S], T]) -> Callable[[S], Steps[T]]:
-    """Convert a constructor that sends no messages into the ``make`` of an entry."""
-
-    def made(site: S) -> Steps[T]:
-        yield from ()
-        return make(site)
-
-    return made
-
-
-def import_files(package: str, path: Iterable[str]) -> None:
-    """Import all files of a package of algorithms, which register them."""
-    for module in iter_modules(path):
-        import_module(f"{package}.{module.name}")
+def _all_entries() -> list[AlgorithmEntry]:
+    return [*host_algorithms.values(), *gpu_algorithms.values(), *wire_algorithms.values()]
 
 
 def algorithms_at(place: str) -> tuple[str, ...]:
-    """Return the algorithms that the row of a place may name."""
-    return next((names for registry in _REGISTRIES if (names := registry.at(place))), ())
+    """Return the algorithms that the row of a place may name, sorted."""
+    return tuple(sorted(entry.name for entry in _all_entries() if place in entry.places))
 
 
-def candidates_at(place: str) -> tuple[str, ...]:
-    """Return the algorithms that ``mpidist.tune`` compares at a place, MPI first."""
-    names = [name for registry in _REGISTRIES for name, entry in registry.items() if place in entry.tuned_at]
+def candidates_at(place: str, nbytes: int = 0) -> tuple[str, ...]:
+    """Return the algorithms that ``mpidist.tune`` compares at a place for a message, MPI first."""
+    names = [entry.name for entry in _all_entries() if place in entry.tuned_at and nbytes <= entry.tuned_to]
     return tuple(sorted(names, key=lambda name: (name != "mpi", name)))
 
 
@@ -203,16 +162,6 @@ def gpu_names() -> tuple[str, ...]:
     return tuple(sorted(set(gpu_algorithms.names) - set(host_algorithms.names)))
 
 
-def not_for(registry: Registry, name: str, place: str) -> AlgorithmError:
-    """Return the error of an algorithm for another kind of arrays."""
-    is_host = registry is host_algorithms
-    other, offered = (gpu_algorithms, host_names()) if is_host else (host_algorithms, registry.at(place))
-    return AlgorithmError(
-        f"algorithm {name!r} is for arrays {other.where}, but the arrays are {registry.where}. Omit algorithm, or use "
-        f"one of {', '.join(offered)}"
-    )
-
-
 def check_options(options: CommunicationOptions) -> None:
     """Raise ValueError for unknown or incompatible options."""
     name = options.algorithm
@@ -221,15 +170,14 @@ def check_options(options: CommunicationOptions) -> None:
             f"unknown algorithm {name!r}. Use one of {', '.join(host_names())}, for arrays on GPUs "
             f"{', '.join(gpu_names())}, or None"
         )
+    entries = {**host_algorithms, **wire_algorithms}
     for option, ability in (("wire_dtype", "rounds"), ("deterministic", "is_ordered")):
-        if getattr(options, option) and name is not None:
-            entries = [host_algorithms.get(each) or wire_algorithms.get(each) for each in host_names()]
-            able = [entry.name for entry in entries if entry is not None and getattr(entry, ability)]
-            if name not in able:
-                raise ValueError(
-                    f"{option}={getattr(options, option)!r} does not support algorithm={name!r}. Omit algorithm, or "
-                    f"use one of {', '.join(able)}"
-                )
+        able = [each for each in host_names() if getattr(entries[each], ability)]
+        if getattr(options, option) and name is not None and name not in able:
+            raise ValueError(
+                f"{option}={getattr(options, option)!r} does not support algorithm={name!r}. Omit algorithm, or use "
+                f"one of {', '.join(able)}"
+            )
     if options.error_feedback and options.wire_dtype is None:
         raise ValueError("error_feedback=True has no effect without a wire_dtype. Pass wire_dtype='bfloat16' as well")
 
@@ -252,7 +200,7 @@ class Table(NamedTuple):
     """Arrays on GPUs, ranks on several nodes."""
 
 
-_PLACES = tuple(name for name in Table._fields if name != "between_nodes")
+_PLACES = (*HOST_PLACES, *GPU_PLACES)
 # For arrays on GPUs on several nodes: "nccl" if NCCL has RDMA on all ranks, else "hierarchical", because NCCL would use
 # sockets.
 BY_NETWORK = "by_network"
@@ -276,11 +224,7 @@ def resolved(row: Row, has_rdma: bool) -> Row:
 
 
 def look_up(row: Row, nbytes: int) -> str:
-    """Return the algorithm of a row for a message.
-
-    >>> look_up(((10, "small"), (None, "large")), 11)
-    'large'
-    """
+    """Return the algorithm of a row for a message."""
     return next(name for limit, name in row if limit is None or nbytes <= limit)
 
 
@@ -297,11 +241,7 @@ def size_text(nbytes: int) -> str:
 
 
 def row_text(row: Row) -> str:
-    """Return a row as text.
-
-    >>> row_text(SHIPPED.several_nodes)
-    'up to 64 KiB leaders, above hierarchical'
-    """
+    """Return a row as text."""
     if len(row) == 1:
         return f"{row[0][1]} at any size"
     return ", ".join("above " + name if limit is None else f"up to {size_text(limit)} {name}" for limit, name in row)
@@ -325,13 +265,9 @@ def network_text(network: Network) -> str:
     """
     times = ("latency", "overhead", "meeting", "exchange")
     seconds = ", ".join(f"{name} {1e6 * getattr(network, name):.3g} us" for name in times)
-    near, far, alone = [
-        f"{rate / 1e6:.3g}" for rate in (network.bandwidth, network.far_bandwidth, network.rail_bandwidth)
-    ]
-    reduced, copied = [f"{1e-6 / cost:.3g}" for cost in (network.reduce, network.copy)]
-    return (
-        f"{seconds}; MB/s of a node {near}, to a far one {far}, of a rank {alone}, reduced {reduced}, copied {copied}"
-    )
+    rates = {"of a node": network.bandwidth, "to a far one": network.far_bandwidth, "of a rank": network.rail_bandwidth}
+    rates |= {"reduced": 1 / network.reduce, "copied": 1 / network.copy}
+    return f"{seconds}; MB/s {', '.join(f'{name} {rate / 1e6:.3g}' for name, rate in rates.items())}"
 
 
 def check_table(table: object) -> None:
@@ -344,11 +280,7 @@ def check_table(table: object) -> None:
 
 
 def table_to_json(table: Table) -> dict[str, object]:
-    """Convert a table to lists and dicts for JSON.
-
-    >>> table_to_json(SHIPPED)["several_nodes"]
-    [[65536, 'leaders'], [None, 'hierarchical']]
-    """
+    """Convert a table to lists and dicts for JSON."""
     rows = {place: [list(entry) for entry in getattr(table, place)] for place in _PLACES}
     return {**rows, "between_nodes": table.between_nodes._asdict()}
 

@@ -27,12 +27,9 @@ _logged: set[str] = set()
 class Setup(NamedTuple):
     """The hosts, MPI library and layout for which a table was measured."""
 
-    host: str
-    """Model of the CPU and number of cores."""
-    mpi: str
-    """MPI library and its version."""
-    layout: str
-    """Nodes and ranks per node."""
+    host: str  # model of the CPU and number of cores
+    mpi: str  # MPI library and its version
+    layout: str  # nodes and ranks per node
 
 
 def setup_of(node: Node) -> Setup:
@@ -50,10 +47,8 @@ def setup_of(node: Node) -> Setup:
 
 def _cpu_model() -> str:
     path = Path("/proc/cpuinfo")
-    for line in path.read_text().splitlines() if path.exists() else []:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
+    models = [line for line in path.read_text().splitlines() if line.startswith("model name")] if path.exists() else []
+    return models[0].split(":", 1)[1].strip() if models else platform.machine()
 
 
 def read(path: str | Path) -> dict[Setup, Table]:
@@ -72,7 +67,13 @@ def read(path: str | Path) -> dict[Setup, Table]:
         raise ValueError(f"{path} has version {json.dumps(version)}, of another mpidist. {fix} of this one")
     tables: dict[Setup, Table] = {}
     for number, entry in enumerate(content["tables"], 1):
-        setup = _setup_from_json(entry, f"{path}, table {number}")
+        names = Setup._fields
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in names):
+            raise ValueError(
+                f"{path}, table {number}, is {json.dumps(entry)}. It must have strings {', '.join(names)} and the rows "
+                "of a table"
+            )
+        setup = Setup(*(entry[name] for name in names))
         if version == 1 and "between_nodes" in entry:
             entry["between_nodes"] = SHIPPED.between_nodes._asdict()
             _log_once(
@@ -81,18 +82,9 @@ def read(path: str | Path) -> dict[Setup, Table]:
             )
         if setup in tables:
             raise ValueError(f"{path}, table {number}, is a second table for {', '.join(setup)}. Remove one")
-        rows = {name: value for name, value in entry.items() if name not in Setup._fields}
+        rows = {name: value for name, value in entry.items() if name not in names}
         tables[setup] = table_from_json(rows, f"{path}, table {number}")
     return tables
-
-
-def _setup_from_json(entry: object, where: str) -> Setup:
-    names = Setup._fields
-    if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in names):
-        raise ValueError(
-            f"{where}, is {json.dumps(entry)}. It must have strings {', '.join(names)} and the rows of a table"
-        )
-    return Setup(*(entry[name] for name in names))
 
 
 def read_if_there(path: str | Path) -> dict[Setup, Table]:
@@ -112,20 +104,16 @@ def read_if_there(path: str | Path) -> dict[Setup, Table]:
 def merge(path: str | Path, setup: Setup, table: Table) -> None:
     """Write a table to a file, replacing the table for the same setup, if any."""
     tables = {**read_if_there(path), setup: table}
-    entries = [{**where._asdict(), **table_to_json(rows)} for where, rows in sorted(tables.items())]
+    texts = []
+    for where, rows in sorted(tables.items()):
+        entry = {**where._asdict(), **table_to_json(rows)}
+        lines = [f"      {json.dumps(name)}: {json.dumps(value)}" for name, value in entry.items()]
+        texts.append("    {\n" + ",\n".join(lines) + "\n    }")
     try:
         with replacing(path) as descriptor, open(descriptor, "w", encoding="utf-8", closefd=False) as file:
-            file.write(_text(entries))
+            file.write(f'{{\n  "version": {_VERSION},\n  "tables": [\n' + ",\n".join(texts) + "\n  ]\n}\n")
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from error
-
-
-def _text(entries: list[dict[str, object]]) -> str:
-    tables = []
-    for entry in entries:
-        lines = [f"      {json.dumps(name)}: {json.dumps(value)}" for name, value in entry.items()]
-        tables.append("    {\n" + ",\n".join(lines) + "\n    }")
-    return f'{{\n  "version": {_VERSION},\n  "tables": [\n' + ",\n".join(tables) + "\n  ]\n}\n"
 
 
 def agreed_table(comm: Comm, node: Node, table: Table | None) -> Steps[Table]:

@@ -15,7 +15,7 @@ from types import ModuleType
 
 from mpidist.arrays import device_ops
 from mpidist.arrays import streams as array_streams
-from mpidist.collectives.gpu import nccl_start
+from mpidist.collectives.gpu import nccl as nccl_module
 from tests.support.fake_cupy import devices as gpus
 from tests.support.fake_cupy import driver, module
 from tests.support.fake_cupy.memory import PinnedMemoryPool, fail_allocations
@@ -91,5 +91,5 @@ def _nccl(there: bool) -> ModuleType:
 
 def _forget() -> None:
     array_streams.find_cupy.cache_clear()
-    device_ops._gpu_ops.cache_clear()
-    nccl_start.forget_shares()
+    device_ops.gpu_ops.cache_clear()
+    nccl_module.forget_shares()

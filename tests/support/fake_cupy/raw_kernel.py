@@ -1,4 +1,4 @@
-"""``cupy.RawKernel``: its source is not read; a function of kernels.py with the kernel's name does what it says."""
+"""``cupy.RawKernel``: its source is not read; kernels.py does what the kernel's name says."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from tests.support.fake_cupy.ndarray import ndarray
 from tests.support.fake_cupy.streams import worker_of
 
 _MOST_THREADS = 1024
+# CUDA before 12.1 has 4 KiB for all parameters of a kernel.
+_MOST_BYTES = 4096 - 64
 
 
 def compile_source(kernel: RawKernel) -> None:
@@ -20,8 +22,8 @@ def compile_source(kernel: RawKernel) -> None:
 class RawKernel:
     """``cupy.RawKernel``.
 
-    The function is called as ``function(grid, block, args, device)`` by the stream's thread. Arrays of the device come
-    as the addresses of their first elements, as a kernel sees them; other arguments come as they are.
+    The stream's thread runs the kernel. It sees arrays of the device as the addresses of their first elements, and a
+    NumPy array of one element by value.
     """
 
     def __init__(
@@ -54,17 +56,17 @@ class RawKernel:
         return self
 
     def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int = 0, stream: Any = None) -> None:
-        from tests.support.fake_cupy.kernels import EMULATIONS
+        from tests.support.fake_cupy.kernels import run
 
         if not (isinstance(grid, tuple) and isinstance(block, tuple)):
             raise TypeError("grid and block are tuples")
         if not 0 < int(np.prod(block)) <= _MOST_THREADS:
             raise ValueError(f"a block has 1 to {_MOST_THREADS} threads, and was to have {block}")
-        function = EMULATIONS[self.kernel.name]
+        name = self.kernel.name
         seen = tuple(self._seen(value) for value in args)
         worker = worker_of(stream)
         worker.machine.counts.add("launches")
-        worker.enqueue(lambda: function(grid, block, seen, worker.device))
+        worker.enqueue(lambda: run(name, grid, block, seen, worker.device))
 
     def _seen(self, value: Any) -> Any:
         if isinstance(value, ndarray):
@@ -74,5 +76,9 @@ class RawKernel:
                 )
             return value.data.ptr
         if isinstance(value, np.ndarray):
-            raise TypeError(f"Unsupported type {type(value)}")
+            if value.size != 1:
+                raise TypeError(f"Only numpy.ndarrays of size one can be passed by value, not shape {value.shape}")
+            if value.nbytes > _MOST_BYTES:
+                raise ValueError(f"a kernel has at most {_MOST_BYTES} bytes of parameters")
+            return value.copy()
         return value

@@ -1,5 +1,7 @@
-"""The all-reduce algorithms for arrays in host memory, and the inter-node algorithms."""
+"""The all-reduce algorithms for arrays in host memory, and the inter-node algorithms. Each file registers its own."""
 
-from mpidist.collectives.reduce.registry import import_files
+from importlib import import_module
+from pkgutil import iter_modules
 
-import_files(__name__, __path__)
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

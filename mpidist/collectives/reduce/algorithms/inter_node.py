@@ -15,10 +15,9 @@ import numpy as np
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.mpi.exchange import broadcast_flat, reduce_to
 from mpidist.collectives.mpi.mpi_types import NUMPY_OPS, chunks, mpi_datatype, mpi_op
-from mpidist.collectives.mpi.waiting import Steps, until_done
+from mpidist.collectives.mpi.waiting import Comm, Steps, until_done
 from mpidist.collectives.node.core import SMALL_BETWEEN_NODES, Core
 from mpidist.collectives.node.memory import slices
-from mpidist.collectives.node.node import Node
 from mpidist.collectives.node.packing import PackedReduction
 from mpidist.collectives.reduce.cost_model import Rail, Round, halved_from
 from mpidist.collectives.reduce.registry import (
@@ -26,7 +25,6 @@ from mpidist.collectives.reduce.registry import (
     Algorithm,
     AlgorithmEntry,
     Site,
-    at_once,
     host_algorithms,
     wire_algorithms,
 )
@@ -64,10 +62,7 @@ class Ring(Rail):
 def ring_rounds(nodes: int, count: int) -> list[Round]:
     """Return its rounds, which grow with the number of nodes."""
     segment = -(-count // nodes)
-    return [
-        Round(nodes - 1, 1, segment, segment, is_far=False),
-        Round(nodes - 1, 1, segment, 0, is_far=False),
-    ]
+    return [Round(nodes - 1, 1, segment, reduced, is_far=False) for reduced in (segment, 0)]
 
 
 wire_algorithms.register(AlgorithmEntry("ring", Ring, ("between_nodes",), cost=ring_rounds))
@@ -194,10 +189,7 @@ class Pairwise(Rail):
 def pairwise_rounds(nodes: int, count: int) -> list[Round]:
     """Return its two rounds, each with a message to every other node."""
     others = (nodes - 1) * -(-count // nodes)
-    return [
-        Round(1, nodes - 1, others, others, is_far=nodes > 2),
-        Round(1, nodes - 1, others, 0, is_far=nodes > 2),
-    ]
+    return [Round(1, nodes - 1, others, reduced, is_far=nodes > 2) for reduced in (others, 0)]
 
 
 wire_algorithms.register(
@@ -208,11 +200,25 @@ wire_algorithms.register(
 # Leaders --------------------------------------------------------------------------------------------------------------
 
 
+def make_room(site: Site, name: str) -> Steps[None]:
+    """Allocate the shared memory of an algorithm, or raise AlgorithmError on all ranks (collective)."""
+    has_room = yield from site.node.make_room(site.comm)
+    # A single rank works without shared memory.
+    if not has_room and site.comm.Get_size() > 1:
+        raise AlgorithmError(
+            f"algorithm {name!r} found no room in /dev/shm on every node. Enlarge it (docker run --shm-size=1g) or "
+            "omit algorithm"
+        )
+
+
 class Leaders(Algorithm):
     """An all-reduce during the handshake, by recursive doubling or halving among the node leaders.
 
     The native core implements it (see ``mpidist/native/leaders.c``).
     """
+
+    # The core reads small inputs completely before it writes results.
+    allows_overlap = True
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -222,55 +228,38 @@ class Leaders(Algorithm):
         """Create it, or raise AlgorithmError on all ranks if /dev/shm is too small (collective)."""
         core = site.node.core
         assert core is not None, "use another algorithm without a core"
-        if not (yield from site.node.make_room(site.comm)):
-            raise AlgorithmError(
-                "algorithm 'leaders' found no room in /dev/shm on every node. Enlarge it (docker run --shm-size=1g) or "
-                "omit algorithm"
-            )
+        yield from make_room(site, "leaders")
         if site.node.rank == 0:
             core.halve_from(halved_from(len(site.node.ranks), site.between_nodes))
         return cls(core)
 
     def start(self, job: PackedReduction) -> Callable[[int], None] | None:
         """Send small data with the handshake."""
-        return partial(self._begin_whole, job) if job.nbytes <= SMALL_BETWEEN_NODES else None
+        if job.nbytes > SMALL_BETWEEN_NODES:
+            return None
+        return partial(self._begin, job, job.pieces, job.targets() if job.is_wanted else [])
 
     def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
         """Implement ``Algorithm``."""
         targets = job.targets() if job.is_wanted else []
         if job.nbytes > SMALL_BETWEEN_NODES:
+            job.separate(may_be_in_place=True)
             per_part = SMALL_BETWEEN_NODES // job.dtype.itemsize
             for number, piece in enumerate(job.pieces):
                 for start in range(0, piece.size, per_part):
                     part = slice(start, start + per_part)
-                    self._begin(job, [piece[part]], [target[part] for target in targets[number : number + 1]], 0)
+                    self._begin(job, [piece[part]], [target[part] for target in targets[number : number + 1]])
                     yield from self._core.go_on()
         elif not job.has_begun:
-            self._begin_whole(job, 0)
+            self._begin(job, job.pieces, targets)
             yield from self._core.go_on()
         return targets
 
-    def _begin_whole(self, job: PackedReduction, identity: int) -> None:
+    def _begin(self, job: PackedReduction, inputs: list[Array], outs: list[Array], identity: int = 0) -> None:
         job.has_begun = True
-        self._begin(job, job.pieces, job.targets() if job.is_wanted else [], identity)
-
-    def _begin(self, job: PackedReduction, inputs: list[Array], outs: list[Array], identity: int) -> None:
         self._core.reduce(
-            identity,
-            job.op,
-            job.dtype,
-            [inputs],
-            outs,
-            divisor=job.divisor,
-            is_wanted=job.is_wanted,
-            over_nodes=True,
+            identity, job.op, job.dtype, [inputs], outs, divisor=job.divisor, is_wanted=job.is_wanted, over_nodes=True
         )
-
-
-def _leaders_or_substitute(node: Node) -> str:
-    if node.is_alone:
-        return "hierarchical"
-    return "mpi" if node.core is None else "leaders"
 
 
 host_algorithms.register(
@@ -279,8 +268,8 @@ host_algorithms.register(
         Leaders.made,
         ("several_nodes",),
         ("several_nodes",),
-        tuned_to=SMALL_BETWEEN_NODES,
-        stands_for=_leaders_or_substitute,
+        SMALL_BETWEEN_NODES,
+        stands_for=lambda node: "hierarchical" if node.is_alone else "mpi" if node.core is None else "leaders",
     )
 )
 
@@ -288,35 +277,31 @@ host_algorithms.register(
 # MPI ------------------------------------------------------------------------------------------------------------------
 
 
-class Mpi(Algorithm):
-    """An all-reduce by MPI_Iallreduce, one call per part that fits into an MPI count."""
+class FlatReduction(Algorithm):
+    """An all-reduce of one flat array by calls of MPI. ``reduce`` makes the calls."""
 
-    def __init__(self, site: Site) -> None:
-        self._comm = site.comm
-
-    def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
-        """Implement ``Algorithm``."""
-        send, result = job.flat_input(), job.flat_result()
-        datatype, operation = mpi_datatype(send.dtype), mpi_op(job.op, send.dtype)
-        for a, b in chunks(job.count):
-            request = self._comm.Iallreduce([send[a:b], b - a, datatype], [result[a:b], b - a, datatype], operation)
-            yield from until_done(request)
-        return job.finish(result)
-
-
-class ReduceBroadcast(Algorithm):
-    """An all-reduce by MPI_Ireduce to rank 0 and MPI_Ibcast."""
-
-    def __init__(self, site: Site) -> None:
-        self._comm = site.comm
+    def __init__(self, reduce: Callable[[Comm, Array, Array, ReduceOp], Steps[None]], site: Site) -> None:
+        self._reduce, self._comm = reduce, site.comm
 
     def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
         """Implement ``Algorithm``."""
         result = job.flat_result()
-        yield from reduce_to(self._comm, job.flat_input(), result, job.op, root=0)
-        yield from broadcast_flat(self._comm, result, 0)
+        yield from self._reduce(self._comm, job.flat_input(), result, job.op)
         return job.finish(result)
 
 
-host_algorithms.register(AlgorithmEntry("mpi", at_once(Mpi), HOST_PLACES, HOST_PLACES))
-host_algorithms.register(AlgorithmEntry("reduce_broadcast", at_once(ReduceBroadcast), HOST_PLACES))
+def _all_reduce(comm: Comm, send: Array, result: Array, op: ReduceOp) -> Steps[None]:
+    """Call MPI_Iallreduce for each part that fits into an MPI count."""
+    datatype, operation = mpi_datatype(send.dtype), mpi_op(op, send.dtype)
+    for a, b in chunks(send.size):
+        yield from until_done(comm.Iallreduce([send[a:b], b - a, datatype], [result[a:b], b - a, datatype], operation))
+
+
+def _reduce_broadcast(comm: Comm, send: Array, result: Array, op: ReduceOp) -> Steps[None]:
+    """Call MPI_Ireduce to rank 0, and MPI_Ibcast."""
+    yield from reduce_to(comm, send, result, op, root=0)
+    yield from broadcast_flat(comm, result, 0)
+
+
+for _name, _reduce, _tuned_at in (("mpi", _all_reduce, HOST_PLACES), ("reduce_broadcast", _reduce_broadcast, ())):
+    host_algorithms.register(AlgorithmEntry(_name, partial(FlatReduction, _reduce), HOST_PLACES, _tuned_at))

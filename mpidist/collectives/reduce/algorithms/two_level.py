@@ -24,6 +24,7 @@ from mpidist.collectives.node.core import CHUNK, DONE, MET, OVERLAP, SHARED_BYTE
 from mpidist.collectives.node.memory import pieces
 from mpidist.collectives.node.node import LANES_BETWEEN_NODES
 from mpidist.collectives.node.packing import PackedReduction, divided, overlaps
+from mpidist.collectives.reduce.algorithms.inter_node import make_room
 from mpidist.collectives.reduce.cost_model import SMALLEST_SLICE_BETWEEN_NODES, Cost, Way, fastest
 from mpidist.collectives.reduce.registry import (
     HOST_PLACES,
@@ -34,7 +35,6 @@ from mpidist.collectives.reduce.registry import (
     host_algorithms,
     wire_algorithms,
 )
-from mpidist.core.errors import AlgorithmError
 from mpidist.core.options import CommunicationOptions
 
 # The algorithm that sums in a fixed order, and rounds each contribution once.
@@ -78,39 +78,41 @@ class Wires:
 
 
 class TwoLevel(Algorithm):
-    """The algorithm ``hierarchical``."""
+    """The algorithm ``hierarchical``, and ``alone`` for a single rank."""
+
+    # The core finds overlaps before it starts.
+    allows_overlap = True
 
     def __init__(self, site: Site) -> None:
         self._comm, self._node = site.comm, site.node
         self._wires = Wires(site, wire_algorithms.costs)
-        self.takes_replicas = site.node.is_alone and site.node.core is not None
+        # None for a rank that has nothing to move inside its node.
+        self._core = site.node.core if site.node.has_neighbours and site.node.slots is not None else None
+        self.takes_replicas = site.node.is_alone and self._core is not None
 
     @classmethod
     def made(cls, site: Site) -> Steps[TwoLevel]:
         """Create it, or raise AlgorithmError on all ranks if /dev/shm is too small (collective)."""
-        if not (yield from site.node.make_room(site.comm)):
-            raise AlgorithmError(
-                "algorithm 'hierarchical' found no room in /dev/shm on every node. Enlarge it (docker run "
-                "--shm-size=1g) or omit algorithm"
-            )
+        yield from make_room(site, "hierarchical")
         return cls(site)
 
     def start(self, job: PackedReduction) -> Callable[[int], None] | None:
         """Reduce during the handshake if all ranks are on one node."""
-        core = self._node.core
+        core = self._core
         return None if core is None or not self._node.is_alone else partial(self._begin, job, core)
 
     def all_reduce(self, job: PackedReduction) -> Steps[list[Array]]:
         """Implement ``Algorithm``."""
-        core = self._node.core
-        if core is None or not self._node.has_neighbours:
+        core, shared = self._core, None
+        if core is None:
             yield from self._reduce_alone(job)
             return job.targets()
         if not job.has_begun:
             self._begin(job, core, 0)
-        shared = yield from self._settle_result(job, core)
         in_flight = None if self._node.is_alone else self._in_flight(job)
-        yield from self._finish(job, core, in_flight, shared)
+        if core.state != DONE or in_flight is not None:
+            shared = yield from self._settle_result(job, core)
+            yield from self._finish(job, core, in_flight, shared)
         if shared is None:
             return job.targets() if job.is_wanted else []
         shared.flags.writeable = False
@@ -201,6 +203,7 @@ class TwoLevel(Algorithm):
     # Single rank on its node ------------------------------------------------------------------------------------
 
     def _reduce_alone(self, job: PackedReduction) -> Steps[None]:
+        job.separate(may_be_in_place=True)
         if self._node.is_alone:
             for piece, target in zip(job.pieces, job.targets(), strict=True):
                 np.copyto(target, piece)
@@ -283,3 +286,4 @@ def moved(steps: Steps[None]) -> Steps[None] | None:
 host_algorithms.register(
     AlgorithmEntry("hierarchical", TwoLevel.made, HOST_PLACES, HOST_PLACES, is_ordered=True, rounds=True)
 )
+host_algorithms.register(AlgorithmEntry("alone", TwoLevel.made, ()))
