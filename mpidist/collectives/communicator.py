@@ -435,7 +435,7 @@ class Communicator:
     def broadcast_object(self, value: object, root: int = 0) -> Any:
         """Return the picklable object of rank ``root`` on every rank (collective); for metadata, not data."""
 
-        def make() -> Operation[Any]:
+        def make() -> Operation[object]:
             title = f"broadcast_object from rank {self._planner.check_root(root)}"
             pickled = pickle.dumps(value) if self.rank == root else b""
             steps = exchange.broadcast_pickle(self._channel.comm, pickled, root)

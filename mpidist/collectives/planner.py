@@ -47,7 +47,7 @@ _BYTES = np.dtype(np.uint8)
 
 
 class Planner:
-    """Checks the arguments of calls, chooses host or device, and makes operations, which return results for programs.
+    """Checks the arguments of calls, chooses host or device, and makes operations.
 
     ``options`` are the defaults of each call.
     """
@@ -55,7 +55,7 @@ class Planner:
     def __init__(self, channel: Channel, engine: Engine, options: CommunicationOptions) -> None:
         self.options = options
         self._channel, self._engine = channel, engine
-        self._plans: dict[Any, Any] = {}
+        self._plans: dict[tuple[object, ...], Any] = {}
 
     # Reductions -------------------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class Planner:
         choice = self._engine.choice_on(kind, device)
         self._channel.run(Operation(self._engine.prepare_device(choice, description), description))
 
-    def _moved_on_device(self, name: str, given: Given[Any], options: Options) -> DeviceMovement | None:
+    def _moved_on_device(self, name: str, given: Given[T], options: Options) -> DeviceMovement | None:
         """Return what moves these arrays between GPUs; None if they travel through host memory."""
         if not given.on_device:
             return None
@@ -240,7 +240,7 @@ class Planner:
         self,
         name: str,
         op: ReduceOp | str,
-        given: Given[Any],
+        given: Given[T],
         divisor: int,
         options: Options,
         note: str = "",
@@ -299,17 +299,17 @@ def _check_out(plan: ReductionPlan, out: Sequence[Array]) -> None:
     check_writable(out)
 
 
-def _in_host_memory(given: Given[Any]) -> Outs:
+def _in_host_memory(given: Given[T]) -> Outs:
     """Return the arrays for results, or None if they are on a GPU."""
     return given.outs if given.outs and not which_on_device(given.outs) else None
 
 
-def _on_host(given: Given[Any]) -> tuple[Given[Any], BringBack | None]:
-    """Return the arrays in host memory, and a function that copies results back to the GPU."""
+def _on_host(given: Given[T]) -> tuple[Given[T], BringBack | None]:
+    """Return the arrays in host memory, and a function that brings results back."""
     if not given.on_device:
         return given, None
     copies, bring_back = on_host(given.arrays)
-    return Given(copies, given.structure), bring_back
+    return Given(copies, given.structure, given.rebuild), bring_back
 
 
 def _finishing(operation: Operation[list[Array]], convert: BringBack | None, given: Given[T]) -> Operation[T]:

@@ -19,7 +19,7 @@ _ARRAYS = {np.ndarray}
 
 
 class Given(Generic[T]):
-    """The arrays of a call, and ``outs``, the arrays for its results, if the program passed any.
+    """The arrays of a call, and ``outs``, the arrays for its results, if any.
 
     ``structure`` is text that the ranks compare. It is "" for an array, and for a list or tuple of arrays, because only
     their order matters. ``rebuild`` returns a result like the value. ``on_device`` tells for each array whether it is
@@ -40,7 +40,9 @@ class Given(Generic[T]):
 
 
 def read(value: T, out: object = None) -> Given[T]:
-    """Return the arrays of a value, and of ``out``. Other mappings become dicts, generators and dict views lists.
+    """Return the arrays of a value, and of ``out``.
+
+    Other mappings become dicts, generators and dict views lists.
 
     Raises TypeError if a leaf is no array, and ValueError if ``out`` cannot hold the results.
 
@@ -65,7 +67,7 @@ def read(value: T, out: object = None) -> Given[T]:
 
 
 def read_one(value: T, out: object = None) -> Given[T]:
-    """Return the array of a value that must be one array or number, and of ``out``."""
+    """Return the array of a value that is no nest, and of ``out``."""
     outs = None if out is None else read_out(out, "")
     return Given([to_array(value)], "", lambda results: restore(value, results[0]), outs)
 
@@ -102,11 +104,12 @@ def _only(results: list[Array]) -> Array:
     return results[0]
 
 
-def _rebuilt(value: Any, leaves: Sequence[object], flat_kind: int | None, results: list[Array]) -> Any:
+def _rebuilt(value: T, leaves: Sequence[object], flat_kind: int | None, results: list[Array]) -> T:
     restored = [restore(leaf, result) for leaf, result in zip(leaves, results, strict=True)]
     if flat_kind is None:
         return nest.pack_like(value, restored)
-    return type(value)(restored) if flat_kind else restored[0]
+    kind: Any = type(value)
+    return kind(restored) if flat_kind else restored[0]  # type: ignore[no-any-return]
 
 
 def restore(value: object, result: Array) -> Any:
@@ -118,7 +121,7 @@ def restore(value: object, result: Array) -> Any:
 # Arrays for results ---------------------------------------------------------------------------------------------------
 
 
-def read_out(out: Any, structure: str) -> Sequence[Array]:
+def read_out(out: object, structure: str) -> Sequence[Array]:
     """Return the arrays of ``out``.
 
     Raises ValueError if it has another structure than the value, is read-only, or holds a number or one array twice,

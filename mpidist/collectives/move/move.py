@@ -237,7 +237,7 @@ class HostMovement:
         return results
 
     def _are_in_place(self, plan: MovePlan, arrays: Sequence[Array], outs: Sequence[Array]) -> bool:
-        """Return whether each array is where its rows are in the result, if all ranks have equally many."""
+        """Return whether each array is its part of the result, for equal parts."""
         size, rank = (1, 0) if plan.is_broadcast else (self._channel.size, self._channel.rank)
         return all(
             out.nbytes == size * array.nbytes and address_of(array) == address_of(out) + rank * array.nbytes
@@ -247,7 +247,7 @@ class HostMovement:
     def _exchange_lengths(
         self, plan: MovePlan, sent: list[Array], cuts: Cuts, notes: list[int]
     ) -> Steps[list[tuple[list[int], list[int]]]]:
-        """Return for each array the number of bytes, and the note, that each rank sends to this one."""
+        """Return for each array the bytes and the note that each rank sends here."""
         if not sent or plan.is_broadcast:
             return [([], notes)] * len(sent)
         if cuts is None:

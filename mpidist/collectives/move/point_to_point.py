@@ -256,7 +256,7 @@ class PointToPoint:
             yield
 
     def _advance_others(self, message: _Message) -> None:
-        """Run the next step of each message, and find out whether a message can still arrive."""
+        """Run the next step of each message. Fail if this one can never arrive."""
         executor, observers = self._channel.executor, self._channel.observers
         executor.check_usable()
         self.advance()
@@ -299,5 +299,5 @@ def _not_yet(message: _Message, waited: float) -> TimeoutError:
     return TimeoutError(f"{message.text} is not done after {waited:.3g} s. It continues. Call wait() again")
 
 
-def _no_steps() -> Steps[Any]:
+def _no_steps() -> Steps[None]:
     yield from ()
