@@ -3,81 +3,140 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from mpidist.arrays.convert import NUMBERS, restorer, to_array
 from mpidist.arrays.dtypes import Array
-from mpidist.collectives.channel.operation import signature_of, signature_text
+from mpidist.collectives.channel.operation import signature_of, signature_text, which_on_device
 from mpidist.core import nest
 
-# Builds a result like the value that was read from the arrays of a collective.
-Rebuild = Callable[[list[Array]], Any]
+T = TypeVar("T")
 
 _ARRAYS = {np.ndarray}
 
 
-class _Opens(dict[type, bool]):
-    """Cache: whether values of a type hold ordered values without being nests."""
+class Given(Generic[T]):
+    """The arrays of a call, and ``outs``, the arrays for its results, if any.
 
-    def __missing__(self, kind: type) -> bool:
-        self[kind] = opens = issubclass(kind, (Mapping, Iterator, ValuesView)) and not issubclass(kind, dict)
-        return opens
+    ``structure`` is text that the ranks compare. It is "" for an array, and for a list or tuple of arrays, because only
+    their order matters. ``rebuild`` returns a result like the value. ``on_device`` tells for each array whether it is
+    on a GPU, and is empty if no array is.
+    """
+
+    __slots__ = ("arrays", "on_device", "outs", "rebuild", "signature", "structure")
+
+    def __init__(
+        self,
+        arrays: Sequence[Array],
+        structure: str = "",
+        rebuild: Callable[..., T] = list,  # type: ignore[assignment]
+        outs: Sequence[Array] | None = None,
+    ) -> None:
+        self.arrays, self.structure, self.rebuild, self.outs = arrays, structure, rebuild, outs
+        self.signature, self.on_device = signature_of(arrays), which_on_device(arrays)
 
 
-_opens = _Opens()
+def read(value: T, out: object = None) -> Given[T]:
+    """Return the arrays of a value, and of ``out``.
 
+    Other mappings become dicts, generators and dict views lists.
 
-def read(value: object) -> tuple[list[Array], str, Rebuild]:
-    """Return a value's arrays, its structure, and a function that builds results like it.
+    Raises TypeError if a leaf is no array, and ValueError if ``out`` cannot hold the results.
 
-    Other mappings become dicts. Generators and dict views become lists. The ranks compare structures. The structure of
-    an array, and of a list or tuple of arrays, is "", because only their order matters.
-
-    Raises:
-        TypeError: A leaf is no array.
-
-    >>> arrays, structure, rebuild = read({"b": [np.ones(2), 3.0], "a": (x for x in [1])})
-    >>> structure
+    >>> given = read({"b": [np.ones(2), 3.0], "a": (x for x in [1])})
+    >>> given.structure
     "{'a': [*], 'b': [*, *]}"
-    >>> rebuild([2 * array for array in arrays])
+    >>> given.rebuild([2 * array for array in given.arrays])
     {'b': [array([2., 2.]), np.float64(6.0)], 'a': [np.int64(2)]}
     """
-    if type(value) is np.ndarray:
-        return [value], "", _only
-    if type(value) is list or type(value) is tuple:
-        kind = type(value)
-        samples = {type(leaf): leaf for leaf in value}
-        if samples.keys() <= _ARRAYS:
-            # Fast case for most lists: no call for each array.
-            return list(value), "", kind
-        if not any(nest.is_nest(sample) or _opens[of] for of, sample in samples.items()):
-            return _to_arrays(value, value), "", lambda results: kind(_restored(value, results))
-        return _read_nest(value)
-    if nest.is_nest(value):
-        return _read_nest(value)
-    if _opens[type(value)]:
-        return read(_opened(value))
+    content: Any = value
+    kind: Any = type(content)
+    if kind is np.ndarray:
+        given: Given[Any] = Given([content], "", _only)
+    elif (kind is list or kind is tuple) and {*map(type, content)} <= _ARRAYS:
+        # Most lists are like this, and may be long.
+        given = Given(list(content), "", kind)
+    else:
+        given = _read_nest(value)
+    if out is not None:
+        given.outs = read_out(out, given.structure)
+    return given
+
+
+def read_one(value: T, out: object = None) -> Given[T]:
+    """Return the array of a value that is no nest, and of ``out``."""
+    outs = None if out is None else read_out(out, "")
+    return Given([to_array(value)], "", lambda results: restore(value, results[0]), outs)
+
+
+def _read_nest(value: T) -> Given[T]:
+    leaves = nest.flatten(value)
+    if any(map(_opens, {*map(type, leaves)})):
+        value = nest.map_structure(_opened, value)
+        leaves = nest.flatten(value)
+    try:
+        arrays = [to_array(leaf) for leaf in leaves]
+    except TypeError:
+        # Try again, for an error that names the place.
+        arrays = [to_array(leaf, f"value{path}") for path, leaf in nest.flatten_with_path(value)]
+    structure = nest.describe(value)
+    flat_kind = nest.flat_kind(structure)
+    return Given(arrays, structure if flat_kind is None else "", partial(_rebuilt, value, leaves, flat_kind))
+
+
+@lru_cache(maxsize=4096)
+def _opens(kind: type) -> bool:
+    """Return whether values of a type hold ordered values without being nests."""
+    return issubclass(kind, (Mapping, Iterator, ValuesView)) and not issubclass(kind, dict)
+
+
+def _opened(leaf: Any) -> Any:
+    kind: Any = type(leaf)
+    if not _opens(kind):
+        return leaf
+    return nest.map_structure(_opened, dict(leaf) if isinstance(leaf, Mapping) else list(leaf))
+
+
+def _only(results: list[Array]) -> Array:
+    return results[0]
+
+
+def _rebuilt(value: T, leaves: Sequence[object], flat_kind: int | None, results: list[Array]) -> T:
+    restored = [restore(leaf, result) for leaf, result in zip(leaves, results, strict=True)]
+    if flat_kind is None:
+        return nest.pack_like(value, restored)
+    kind: Any = type(value)
+    return kind(restored) if flat_kind else restored[0]  # type: ignore[no-any-return]
+
+
+def restore(value: object, result: Array) -> Any:
+    """Return a result as the same kind of array or number as ``value``."""
     make = restorer(value)
-    return [to_array(value)], "", _only if make is None else lambda results: make(results[0])
+    return result if make is None else make(result)
 
 
-def read_out(out: object, structure: str) -> list[Array]:
+# Arrays for results ---------------------------------------------------------------------------------------------------
+
+
+def read_out(out: object, structure: str) -> Sequence[Array]:
     """Return the arrays of ``out``.
 
-    Raises:
-        ValueError: It has another structure than the value, is read-only, or holds a number or one array twice.
-        TypeError: A leaf is no array.
+    Raises ValueError if it has another structure than the value, is read-only, or holds a number or one array twice,
+    and TypeError if a leaf is no array.
     """
-    arrays, given, _ = read(out)
+    given = read(out)
     if type(out) is not np.ndarray:
-        check_can_be_written(out, arrays)
-    if given != structure:
+        check_can_be_written(out, given.arrays)
+    if given.structure != structure:
         flat = "an array, or a list of arrays"
-        raise ValueError(f"out is {given or flat}; expected {structure or flat}, as the value is (* is an array)")
-    check_writable(arrays)
-    return arrays
+        raise ValueError(
+            f"out is {given.structure or flat}; expected {structure or flat}, as the value is (* is an array)"
+        )
+    check_writable(given.arrays)
+    return given.arrays
 
 
 def check_writable(arrays: Sequence[Array]) -> None:
@@ -100,58 +159,13 @@ def check_can_be_written(out: object, arrays: Sequence[Array]) -> None:
         raise ValueError("out holds one array twice; expected an array for each result")
 
 
-def _read_nest(value: object) -> tuple[list[Array], str, Rebuild]:
-    leaves = nest.flatten(value)
-    if any(_opens[kind] for kind in {*map(type, leaves)}):
-        value = nest.map_structure(_opened, value)
-        leaves = nest.flatten(value)
-    arrays = _to_arrays(value, leaves)
-    return arrays, nest.describe(value), lambda results: nest.pack_like(value, _restored(leaves, results))
-
-
-def _to_arrays(value: object, leaves: Sequence[object]) -> list[Array]:
-    try:
-        return [to_array(leaf) for leaf in leaves]
-    except TypeError:
-        # Try again, for an error that names the place.
-        return [to_array(leaf, f"value{path}") for path, leaf in nest.flatten_with_path(value)]
-
-
-def _restored(leaves: Sequence[object], results: list[Array]) -> list[object]:
-    return [restore(leaf, result) for leaf, result in zip(leaves, results, strict=True)]
-
-
-def restore(value: object, result: Array) -> Any:
-    """Return a result as the same kind of array or number as ``value``."""
-    make = restorer(value)
-    return result if make is None else make(result)
-
-
-def delivering(outs: Sequence[Array] | None) -> Callable[[list[Array]], list[Array]]:
-    """Return a function that copies results into ``outs``. It raises ValueError if they do not fit."""
-
-    def deliver(results: list[Array]) -> list[Array]:
-        if outs is None:
-            return results
-        for out, result in zip(outs, results, strict=True):
-            if out is result:
-                continue
-            given, expected = signature_of([out]), signature_of([result])
-            if given != expected:
-                raise ValueError(
-                    f"out has {signature_text(given)}; expected {signature_text(expected)}, as the result has"
-                )
-            out[...] = result
-        return list(outs)
-
-    return deliver
-
-
-def _opened(leaf: Any) -> Any:
-    if not _opens[type(leaf)]:
-        return leaf
-    return nest.map_structure(_opened, dict(leaf) if isinstance(leaf, Mapping) else list(leaf))
-
-
-def _only(results: list[Array]) -> Array:
-    return results[0]
+def deliver(outs: Sequence[Array], results: list[Array]) -> list[Array]:
+    """Copy results into ``outs``. Raises ValueError if they do not fit."""
+    for out, result in zip(outs, results, strict=True):
+        if out is result:
+            continue
+        given, expected = signature_of([out]), signature_of([result])
+        if given != expected:
+            raise ValueError(f"out has {signature_text(given)}; expected {signature_text(expected)}, as the result has")
+        out[...] = result
+    return list(outs)

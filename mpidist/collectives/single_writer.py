@@ -6,17 +6,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from mpidist.arrays.dtypes import Array
-from mpidist.collectives.array_collectives import ArrayCollectives
+from mpidist.collectives.communicator import Communicator
 
 
 class SingleWriter:
-    """Allocates shared memory, and provides the blocks that write it.
+    """Allocates shared memory, and provides the blocks that write it. Reading needs no lock."""
 
-    Reading needs no lock: the memory changes only in such a block. Every rank enters it, and none leaves before the
-    first rank has written.
-    """
-
-    def __init__(self, comm: ArrayCollectives) -> None:
+    def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._is_writing = False
         self._count = 0
@@ -29,15 +25,8 @@ class SingleWriter:
     def shared_copy(self, array: Array, text: str) -> Array:
         """Return a copy of the first rank's ``array`` in shared memory, in C order (collective).
 
-        The memory is freed when no rank holds an array over it.
-
-        Args:
-            array: Array in host memory, of equal shape and dtype on every rank.
-            text: Name of the array, for reports; equal on every rank.
-
-        Raises:
-            MismatchError: The ranks passed different texts, or made different calls.
-            MemoryError: There is no room; on all ranks.
+        The memory is freed when no rank holds an array over it. ``text`` names the array, and is equal on all ranks.
+        Without room, all ranks raise MemoryError.
         """
         memory = self._comm.common_memory(array.nbytes, text)
         if memory is None:
@@ -57,10 +46,6 @@ class SingleWriter:
         """Provide a block in which one rank, given True, may write shared memory (collective).
 
         All ranks wait for each other before and after it. A nested block belongs to the outer one.
-
-        Raises:
-            MismatchError: Another rank made another call.
-            PeerError: Another rank failed before the block or in it.
         """
         writes = self._comm.rank == 0
         if self._is_writing:

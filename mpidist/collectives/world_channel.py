@@ -12,8 +12,6 @@ from mpidist.collectives.mpi.waiting import Comm
 from mpidist.collectives.observe.attach import observe_waits
 from mpidist.topology import import_mpi, world_topology
 
-_NAME = "all ranks"
-
 
 class WorldChannel:
     """The channel of all ranks, and the number of its users."""
@@ -25,13 +23,8 @@ class WorldChannel:
     def agree_to_make(self, product: str, comm: Comm | None) -> bool:
         """Wait until all ranks of the job are about to make ``product`` (collective).
 
-        Returns:
-            Whether all ranks were asked, which a ``comm`` of some ranks cannot do. Then ``release`` must follow when
-            the product is closed.
-
-        Raises:
-            MismatchError: The ranks are about to make different things.
-            PeerError: Another rank has shut down.
+        Return whether all ranks were asked, which a ``comm`` of some ranks cannot do. Then ``release`` must follow when
+        the product is closed.
         """
         check_not_forked()
         mpi = import_mpi()
@@ -44,7 +37,7 @@ class WorldChannel:
             self._channel, self._users = None, 0
         making = describe(f"making a {product}", "" if comm is None else "a communicator of all ranks")
         if self._channel is None:
-            self._channel = Channel(world_topology().world, None, "channel of all ranks", _NAME)
+            self._channel = Channel(world_topology().world, None, "channel of all ranks", "all ranks")
             observe_waits(self._channel)
         self._users += 1
         try:

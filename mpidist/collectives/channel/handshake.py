@@ -22,7 +22,7 @@ import numpy as np
 
 from mpidist.collectives.channel.mismatch import Advice, Told, mismatch_text, news_text, printing_ranks
 from mpidist.collectives.channel.operation import Operation, plan_id
-from mpidist.collectives.mpi.exchange import gather_equal_objects
+from mpidist.collectives.mpi.exchange import gather_objects
 from mpidist.collectives.mpi.waiting import Steps, until_done
 from mpidist.collectives.node.core import DONE, MISMATCH, NOT_YET, WAITING, Core
 from mpidist.collectives.node.node import Node
@@ -127,7 +127,7 @@ class Handshake:
 
     def _exchange(self, mine: Told) -> Steps[list[Told]]:
         """Gather the calls and notices of all ranks."""
-        everyone = yield from gather_equal_objects(self._comm, mine)
+        everyone = yield from gather_objects(self._comm, mine)
         self.has_left = [rank for rank, (kind, _, _) in enumerate(everyone) if kind == SHUT_DOWN]
         return everyone
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mpidist.collectives.mpi.exchange import exchange_lengths, gather_objects
+from mpidist.collectives.mpi.exchange import exchange_words, gather_objects
 from mpidist.collectives.mpi.waiting import Comm, Steps
 from mpidist.core.errors import MORE_TIME, MismatchError
 from mpidist.core.text import cut_text, group_lines, groups_of, numbered_ranks, user_call_site
@@ -128,7 +128,7 @@ def raise_rows_mismatch(comm: Comm, sent: list[int], expected: list[int], call_s
     """Raise the MismatchError that names the pairs of ranks that differ (collective)."""
     call_site = call_site or user_call_site()  # before other threads may continue the steps
     # Each rank compares its own rows only, because there are as many as pairs of ranks.
-    got, _ = yield from exchange_lengths(comm, sent, 0)
+    (got,) = yield from exchange_words(comm, [sent])
     wrong = [(rank, sends, expects) for rank, (sends, expects) in enumerate(zip(got, expected, strict=True))]
     wrong = [each for each in wrong if each[1] != each[2]]
     told: _Rows = (wrong[:_MOST_PAIRS], len(wrong), call_site)

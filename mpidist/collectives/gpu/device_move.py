@@ -14,7 +14,7 @@ from mpidist.collectives.channel.operation import Signature, which_on_device
 from mpidist.collectives.gpu.device_streams import DeviceCall, DevicePack, DeviceStreams
 from mpidist.collectives.gpu.nccl import NcclComm
 from mpidist.collectives.gpu.reduce import DeviceChoice
-from mpidist.collectives.move.move import BroadcastPlan, GatherPlan
+from mpidist.collectives.move.move import MovePlan
 from mpidist.collectives.mpi import exchange
 from mpidist.collectives.mpi.exchange import all_do
 from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, relax
@@ -52,7 +52,7 @@ class DeviceMovement:
         self._channel = channel
         self._choice = choice
 
-    def all_gather(self, plan: GatherPlan, call: MovementCall) -> Steps[list[Array]]:
+    def all_gather(self, plan: MovePlan, call: MovementCall) -> Steps[list[Array]]:
         """Concatenate arrays over the ranks along their first axis."""
         with _finishing(call):
             nccl = yield from self._begin(plan, call)
@@ -69,8 +69,9 @@ class DeviceMovement:
                         nccl.all_gather(array.reshape(-1), whole, stream, [*pairwise(ends)])
                 return [plan.result(index, whole) for index, whole in call.results.items()]
 
-    def broadcast(self, plan: BroadcastPlan, call: MovementCall) -> Steps[list[Array]]:
+    def broadcast(self, plan: MovePlan, call: MovementCall) -> Steps[list[Array]]:
         """Return the arrays of the root."""
+        assert plan.root is not None
         with _finishing(call):
             nccl = yield from self._begin(plan, call)
             with call.streams.on(), nccl.group():
@@ -109,14 +110,14 @@ class DeviceMovement:
                     streams.ops.cast([target], [result], streams.stream, plan.divisor)
             return [result]
 
-    def _begin(self, plan: GatherPlan | BroadcastPlan | ReductionPlan, call: MovementCall) -> Steps[NcclComm]:
+    def _begin(self, plan: MovePlan | ReductionPlan, call: MovementCall) -> Steps[NcclComm]:
         """Return NCCL after the handshake, when ``call`` is first in the queue."""
         yield from self._channel.open(plan.description)
         self._channel.phase(MOVE)
         yield from call.wait_until_first()
         return self._choice.nccl
 
-    def _allocate(self, call: MovementCall, plan: GatherPlan, signature: Signature) -> Steps[None]:
+    def _allocate(self, call: MovementCall, plan: MovePlan, signature: Signature) -> Steps[None]:
         """Allocate results of lengths that the handshake did not know, or raise on all ranks."""
         failed_polls = 0
         while call.caller.is_capturing:

@@ -21,7 +21,7 @@ from mpidist.collectives.mpi import exchange
 from mpidist.collectives.mpi.mpi_types import as_bytes
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.core import Core
-from mpidist.collectives.node.memory import Pool
+from mpidist.collectives.node.memory import Pool, borders
 from mpidist.collectives.node.native import address_of
 from mpidist.collectives.node.packing import copies_of_overlapping, divided, in_order
 from mpidist.collectives.reduce.plan import ReductionPlan
@@ -29,40 +29,89 @@ from mpidist.collectives.reduce.plan import ReductionPlan
 _NOTHING = np.empty(0, np.uint8)
 # Arrays for all results. None to allocate them.
 Outs = Sequence[Array] | None
+# Borders of the bytes for each rank, by array.
+Cuts = list[list[int]] | None
 
 
-# Plans ----------------------------------------------------------------------------------------------------------------
-# ``note`` is the structure of the arrays, or other facts that must be equal on all ranks. ``description`` holds the
-# text and id that must be equal.
+class MovePlan:
+    """The plan of a collective that moves arrays: all_gather, broadcast, gather, scatter or all_to_all.
 
+    Except in a broadcast, lengths along ``axis`` may differ between ranks. ``note`` and ``more`` are further facts that
+    must be equal on all ranks. ``root`` is the only rank that sends, or receives.
 
-class GatherPlan:
-    """The plan of an all-gather of arrays. Ranks may differ in the lengths along ``axis``."""
+    ``positions`` holds the axis of each array, counted from 0, and ``row_sizes`` its elements per index of that axis.
+    ``equal_cuts`` are the borders of equal parts for each rank, None if all bytes go to all ranks.
+    """
 
-    def __init__(self, axis: int, signature: Signature, note: str = "", on_device: bool = False) -> None:
-        parts = []
-        self.positions: list[int] = []
-        """The axis of each array, counted from 0."""
-        self.row_sizes: list[int] = []
-        """Elements of each array per index of the axis."""
-        for shape, dtype in signature:
-            check_transportable(dtype, "all_gather")
-            position = check_has_axis(len(shape), axis, "all_gather")
-            lengths = ", ".join("*" if i == position else str(n) for i, n in enumerate(shape))
-            parts.append(f"{dtype.name}({lengths})")
-            self.positions.append(position)
-            self.row_sizes.append(math.prod(shape[:position] + shape[position + 1 :]))
-        place = " on GPUs" if on_device else ""
-        of = f"{', '.join(parts)}{place}{note_text('as', note)}"
-        nbytes = _bytes_of(signature)
-        self.description = describe(f"all_gather along axis {axis}", of, operation="all_gather", nbytes=nbytes)
+    def __init__(
+        self,
+        channel: Channel,
+        name: str,
+        signature: Signature,
+        note: str = "",
+        axis: int = 0,
+        root: int | None = None,
+        more: str = "",
+    ) -> None:
+        self.root, self._size = root, channel.size
+        self.is_broadcast, self._receiver = name == "broadcast", root if name == "gather" else None
+        self.receives = self._receiver in (None, channel.rank)
+        self.sends = self._receiver is not None or root in (None, channel.rank)
+        for _, dtype in signature:
+            check_transportable(dtype, name)
+        shapes, self.positions = [shape for shape, _ in signature], [0] * len(signature)
+        self._rows, of = shapes, signature_text(signature)
+        if not self.is_broadcast:
+            self.positions = places = [check_has_axis(len(shape), axis, name) for shape in shapes]
+            self._rows = [shape[:at] + shape[at + 1 :] for shape, at in zip(shapes, places, strict=True)]
+            of = ", ".join([_open_text(shape, dtype, at) for (shape, dtype), at in zip(signature, places, strict=True)])
+        self.row_sizes = [math.prod(row) for row in self._rows]
+        # Bytes of a row in messages. A row without bytes has one, so that rows can be counted.
+        self._widths = [size * dtype.itemsize or 1 for size, (_, dtype) in zip(self.row_sizes, signature, strict=True)]
+        self._signature = signature
+        self.equal_cuts = self.cut(None) if name in ("gather", "scatter", "all_to_all") else None
+        at = "" if root is None else f" {'from' if self._receiver is None else 'to'} rank {root}"
+        title = f"{name} along axis {axis}" if name == "all_gather" else f"{name}{at}"
+        note = note_text("for" if self.is_broadcast else "as", note)
+        nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in signature)
+        self.description = describe(title, f"{of}{more}{note}", operation=name, nbytes=nbytes)
 
-    def moved(self, arrays: Sequence[Array]) -> list[Array]:
+    def cut(self, counts: Sequence[int] | None) -> list[list[int]]:
+        """Return the borders of the rows for each rank. Raises ValueError if ``counts`` do not fit."""
+        cuts = []
+        for (shape, _), width in zip(self._signature, self._widths, strict=True):
+            cut: Sequence[int] = [0] * (self._size + 1)
+            if self._receiver is not None:
+                cut = [0] * (self._receiver + 1) + [shape[0]] * (self._size - self._receiver)
+            elif self.sends:
+                cut = cut_rows(shape[0], self._size, counts)
+            cuts.append([row * width for row in cut])
+        return cuts
+
+    def rows(self, index: int, cut: Sequence[int]) -> list[int]:
+        """Return the number of rows between borders."""
+        return [(stop - start) // self._widths[index] for start, stop in pairwise(cut)]
+
+    def moved(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """Move the axis of each array to the front."""
-        return [
-            np.moveaxis(array, position, 0) if position else array
-            for array, position in zip(arrays, self.positions, strict=True)
-        ]
+        if not any(self.positions):
+            return arrays
+        pairs = zip(arrays, self.positions, strict=True)
+        return [np.moveaxis(array, position, 0) if position else array for array, position in pairs]
+
+    def sent(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return the bytes that this rank sends of each array."""
+        if not self.sends:
+            return [_NOTHING] * len(arrays)
+        sent = []
+        for array, size in zip(self.moved(arrays), self.row_sizes, strict=True):
+            has_bytes = size or self.is_broadcast
+            sent.append(as_bytes(np.ascontiguousarray(array)) if has_bytes else np.zeros(len(array), np.uint8))
+        return sent
+
+    def shape(self, index: int, nbytes: int) -> tuple[int, ...]:
+        """Return the shape of a result, with its axis at the front."""
+        return self._rows[index] if self.is_broadcast else (nbytes // self._widths[index], *self._rows[index])
 
     def result(self, index: int, moved: Array) -> Array:
         """Move the axis of a result back from the front."""
@@ -70,41 +119,9 @@ class GatherPlan:
         return np.moveaxis(moved, 0, position) if position else moved
 
 
-class DealPlan:
-    """The plan of an exchange of rows. Ranks may differ in the number of rows.
-
-    ``root`` is the only sender or receiver, if there is one. ``compares`` says whether ranks pass the rows to expect.
-    """
-
-    def __init__(
-        self, name: str, root: int | None, signature: Signature, note: str = "", compares: bool = False
-    ) -> None:
-        parts = []
-        for shape, dtype in signature:
-            check_transportable(dtype, name)
-            check_has_axis(len(shape), 0, name)
-            parts.append(f"{dtype.name}({', '.join(['*', *map(str, shape[1:])])})")
-        at = "" if root is None else f" {'to' if name == 'gather' else 'from'} rank {root}"
-        of = f"{', '.join(parts)}{note_text('as', note)}{' with expected rows' if compares else ''}"
-        self.description = describe(f"{name}{at}", of, operation=name, nbytes=_bytes_of(signature))
-        self.row_shapes = [shape[1:] for shape, _ in signature]
-        self.row_bytes = [math.prod(shape[1:]) * dtype.itemsize for shape, dtype in signature]
-
-
-class BroadcastPlan:
-    """The plan of a broadcast of arrays."""
-
-    def __init__(self, root: int, signature: Signature, note: str = "", on_device: bool = False) -> None:
-        for _, dtype in signature:
-            check_transportable(dtype, "broadcast")
-        self.root = root
-        of = f"{signature_text(signature)}{' on GPUs' if on_device else ''}{note_text('for', note)}"
-        nbytes = _bytes_of(signature)
-        self.description = describe(f"broadcast from rank {root}", of, operation="broadcast", nbytes=nbytes)
-
-
-def _bytes_of(signature: Signature) -> int:
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in signature)
+def _open_text(shape: tuple[int, ...], dtype: DType, position: int) -> str:
+    """Return dtype and shape as text, without the length of one axis."""
+    return f"{dtype.name}({', '.join('*' if i == position else str(n) for i, n in enumerate(shape))})"
 
 
 def check_has_axis(rank: int, axis: int, method: str) -> int:
@@ -116,7 +133,28 @@ def check_has_axis(rank: int, axis: int, method: str) -> int:
     return axis % rank
 
 
-# Host memory ----------------------------------------------------------------------------------------------------------
+def cut_rows(rows: int, size: int, counts: Sequence[int] | None) -> Sequence[int]:
+    """Return the borders of the rows for each of ``size`` ranks. Raises ValueError if ``counts`` do not fit."""
+    if counts is None:
+        return borders(rows, size)
+    cuts = list(accumulate(map(int, counts), initial=0))
+    if len(cuts) != size + 1 or cuts[-1] != rows or min(counts) < 0:
+        raise ValueError(
+            f"counts is {counts!r}; expected how many of {rows} rows each of {size} ranks gets, in their order"
+        )
+    return cuts
+
+
+def check_expected(expected: Sequence[int], size: int, outs: Sequence[Array]) -> list[int]:
+    """Return the rows that this rank expects. Raises ValueError if they do not fit the ranks or ``outs``."""
+    rows = [*map(int, expected)]
+    if len(rows) != size or min(rows) < 0:
+        raise ValueError(f"expected is {rows!r}; expected how many rows each of {size} ranks gives this one, in order")
+    for out in outs:
+        if out.shape[:1] != (sum(rows),):
+            given = signature_text(((out.shape, out.dtype),))
+            raise ValueError(f"out has {given}; expected {sum(rows)} rows, as in {rows!r}")
+    return rows
 
 
 class HostMovement:
@@ -140,48 +178,82 @@ class HostMovement:
         yield from core.go_on()
         return core
 
-    def all_gather(self, plan: GatherPlan, arrays: Sequence[Array], outs: Outs) -> Steps[list[Array]]:
-        """Concatenate arrays over the ranks along the axis of the plan."""
-        channel, comm = self._channel, self._channel.comm
-        if outs and not all([_is_part(array, out, channel) for array, out in zip(arrays, outs, strict=True)]):
+    def move(
+        self,
+        plan: MovePlan,
+        arrays: Sequence[Array],
+        outs: Outs = None,
+        cuts: Cuts = None,
+        expected: list[int] | None = None,
+    ) -> Steps[list[Array]]:
+        """Move ``arrays`` as the plan says. Return the results, in ``outs`` if they fit.
+
+        Raises MismatchError if a rank receives other numbers of rows than ``expected``.
+        """
+        channel, rank = self._channel, self._channel.rank
+        if outs and plan.sends and not (cuts is None and self._are_in_place(plan, arrays, outs)):
             arrays = copies_of_overlapping(arrays, outs, self._pool)
-        moved = [np.ascontiguousarray(array) for array in plan.moved(arrays)]
-        core = yield from self._open(plan.description, partial(_gather, moved[0]) if moved else None)
+        sent, notes = plan.sent(arrays), [0] * len(arrays)
+        if cuts is not None and expected is not None:
+            notes = [rows_checksum(rank, plan.rows(index, cut), expected) for index, cut in enumerate(cuts)]
+
+        def begin(index: int, core: Core, identity: int) -> None:
+            core.move(identity, sent[index], None if cuts is None else cuts[index], notes[index])
+
+        core = yield from self._open(plan.description, partial(begin, 0) if sent else None)
         channel.phase(MOVE)
-        rows: list[list[int]] = []
-        if core is None:
-            rows = yield from exchange.gather_lengths(comm, [len(array) for array in moved])
+        received = (yield from self._exchange_lengths(plan, sent, cuts, notes)) if core is None else []
         results = []
-        for index, array in enumerate(moved):
+        for index, data in enumerate(sent):
             if core is not None:
-                yield from _begun(core, array if index else None)
-            lengths = [row[index] for row in rows] if core is None else core.notes()
-            out = outs[index] if outs and plan.positions[index] == 0 else None
-            if out is not None and sum(lengths[: channel.rank]) != channel.rank * len(array):
+                if index:  # the first array starts with the handshake
+                    begin(index, core, 0)
+                    yield from core.go_on()
+                received.append((core.lengths(), notes if expected is None else core.notes()))
+            lengths, their_notes = received[index]
+            out = None if outs is None or plan.positions[index] else outs[index]
+            if out is not None and cuts is None and plan.root is None and sum(lengths[:rank]) != rank * data.size:
                 # The input may be inside ``out``, but at another address than this rank's rows.
                 out = None
-            whole = self._target((sum(lengths), *array.shape[1:]), array.dtype, out)
-            if core is None:
-                counts = [length * plan.row_sizes[index] for length in lengths]
-                nodes = channel.node.ranks
-                yield from exchange.all_gather_flat(comm, array.reshape(-1), whole.reshape(-1), counts, nodes)
-            else:
-                core.targets([as_bytes(whole)])
+            result = self._target(plan.shape(index, sum(lengths)), arrays[index].dtype, out)
+            into = as_bytes(result) if result.size else np.empty(sum(lengths), np.uint8)
+            if core is not None:
+                core.targets([into])
                 yield from core.go_on()
-            results.append(plan.result(index, whole))
+            elif cuts is not None:
+                yield from exchange.exchange_parts(channel.comm, data, cuts[index], into, lengths)
+            elif plan.root is None:
+                yield from exchange.all_gather_flat(channel.comm, data, into, lengths, channel.node.ranks)
+            else:
+                into[: data.size] = data
+                yield from exchange.broadcast_flat(channel.comm, into, plan.root)
+            if cuts is not None and expected is not None and not checksums_fit(their_notes):
+                rows = plan.rows(index, cuts[index])
+                yield from raise_rows_mismatch(channel.comm, rows, expected, channel.current.call_site)
+            results.append(plan.result(index, result))
         return results
 
-    def all_gather_bytes(self, description: Description, data: bytes) -> Steps[list[bytes]]:
-        """Gather the bytes of all ranks, in rank order."""
-        core = yield from self._open(description, partial(_gather, np.frombuffer(data, np.uint8)))
-        if core is None:
-            return (yield from exchange.all_gather_bytes(self._channel.comm, data))
-        lengths = core.notes()
-        whole = np.empty(sum(lengths), np.uint8)
-        core.targets([whole])
-        yield from core.go_on()
-        gathered, ends = whole.tobytes(), accumulate(lengths)
-        return [gathered[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+    def _are_in_place(self, plan: MovePlan, arrays: Sequence[Array], outs: Sequence[Array]) -> bool:
+        """Return whether each array is its part of the result, for equal parts."""
+        size, rank = (1, 0) if plan.is_broadcast else (self._channel.size, self._channel.rank)
+        return all(
+            out.nbytes == size * array.nbytes and address_of(array) == address_of(out) + rank * array.nbytes
+            for array, out in zip(arrays, outs, strict=True)
+        )
+
+    def _exchange_lengths(
+        self, plan: MovePlan, sent: list[Array], cuts: Cuts, notes: list[int]
+    ) -> Steps[list[tuple[list[int], list[int]]]]:
+        """Return for each array the bytes and the note that each rank sends here."""
+        if not sent or plan.is_broadcast:
+            return [([], notes)] * len(sent)
+        if cuts is None:
+            rows = yield from exchange.gather_lengths(self._channel.comm, [data.size for data in sent])
+            return [(list(lengths), notes) for lengths in zip(*rows, strict=True)]
+        words = [[stop - start for start, stop in pairwise(cut)] for cut in cuts]
+        words += [[note] * self._channel.size for note in notes]
+        words = yield from exchange.exchange_words(self._channel.comm, words)
+        return list(zip(words[: len(sent)], words[len(sent) :], strict=True))
 
     def gathered(self, core: Core, value: Array) -> Steps[Array]:
         """Return the concatenated rows of all ranks, after all ranks have started the gather."""
@@ -190,73 +262,6 @@ class HostMovement:
         core.targets([as_bytes(result)])
         yield from core.go_on()
         return result
-
-    def broadcast(self, plan: BroadcastPlan, arrays: Sequence[Array], outs: Outs) -> Steps[list[Array]]:
-        """Broadcast the arrays of the root. Arrays of other ranks provide shapes and dtypes."""
-        is_root = self._channel.rank == plan.root
-        if is_root and outs and not all([_begins(array, out) for array, out in zip(arrays, outs, strict=True)]):
-            arrays = copies_of_overlapping(arrays, outs, self._pool)
-        sent = [np.ascontiguousarray(array) if is_root else _NOTHING for array in arrays]
-        core = yield from self._open(plan.description, partial(_gather, sent[0]) if sent else None)
-        self._channel.phase(MOVE)
-        results = []
-        for index, array in enumerate(arrays):
-            copy = self._target(array.shape, array.dtype, outs[index] if outs else None)
-            if core is not None:
-                yield from _begun(core, sent[index] if index else None)
-                core.targets([as_bytes(copy)])
-                yield from core.go_on()
-            else:
-                if is_root:
-                    copy[...] = sent[index]
-                yield from exchange.broadcast_flat(self._channel.comm, copy.reshape(-1), plan.root)
-            results.append(copy)
-        return results
-
-    def deal(
-        self,
-        plan: DealPlan,
-        arrays: Sequence[Array],
-        borders: Sequence[Sequence[int]],
-        outs: Outs,
-        expected: list[int] | None,
-    ) -> Steps[list[Array]]:
-        """Send each rank the rows between two borders, and return the concatenated received rows.
-
-        Raises MismatchError if a rank receives other numbers of rows than ``expected``.
-        """
-        comm, rank, results = self._channel.comm, self._channel.rank, []
-        # Send one byte for each row without bytes, so that rows can be counted.
-        widths = [nbytes or 1 for nbytes in plan.row_bytes]
-        parts = [[row * width for row in rows] for rows, width in zip(borders, widths, strict=True)]
-        rows_sent = [[stop - start for start, stop in pairwise(rows)] for rows in borders]
-        own_notes = [0 if expected is None else rows_checksum(rank, rows, expected) for rows in rows_sent]
-        apart = copies_of_overlapping(arrays, outs, self._pool) if outs else arrays
-        sent = [as_bytes(in_order(array)) if array.size else np.zeros(len(array), np.uint8) for array in apart]
-        begin = partial(_deal, sent[0], parts[0], own_notes[0]) if sent else None
-        core = yield from self._open(plan.description, begin)
-        self._channel.phase(MOVE)
-        for index, array in enumerate(arrays):
-            if core is None:
-                own = [rows * widths[index] for rows in rows_sent[index]]
-                lengths, notes = yield from exchange.exchange_lengths(comm, own, own_notes[index])
-            else:
-                if index:
-                    _deal(sent[index], parts[index], own_notes[index], core, 0)
-                    yield from core.go_on()
-                lengths, notes = core.lengths(), core.notes()
-            rows = sum(lengths) // widths[index]
-            dealt = self._target((rows, *plan.row_shapes[index]), array.dtype, outs[index] if outs else None)
-            into = as_bytes(dealt) if plan.row_bytes[index] else np.empty(rows, np.uint8)
-            if core is None:
-                yield from exchange.exchange_parts(comm, sent[index], parts[index], into, lengths)
-            else:
-                core.targets([into])
-                yield from core.go_on()
-            if expected is not None and not checksums_fit(notes):
-                yield from raise_rows_mismatch(comm, rows_sent[index], expected, self._channel.current.call_site)
-            results.append(dealt)
-        return results
 
     def _target(self, shape: tuple[int, ...], dtype: DType, out: Array | None) -> Array:
         """Return ``out`` if it can hold the result, else new memory."""
@@ -291,29 +296,3 @@ class HostMovement:
             divided(flat, plan.divisor)
             kept = flat.reshape(shape)
         return [kept.astype(result_dtype, copy=False)]
-
-
-def _gather(array: Array, core: Core, identity: int) -> None:
-    core.move(identity, as_bytes(array), None, len(array))
-
-
-def _begins(array: Array, out: Array, offset: int = 0) -> bool:
-    """Return True if an array begins ``offset`` bytes after the start of a result."""
-    return address_of(array) == address_of(out) + offset
-
-
-def _is_part(array: Array, out: Array, channel: Channel) -> bool:
-    """Return True if an array is this rank's part of a result with equal parts."""
-    return out.nbytes == channel.size * array.nbytes and _begins(array, out, channel.rank * array.nbytes)
-
-
-def _deal(sent: Array, parts: list[int], note: int, core: Core, identity: int) -> None:
-    core.move(identity, sent, parts, note)
-
-
-def _begun(core: Core, array: Array | None) -> Steps[None]:
-    """Wait until all ranks have started to gather an array."""
-    # The gather of the first array starts with the handshake, so it is None.
-    if array is not None:
-        _gather(array, core, 0)
-        yield from core.go_on()

@@ -9,6 +9,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
+from io import BytesIO
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi import mpi_types
-from mpidist.collectives.mpi.mpi_types import NUMPY_OPS, as_bytes, chunks, mpi_datatype, mpi_op
+from mpidist.collectives.mpi.mpi_types import NUMPY_OPS, as_bytes, chunks, message, mpi_datatype, mpi_op
 from mpidist.collectives.mpi.waiting import Comm, Steps, all_done, until_done
 from mpidist.core.concurrency import Deadline, wait_until
 from mpidist.core.errors import AlgorithmError, CollectiveTimeoutError, MismatchError, PeerError, shared_error
@@ -47,19 +48,24 @@ _IS_COMMON = "_mpidist_is_common"
 
 def agreed_minimum(comm: Comm, value: int) -> Steps[int]:
     """Return the smallest ``value`` of all ranks (MPI_Iallreduce)."""
-    mpi = import_mpi()
-    mine, least = np.array([value], np.int64), np.empty(1, np.int64)
-    yield from until_done(comm.Iallreduce([mine, 1, mpi.INT64_T], [least, 1, mpi.INT64_T], mpi.MIN))
+    mpi, least = import_mpi(), np.array([value], np.int64)
+    yield from until_done(comm.Iallreduce(mpi.IN_PLACE, least, mpi.MIN))
     return int(least[0])
 
 
 def gather_lengths(comm: Comm, lengths: list[int]) -> Steps[list[list[int]]]:
     """Return the ``lengths`` of every rank (MPI_Iallgather)."""
-    mpi = import_mpi()
-    mine = np.array(lengths, np.int64)
-    everyone = np.empty((comm.Get_size(), mine.size), np.int64)
-    yield from until_done(comm.Iallgather([mine, mine.size, mpi.INT64_T], [everyone, mine.size, mpi.INT64_T]))
+    everyone = np.empty((comm.Get_size(), len(lengths)), np.int64)
+    yield from until_done(comm.Iallgather(np.array(lengths, np.int64), everyone))
     return everyone.tolist()
+
+
+def exchange_words(comm: Comm, words: list[list[int]]) -> Steps[list[list[int]]]:
+    """Send each rank its integer of each list. Return the received integers by rank (MPI_Ialltoall)."""
+    mine = np.array(words, np.int64).T.copy()
+    theirs = np.empty_like(mine)
+    yield from until_done(comm.Ialltoall(mine, theirs))
+    return theirs.T.tolist()  # type: ignore[no-any-return]
 
 
 def all_gather_flat(
@@ -73,8 +79,7 @@ def all_gather_flat(
     source, target = as_bytes(mine), as_bytes(result)
     lengths = [count * mine.dtype.itemsize for count in counts]
     if target.size <= min(max(_FEW_BYTES, _FEW_BYTES_PER_RANK * len(counts)), mpi_types.MAX_COUNT):
-        byte = import_mpi().BYTE
-        yield from until_done(comm.Iallgatherv([source, source.size, byte], [target, lengths, byte]))
+        yield from until_done(comm.Iallgatherv(source, [target, lengths]))
         return
     borders = [0, *accumulate(lengths)]
     parts = [target[start:stop] for start, stop in pairwise(borders)]
@@ -87,34 +92,17 @@ def all_gather_flat(
         yield from _exchange(comm, {before: received}, {after: sent})
 
 
-def all_gather_bytes(comm: Comm, data: bytes) -> Steps[list[bytes]]:
-    """Return the bytes of all ranks, in rank order."""
-    lengths = [length for (length,) in (yield from gather_lengths(comm, [len(data)]))]
-    return (yield from _gather_parts(comm, data, lengths))
-
-
-def _gather_parts(comm: Comm, data: bytes, lengths: list[int]) -> Steps[list[bytes]]:
-    whole = np.empty(sum(lengths), np.uint8)
-    yield from all_gather_flat(comm, np.frombuffer(data, np.uint8), whole, lengths)
-    return [part.tobytes() for part in np.split(whole, np.cumsum(lengths[:-1]))]
-
-
 def _exchange(comm: Comm, received: Mapping[int, Array], sent: Mapping[int, Array]) -> Steps[None]:
     """Receive bytes from ranks, and send bytes to ranks (MPI_Irecv, MPI_Isend)."""
-    byte, requests = import_mpi().BYTE, []
-    for start, parts in ((comm.Irecv, received), (comm.Isend, sent)):
-        for rank, part in parts.items():
-            requests += [start([part[a:b], b - a, byte], rank, PARTS) for a, b in chunks(part.size)]
+    requests = [comm.Irecv(message(part), rank, PARTS) for rank, part in received.items() if part.size]
+    requests += [comm.Isend(message(part), rank, PARTS) for rank, part in sent.items() if part.size]
     for request in requests:
         yield from until_done(request)
 
 
 def broadcast_flat(comm: Comm, data: Array, root: int) -> Steps[None]:
     """Copy the flat array ``data`` of ``root`` to every rank (MPI_Ibcast)."""
-    byte = import_mpi().BYTE
-    raw = as_bytes(data)
-    for a, b in chunks(raw.size):
-        yield from until_done(comm.Ibcast([raw[a:b], b - a, byte], root))
+    yield from until_done(comm.Ibcast(message(data), root))
 
 
 def reduce_to(comm: Comm, send: Array, receive: Array | None, op: ReduceOp, root: int) -> Steps[None]:
@@ -123,16 +111,6 @@ def reduce_to(comm: Comm, send: Array, receive: Array | None, op: ReduceOp, root
     for a, b in chunks(send.size):
         target = None if receive is None else [receive[a:b], b - a, datatype]
         yield from until_done(comm.Ireduce([send[a:b], b - a, datatype], target, mpi_op(op, send.dtype), root))
-
-
-def exchange_lengths(comm: Comm, lengths: Sequence[int], note: int) -> Steps[tuple[list[int], list[int]]]:
-    """Send each rank one length and the note. Return the received pairs (MPI_Ialltoall)."""
-    mpi = import_mpi()
-    mine = np.array([lengths, [note] * len(lengths)], np.int64).T.copy()
-    theirs = np.empty_like(mine)
-    yield from until_done(comm.Ialltoall([mine, 2, mpi.INT64_T], [theirs, 2, mpi.INT64_T]))
-    received: list[list[int]] = theirs.T.tolist()
-    return received[0], received[1]
 
 
 def exchange_parts(
@@ -177,12 +155,6 @@ def reduce_scatter_rows(comm: Comm, send: Array, result: Array, borders: Sequenc
 
 
 def gather_objects(comm: Comm, value: T) -> Steps[list[T]]:
-    """Return the objects of all ranks on every rank, in rank order."""
-    parts = yield from all_gather_bytes(comm, pickle.dumps(value))
-    return [*map(pickle.loads, parts)]
-
-
-def gather_equal_objects(comm: Comm, value: T) -> Steps[list[T]]:
     """Return the objects of all ranks. Equal ones are sent once, and are one object."""
     data = pickle.dumps(value)
     digest = int.from_bytes(blake2b(data, digest_size=8).digest(), "big", signed=True)
@@ -191,8 +163,10 @@ def gather_equal_objects(comm: Comm, value: T) -> Steps[list[T]]:
     for rank, (digest, _) in enumerate(headers):
         firsts.setdefault(digest, rank)
     lengths = [length if firsts[digest] == rank else 0 for rank, (digest, length) in enumerate(headers)]
-    parts = yield from _gather_parts(comm, data[: lengths[comm.Get_rank()]], lengths)
-    objects = {digest: pickle.loads(parts[rank]) for digest, rank in firsts.items()}
+    whole = np.empty(sum(lengths), np.uint8)
+    yield from all_gather_flat(comm, np.frombuffer(data, np.uint8)[: lengths[comm.Get_rank()]], whole, lengths)
+    stream = BytesIO(whole.data)
+    objects = {digest: pickle.load(stream) for digest in firsts}
     return [objects[digest] for digest, _ in headers]
 
 
@@ -299,8 +273,8 @@ def drain(comm: MPI.Intracomm, counts: Sequence[MessageCount], doing: str) -> li
     status = mpi.Status()
 
     def are_all_received() -> bool:
-        while len(dropped) < missing and (message := comm.Improbe(status=status)) is not None:
-            message.Recv([np.empty(status.Get_count(mpi.BYTE), np.uint8), mpi.BYTE])
+        while len(dropped) < missing and (arrived := comm.Improbe(status=status)) is not None:
+            arrived.Recv([np.empty(status.Get_count(mpi.BYTE), np.uint8), mpi.BYTE])
             dropped.append((status.Get_source(), status.Get_tag()))
         return len(dropped) >= missing
 
@@ -326,8 +300,8 @@ class Mailbox:
 
     def received(self) -> Iterator[tuple[int, Any]]:
         """Yield source and content of each message that has arrived."""
-        while (message := self._unless_lost(self._next, None)) is not None:
-            yield message
+        while (arrived := self._unless_lost(self._next, None)) is not None:
+            yield arrived
 
     def all_sent(self) -> bool:
         """Return whether all messages have been sent, or cannot be sent any more."""

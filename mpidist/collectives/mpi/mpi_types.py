@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # MPI before version 4 counts elements in a C int. Tests lower it.
 MAX_COUNT = 2**31 - 1
+_BYTE = np.dtype(np.uint8)
 
 NUMPY_OPS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add,
@@ -75,13 +76,9 @@ def mpi_datatype(dtype: DType) -> MPI.Datatype:
 
 
 def message(array: Array) -> tuple[Array, int, MPI.Datatype]:
-    """Return mpi4py's message of a contiguous array of any dtype."""
-    return as_bytes(array), array.nbytes, import_mpi().BYTE
-
-
-def one_message(array: Array) -> tuple[Array, int, MPI.Datatype]:
     """Return mpi4py's message of a contiguous array of any dtype and size."""
-    return message(array) if array.nbytes <= MAX_COUNT else (as_bytes(array), 1, _bytes(array.nbytes))
+    nbytes = array.nbytes
+    return (as_bytes(array), nbytes, import_mpi().BYTE) if nbytes <= MAX_COUNT else (as_bytes(array), 1, _bytes(nbytes))
 
 
 @cache
@@ -102,7 +99,7 @@ def tag_of(number: int) -> int:
 
 def as_bytes(array: Array) -> Array:
     """Return a contiguous array as a flat array of bytes."""
-    return array.reshape(-1).view("u1")
+    return (array if array.ndim == 1 else array.reshape(-1)).view(_BYTE)
 
 
 def chunks(count: int, limit: int | None = None) -> Iterator[tuple[int, int]]:
