@@ -14,7 +14,6 @@ from mpidist.collectives.channel.operation import signature_text
 from mpidist.collectives.node import packing
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import MOST_PIECES, Pack, copies_of_overlapping, group_by_size, overlaps
-from tests.support.ranks.cores import needs_core
 
 pytestmark = pytest.mark.one_rank
 
@@ -94,15 +93,6 @@ def of_two_blocks(count: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
 def in_place(count: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     values = list(np.ones((count, 3)))
     return values, values
-
-
-@needs_core
-@pytest.mark.parametrize("make", [separate, of_two_blocks])
-def test_where_nothing_overlaps_the_core_says_so(make: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_bounds", lambda _: pytest.fail("an address was asked for"))
-    values, out = make(5)
-    taken = copies_of_overlapping(values, out, Pool())
-    assert all(one is other for one, other in zip(taken, values, strict=True))
 
 
 @pytest.mark.parametrize("make", [separate, of_two_blocks, in_place])
