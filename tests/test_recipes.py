@@ -67,7 +67,7 @@ def apply(block: Block, folder: Path) -> None:
 
 
 def test_the_page_has_recipes() -> None:
-    assert set(recipes()) == {"A strategy", "An algorithm", "A way between nodes", "A command"}
+    assert set(recipes()) == {"A strategy", "An algorithm", "An algorithm between nodes", "A command"}
 
 
 @pytest.mark.parametrize("title", recipes())
