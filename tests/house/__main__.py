@@ -1,4 +1,4 @@
-"""Count the source of the library: ``python -m tests.house [--json] [CHECKOUT ...]``.
+"""Count the source of the library: ``python -m tests.house [--calls] [--json] [CHECKOUT ...]``.
 
 Several checkouts stand side by side, such as this one and a git worktree of an older commit.
 """
@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tests.house import calls
 from tests.house.source import figures
 
 _HERE = Path(__file__).resolve().parents[2]
@@ -32,9 +33,12 @@ def table(columns: dict[str, dict[str, Any]]) -> str:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.house", description=__doc__)
     parser.add_argument("checkouts", type=Path, nargs="*", metavar="CHECKOUT", help="this one by default")
+    parser.add_argument("--calls", action="store_true", help="also what calls pass through, on two ranks")
     parser.add_argument("--json", action="store_true", help="print JSON with the occurrences that are counted")
     given = parser.parse_args(arguments)
-    columns = {str(checkout): figures(checkout) for checkout in given.checkouts or [_HERE]}
+    columns = {}
+    for checkout in given.checkouts or [_HERE]:
+        columns[str(checkout)] = figures(checkout) | (calls.figures(checkout) if given.calls else {})
     print(json.dumps(columns, indent=2) if given.json else table(columns))
 
 
