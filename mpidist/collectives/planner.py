@@ -141,6 +141,8 @@ class Planner:
         """
         if root is not None:
             root = self.check_root(root)
+        if given.outs is not None and len(given.outs) != len(given.arrays):
+            raise ValueError(f"out has {len(given.outs)} arrays; expected {len(given.arrays)}, as the value has")
         is_broadcast = name == "broadcast"
         on_device = self._moved_on_device(name, given, options) if is_broadcast or name == "all_gather" else None
         more = " on GPUs" if on_device is not None else "" if expected is None else " with expected rows"
@@ -161,7 +163,7 @@ class Planner:
         operation = self._operation(steps, plan.description, options)
         if not plan.receives:
             return operation.then(_nothing)
-        has_defaults = options is None and axis == 0 and counts is None and expected is None
+        has_defaults = options is None and axis == 0 and counts is None and expected is None and not given.on_device
         if has_defaults and name not in ("gather", "scatter") and len(arrays) == 1 and not given.structure:
             operation.fast_call = FastCall(name, given.arrays[0], given.signature, root=root or 0)
         return _finishing(operation, bring_back, given)

@@ -91,8 +91,11 @@ static int read_array(face *f, PyObject *array, int flags, Py_buffer *view)
         PyErr_Clear();
         return -1;
     }
+    int format = format_of(view); /* -1 for elements without bytes, too */
+    if (format < 0)
+        return -1;
     int is_aligned = (uintptr_t)view->buf % (size_t)(view->itemsize > 8 ? 8 : view->itemsize) == 0;
-    return is_aligned ? format_of(view) : -1;
+    return is_aligned ? format : -1;
 }
 
 /* Read an array or, if the kind is LIST, a tuple of non-empty arrays of one dtype. Sets format and shapes, and their

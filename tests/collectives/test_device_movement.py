@@ -91,6 +91,16 @@ def test_arrays_move_through_page_locked_memory(cupy: Any, monkeypatch: pytest.M
         comm.reduce_scatter("SUM", cupy.ones(1000))
 
 
+@PUNCTUAL
+def test_scalars_and_empty_arrays_move_through_the_host(fake_gpus: Any) -> None:
+    fake_gpus.cuda.Device(world_topology().rank).use()
+    with Communicator(options=CommunicationOptions(algorithm="staged")) as comm:
+        for _ in range(2):
+            assert comm.broadcast(fake_gpus.full((), comm.rank)).get() == 0
+            for move in (comm.all_gather, comm.all_to_all, comm.broadcast):
+                assert move(fake_gpus.zeros((0, 3))).shape == (0, 3)
+
+
 @pytest.mark.counts
 @LATE
 @pytest.mark.usefixtures("by_nccl")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpidist import Communicator, MismatchError
+from mpidist import Communicator, MismatchError, PeerError
 from mpidist.core.settings import RANKS_PER_NODE
 from tests.support.ranks.cores import needs_core
 
@@ -169,6 +169,19 @@ def test_results_that_do_not_fit(comm: Communicator, name: str, kind: str) -> No
         CALLS[name](comm, mine, out)
     assert not out.any()
     np.testing.assert_array_equal(CALLS[name](comm, mine, np.empty_like(right)), right)
+
+
+def test_out_of_another_length(comm: Communicator) -> None:
+    # Only one rank passes it, and the others must not wait.
+    out = [np.zeros(comm.size)] if comm.rank == 0 else None
+    with pytest.raises(ValueError if comm.rank == 0 else PeerError, match="out has 1 arrays; expected 2"):
+        comm.all_gather([np.ones(1), np.ones(1)], out=out)
+    assert comm.all_reduce("SUM", 1) == comm.size
+
+
+def test_elements_without_bytes(comm: Communicator) -> None:
+    with pytest.raises(TypeError, match=r"SUM does not support dtype dtype\('V'\)"):
+        comm.all_reduce("SUM", np.zeros(3, "V0"))
 
 
 @pytest.mark.min_ranks(2)

@@ -42,6 +42,10 @@ def test_results_go_to_out(comm: Communicator, count: int) -> None:
     np.testing.assert_array_equal(out["a"][0], comm.size * np.arange(count) + sum(range(comm.size)))
     with pytest.raises(ValueError, match=r"out has float64\(3,\); expected float64\(4,\)"):
         comm.all_reduce_async("SUM", np.ones(4), out=np.ones(3))
+    gather = comm.all_gather_async(np.ones(3), out=np.zeros(1))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"out has float64\(1,\)"):
+            gather.wait()
 
 
 def test_a_blocking_call_finishes_earlier_works(comm: Communicator) -> None:

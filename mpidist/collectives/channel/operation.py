@@ -239,7 +239,11 @@ class Operation(Generic[T_co]):
         if self._failure is not None:
             self._failure.was_raised = True
             raise self._failure.error
-        self._result = result = self.finished(self._result)
+        try:
+            self._result = result = self.finished(self._result)
+        except BaseException as error:  # the next wait raises it again
+            self.fail(error)
+            raise
         if self.before_return is not None:
             self.before_return()
         return result
