@@ -171,6 +171,26 @@ def test_calls_of_the_fast_path_are_recorded(tmp_path: Path) -> None:
         assert last[-1].text == f"broadcast from rank {flight.head.rank} of float64(2,)"
 
 
+@pytest.mark.jobs
+def test_signal_handlers_may_call_collectives(tmp_path: Path) -> None:
+    program = """
+    import signal, numpy, mpidist
+    comm, other, value = mpidist.Communicator(), mpidist.Communicator(), numpy.ones(5)
+    handled = []
+    def handle(*_):
+        handled.append(other.all_reduce("SUM", value))
+        signal.setitimer(signal.ITIMER_REAL, 1e-4)
+    signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 1e-4)
+    while len(handled) < 1000:
+        comm.all_reduce("SUM", value)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    print(len(handled))
+    """
+    job = run_script(program, 1, env={"MPIDIST_FLIGHT_RECORD": str(tmp_path)}, timeout=60)
+    assert job.stdout.split() == ["1000"], job.stderr
+
+
 def entry(number: int, text: str = "barrier") -> Entry:
     return Entry(number, number, 0, 1.0, 2.0, "", State.DONE, Kind.COLLECTIVE, 0, NAME, text, "a.py:1 (f)")
 

@@ -70,7 +70,8 @@ class EntryRing:
         self.slots = len(memory) // ENTRY_BYTES
         # Serial number of the newest entry.
         self.serial = 0
-        self.lock = threading.Lock()
+        # Reentrant, because a signal handler may call a collective of another communicator.
+        self.lock = threading.RLock()
         # Slots of running entries by serial number.
         self._running: dict[int, int] | None = {} if keeps_running else None
 
