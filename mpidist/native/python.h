@@ -89,6 +89,7 @@ typedef struct {
     uint64_t id;
 } signature;
 
+/* The interface of one core to Python: the cache of the fast path, and the arguments of the current call. */
 typedef struct {
     nc *core;
     int rank, ranks, op_count;

@@ -107,7 +107,7 @@ class FastCall(NamedTuple):
     signature: Signature  # of the arrays, when the call began
     op: ReduceOp | None = None
     divisor: int | None = None
-    root: int = 0  # of a broadcast, or the kind of structure of an all-reduce
+    root: int = 0  # of a broadcast. For an all-reduce, ``flat_kind`` of the structure, which the core compares too
 
     def is_unchanged(self) -> bool:
         """Return whether the program has left shapes and dtypes alone since."""

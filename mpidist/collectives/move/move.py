@@ -54,7 +54,9 @@ class MovePlan:
         more: str = "",
     ) -> None:
         self.root, self._size = root, channel.size
-        self.is_broadcast, self._receiver = name == "broadcast", root if name == "gather" else None
+        self.is_broadcast = name == "broadcast"
+        # The only rank that receives, in a gather. In a broadcast or scatter, ``root`` is the only rank that sends.
+        self._receiver = root if name == "gather" else None
         self.receives = self._receiver in (None, channel.rank)
         self.sends = self._receiver is not None or root in (None, channel.rank)
         for _, dtype in signature:

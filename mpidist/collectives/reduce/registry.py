@@ -101,8 +101,9 @@ class AlgorithmEntry:
     rounds: bool = False  # whether it can send sums between nodes in 16 bits
     is_general: bool = True  # whether it supports every dtype and operation
     instead: tuple[str, ...] = ("mpi", "hierarchical")
-    """Substitutes if it does not work. The first one that works is used."""
-    stands_for: Callable[[Node], str] | None = None  # returns the name of the algorithm to use on a node
+    """Substitutes if creating it fails. The first one that works is used."""
+    stands_for: Callable[[Node], str] | None = None
+    """For a name without an algorithm of its own: returns the algorithm that it means on a node."""
     cost: Cost | None = None  # returns the rounds of an inter-node algorithm
 
 
