@@ -33,6 +33,36 @@ def test_a_replica_that_reduces_in_finally_after_another_failed(strategy: Any) -
 
 
 @pytest.mark.min_ranks(2)
+@pytest.mark.parametrize("strategy", layouts("multi_worker*"), indirect=True)
+def test_an_error_in_the_step_of_one_rank_is_announced(strategy: Any) -> None:
+    is_odd = strategy.extended.local_replica_ids[0] == 0
+
+    def step() -> Any:
+        if is_odd:
+            raise ValueError("a bad batch")
+        return context().all_reduce("SUM", 1.0)
+
+    with pytest.raises((ValueError, mpidist.PeerError), match="a bad batch"):
+        strategy.run(step)
+    n = strategy.num_replicas_in_sync
+    for result in strategy.experimental_local_results(strategy.run(lambda: context().all_reduce("SUM", 2.0))):
+        assert result == 2 * n
+
+
+@pytest.mark.min_ranks(2)
+def test_an_error_in_a_with_block_is_announced(request: pytest.FixtureRequest) -> None:
+    from mpi4py import MPI
+
+    is_odd = MPI.COMM_WORLD.rank == 1
+    strategy = mpidist.MultiWorkerMirroredStrategy()
+    with pytest.raises((ValueError, mpidist.PeerError), match="lost"), strategy:
+        if is_odd:
+            raise ValueError("lost")
+        strategy.run(lambda: context().all_reduce("SUM", 1.0))
+    strategy.close()
+
+
+@pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("strategy", layouts("multi_worker-1local", "central_node-1local"), indirect=True)
 def test_a_mismatch_advises_should_checkpoint(strategy: Any) -> None:
     with pytest.raises(mpidist.MismatchError, match="`if strategy.extended.should_checkpoint:`"):

@@ -103,7 +103,7 @@ class AlgorithmEntry:
     instead: tuple[str, ...] = ("mpi", "hierarchical")
     """Substitutes if creating it fails. The first one that works is used."""
     stands_for: Callable[[Node], str] | None = None
-    """For a name without an algorithm of its own: returns the algorithm that it means on a node."""
+    """Returns the algorithm that this name means on a node, if it has none of its own."""
     cost: Cost | None = None  # returns the rounds of an inter-node algorithm
 
 
