@@ -6,7 +6,7 @@
 #   make test-all    the long ones too: chaos, soaks, virtual hosts with Slurm (root), CuPy's NCCL binding, MPICH, types, aarch64,
 #                the documentation, a release
 #   make test-share  of the long ones, and of those with PyTorch, Keras or JAX, those that CI runs for this commit
-#   make mutants put faults into the library, one by one, and see that the tests see them; 25 minutes
+#   make mutants put faults into the library, one by one, and see that the tests see them; half an hour
 #   make lint    ruff, codespell, mypy and the import rule
 #   make bench   set up .venv and measure on 2 and on 4 ranks, about 2 minutes; results in benchmarks/results/
 #   make test-chaos      train while ranks are killed, disks are full, ...: most of an hour; out/chaos/chaos.json
