@@ -103,7 +103,7 @@ class AlgorithmEntry:
     instead: tuple[str, ...] = ("mpi", "hierarchical")
     """Substitutes if creating it fails. The first one that works is used."""
     stands_for: Callable[[Node], str] | None = None
-    """Returns the algorithm that this name means on a node, if it has none of its own."""
+    """Returns the algorithm that the name means on a node."""
     cost: Cost | None = None  # returns the rounds of an inter-node algorithm
 
 
