@@ -20,6 +20,8 @@ _ADVICE = Advice(
     "timeout=datetime.timedelta(...) in init_process_group or new_group, or MPIDIST_TIMEOUT=SECONDS",
 )
 _NAMES = {"mpidist", "mpi"}
+# Key of the list of all members' ranks in the store of a group.
+_LIST = "MPI ranks"
 # The options of the newest default group, which are the defaults of other groups.
 _default_options = [CommunicationOptions()]
 
@@ -44,6 +46,10 @@ def new_communicator(given: Foreign, options: CommunicationOptions) -> Communica
     part = create_group(import_mpi().COMM_WORLD, members, f"the group of torch's ranks {given.global_ranks_in_group}")
     comm = Communicator(part, options=_default_options[0] if _default_is_mpidist() else None, advice=_ADVICE)
     part.Free()
+    # All members have read these keys, because creating the communicator is collective. A program may make many groups.
+    given.store.delete_key(_key(given.group_rank))
+    if given.group_rank == 0:
+        given.store.delete_key(_LIST)
     return comm
 
 
@@ -60,9 +66,9 @@ def _mpi_ranks(given: Foreign) -> list[int]:
     if given.group_rank == 0:
         keys = [_key(rank) for rank in range(size)]
         store.wait(keys, timeout)
-        store.set("MPI ranks", json.dumps([json.loads(store.get(key)) for key in keys]))
-    store.wait(["MPI ranks"], timeout)
-    ranks, sizes = zip(*json.loads(store.get("MPI ranks")), strict=True)
+        store.set(_LIST, json.dumps([json.loads(store.get(key)) for key in keys]))
+    store.wait([_LIST], timeout)
+    ranks, sizes = zip(*json.loads(store.get(_LIST)), strict=True)
     if len(set(ranks)) == size and len(set(sizes)) == 1:
         return list(ranks)
     place = f"rank {torch.distributed.get_rank()} of {torch.distributed.get_world_size()} of torch.distributed"
