@@ -135,7 +135,7 @@ class Executor:
             if self._observers.see_steps:
                 operation.steps = self._observed(operation, operation.steps)
             result = self._drive(operation.steps, operation, operation.timeout or self._timeout)
-            if operation.fast_call is not None:
+            if operation.fast_call is not None and self._may_use_fast_path():
                 self.fast.cache(operation.fast_call, operation)
         return operation.finished(result)
 
@@ -408,7 +408,7 @@ class Executor:
         unfinished: Steps[object] | None = None,
         cut_off: BaseException | None = None,
     ) -> None:
-        """Run no more operations. The first reason counts. Works end with ``error``; without it they stay.
+        """Run no more operations. The first reason counts. Works end with ``error``. Without an error they stay.
 
         ``unfinished`` is the rest of a collective, which this rank finishes at its end. ``cut_off`` is an error that
         cut off an exchange with other ranks.
