@@ -19,7 +19,7 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
 
 
 def _staging(rows: Sequence[Row]) -> list[Verdict]:
-    """Judge the bytes per second of ours, as a share of those of the same copy."""
+    """Compare the bandwidth of staging with the bandwidth of a plain copy."""
     staged = [row for row in rows if row.operation == "gpu_staging"]
     copies = {row.variant: row.size / row.median for row in staged if row.by == COPY}
     return [

@@ -1,4 +1,4 @@
-"""On a GPU: staging beside one large copy, calls of NCCL, and sums between nodes."""
+"""GPU cases: staging compared with one large copy, calls of NCCL, and sums between nodes."""
 
 from __future__ import annotations
 

@@ -88,9 +88,9 @@ class Communicator:
     Args:
         comm: An mpi4py intracommunicator; all ranks of the job by default.
         options: Defaults for every call.
-        table: Algorithms by size; that of rank 0 counts. By default the one in ``MPIDIST_TUNING_FILE`` for these
-            ranks, else the shipped one.
-        owner: Name of the owner, for messages; equal on every rank.
+        table: Table of algorithms by size. All ranks use the table of rank 0. By default, it is read from
+            ``MPIDIST_TUNING_FILE``. If that has no table for these ranks, the shipped table is used.
+        owner: Name of the owner in messages, equal on every rank.
         advice: Advice for errors.
 
     Raises:
@@ -138,10 +138,10 @@ class Communicator:
         self._messages = PointToPoint(channel)
         self.fast = self._engine.open_fast_calls(partial(Communicator._resume, proxy(self)))
         """The collectives of the fast path. They return None for calls of the general path."""
-        # What is done with an operation, and with a message.
+        # Functions that run an operation, and finish a message.
         self._launch: Callable[[Operation[Any]], Any] = channel.run
         self._finish: Callable[[Work[Any]], Any] = Work.wait
-        # The same communicator, whose methods start collectives and messages, and return their handles.
+        # The same communicator for the ``_async`` methods, which start operations and return their handles.
         self._starting = starting = Communicator.__new__(Communicator)
         starts = {"fast": NO_FAST_CALLS, "_launch": channel.start, "_finish": self._messages.later}
         starting.__dict__.update(self.__dict__ | starts)
@@ -167,7 +167,7 @@ class Communicator:
             raise
 
     def _resume(self, number: int, state: int, value: Array, result: Array, out: Array | None) -> Array:
-        """Finish a fast-path call whose peers are late or made another call."""
+        """Finish a fast-path call after peers were late, or made another call."""
         description = self._channel.executor.fast.description(number)
         rest = Operation(self._engine.resume(description, state, value, result), description)
         rest.is_resumed = True
@@ -195,8 +195,8 @@ class Communicator:
             options: Options of this call, merged into those of the communicator.
 
         Returns:
-            The kind of ``value``; the mean of integers is float64. New arrays, or ``out``. Large results of one call,
-            and on a GPU also small ones, may share one block of memory: copy a result if you keep only that one.
+            The kind of ``value``. The mean of integers is float64. New arrays, or ``out``. Large results of one call in
+            host memory may share one block of memory. Copy a result if you keep only that one.
 
         Raises:
             TypeError: A dtype that cannot be reduced: bool, object, big-endian.
@@ -225,7 +225,7 @@ class Communicator:
     def reduce(
         self, op: ReduceOp | str, value: T, root: int = 0, options: CommunicationOptions | None = None
     ) -> T | None:
-        """Reduce over all ranks to rank ``root``; the others return None (collective; MPI_Reduce).
+        """Reduce over all ranks to rank ``root``. The others return None (collective, MPI_Reduce).
 
         >>> with Communicator() as comm:
         ...     total = comm.reduce("SUM", 1)
@@ -755,8 +755,8 @@ class Communicator:
     def changing(self, label: str, what: str, checksum: Callable[[], int]) -> Iterator[None]:
         """Compare the change of this block with the other ranks' at the next collective.
 
-        That collective raises MismatchError if the ranks have not made the same change. ``label`` names the changed
-        variable, ``what`` the change, and ``checksum`` returns the present checksum of the variable.
+        That collective raises MismatchError if the ranks have not made the same change. ``label`` names the variable,
+        and ``what`` the change. ``checksum`` returns the current checksum of the variable.
         """
         known = None if self._channel.executor.changes is None else self._channel.executor.changes.now(label)
         before = checksum() if known is None else known
@@ -780,7 +780,7 @@ class Communicator:
         return self._channel.shared_errors(doing)
 
     def announce(self, error: Exception, doing: str) -> None:
-        """Tell the other ranks of an error, as :meth:`shared_errors` does."""
+        """Send an error of this rank to the other ranks, as :meth:`shared_errors` does."""
         self._channel.announce(error, doing)
 
     def __enter__(self) -> Communicator:

@@ -41,7 +41,7 @@ T = TypeVar("T")
 P = TypeVar("P", ReductionPlan, MovePlan)
 Options = CommunicationOptions | None
 
-# Plans are cheap to make again, and a program whose shapes change all the time must not grow.
+# The cache is cleared at this size, so that a program with ever new shapes does not grow. Plans are cheap to remake.
 _MOST_PLANS = 1024
 _BYTES = np.dtype(np.uint8)
 
@@ -97,7 +97,7 @@ class Planner:
     def reduce_scatter(
         self, op: ReduceOp | str, given: Given[T], counts: Sequence[int] | None, options: Options
     ) -> Operation[T]:
-        """Return a reduction of an array, of which each rank keeps its rows."""
+        """Return a reduction of an array. Each rank keeps its own rows of the result."""
         name, rank, size = "reduce_scatter", self._channel.rank, self._channel.size
         (array,), ((shape, _),) = given.arrays, given.signature
         check_has_axis(array.ndim, 0, name)
@@ -204,7 +204,7 @@ class Planner:
         self._channel.run(Operation(self._engine.prepare_device(choice, description), description))
 
     def _moved_on_device(self, name: str, given: Given[T], options: Options) -> DeviceMovement | None:
-        """Return what moves these arrays between GPUs; None if they travel through host memory."""
+        """Return the movement of these arrays by NCCL, or None for host memory."""
         if not given.on_device:
             return None
         engine, arrays = self._engine, given.arrays
@@ -281,7 +281,7 @@ class Planner:
         return int(root)
 
     def timeout_of(self, options: Options) -> float | None:
-        """Return the deadline of a call, None for that of the communicator."""
+        """Return the timeout of a call, or None for the timeout of the communicator."""
         check_communication_options(options)
         return None if options is None else options.timeout_seconds
 

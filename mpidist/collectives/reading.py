@@ -22,8 +22,8 @@ class Given(Generic[T]):
     """The arrays of a call, and ``outs``, the arrays for its results, if any.
 
     ``structure`` is text that the ranks compare. It is "" for an array, and for a list or tuple of arrays, because only
-    their order matters. ``rebuild`` returns a result like the value. ``on_device`` tells for each array whether it is
-    on a GPU, and is empty if no array is.
+    their order matters. ``rebuild`` returns a result like the value. ``on_device`` holds True for each array on a GPU
+    and False for the others. It is empty if no array is on a GPU.
     """
 
     __slots__ = ("arrays", "on_device", "outs", "rebuild", "signature", "structure")

@@ -1,8 +1,8 @@
 """Compile the native core: the hooks that pip calls (PEP 517, 660), and ``python mpidist/native/build_library.py``.
 
-The hooks call those of setuptools, and add the library to the wheel or put it beside the sources. They also add the
-examples to wheels. pip runs this file before mpidist and its requirements are installed. So it imports only the
-standard library, and setuptools in the hooks.
+The hooks call the setuptools hooks. They add the library to the wheel, or write it to the folder of the sources. They
+also add the examples to wheels. pip runs this file before it installs mpidist and its requirements. So this file
+imports only the standard library, and the hooks import setuptools.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _package_id(sources: Mapping[str, bytes]) -> str:
 def is_wanted() -> bool:
     """Return whether to build the library: on 64-bit Linux, unless MPIDIST_BUILD_NATIVE is 0.
 
-    Raises SystemExit, of which pip shows only the text, if MPIDIST_BUILD_NATIVE is neither 0 nor 1.
+    Raises SystemExit if MPIDIST_BUILD_NATIVE is neither 0 nor 1, because pip prints only the text of a SystemExit.
     """
     value = os.environ.get(_VARIABLE) or "1"
     if value not in ("0", "1"):
@@ -190,7 +190,7 @@ def _advice(failures: list[str]) -> str:
 
 
 def build_in_place() -> None:
-    """Build the library beside its sources, or remove it if it is not wanted."""
+    """Build the library in the folder of its sources, or remove it if unwanted."""
     if is_wanted():
         compile_library(SOURCES / LIBRARY)
     else:
@@ -198,7 +198,7 @@ def build_in_place() -> None:
 
 
 def requirements() -> list[str]:
-    """Return what the build needs from PyPI: ziglang if no other compiler works."""
+    """Return the requirements of the build on PyPI: ziglang if no other compiler works."""
     if not is_wanted() or not _zig():
         return []
     with tempfile.TemporaryDirectory(prefix="mpidist-") as folder:
@@ -216,8 +216,8 @@ def requirements() -> list[str]:
 def finish_wheel(wheel: Path, library: bytes | None) -> Path:
     """Add examples, build id and, unless it is None, the library to a wheel. Return its path.
 
-    The tag of a wheel with the library names the platform. Its C sources are those that were compiled, because
-    setuptools also packs files that an earlier build left in ``build/``.
+    The tag of a wheel with the library names the platform. The C sources in the wheel are replaced by the compiled
+    ones, because setuptools also packs files that an earlier build left in ``build/``.
     """
     with zipfile.ZipFile(wheel) as archive:
         contents = {info.filename: archive.read(info) for info in archive.infolist()}
@@ -298,8 +298,8 @@ def build_wheel(
     library = None
     if is_wanted():
         with tempfile.TemporaryDirectory(prefix="mpidist-") as folder:
-            # Build it beside the sources, too, because a program that starts in the checkout imports the checkout. Not
-            # if --plat-name names another machine.
+            # Build in the folder of the sources, because a program that starts in the checkout imports the checkout.
+            # If --plat-name names another machine, build in a temporary folder.
             target = (SOURCES if name.endswith("-any.whl") else Path(folder)) / LIBRARY
             compile_library(target)
             library = target.read_bytes()

@@ -232,7 +232,7 @@ static int copy_from(nc *c, int rank, size_t at, size_t n)
     return 0;
 }
 
-/* Finish a call whose data are all inline. */
+/* Finish a call with inline data only. */
 static nc_state finish_inline(nc *c)
 {
     if (c->call.flags & NC_UNWANTED)

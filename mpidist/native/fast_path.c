@@ -215,7 +215,7 @@ static PyObject *new_array(face *f, PyObject *like, ssize_t rows, size_t bytes)
     return made;
 }
 
-/* Return a list of new arrays like those of a list. */
+/* Return a list of new arrays with the shapes and dtype of the arrays of a list. */
 static PyObject *new_arrays(face *f, const fast_call *c)
 {
     PyObject *all = PyList_New(0);

@@ -125,8 +125,8 @@ NC_EXPORT size_t nc_control_bytes(int ranks);
 NC_EXPORT size_t nc_segment_bytes(const nc_sizes *sizes);
 
 /* Return a new core, or NULL without memory. `control`: zeroed memory of nc_control_bytes that all ranks map. `spins`:
-   failed polls before sched_yield, 0 if there are more ranks than cores. `pids`: processes whose memory may be read and
-   written (process_vm_readv, process_vm_writev), or NULL. `on_wire`: there are other nodes, so ALL_REDUCE returns
+   failed polls before sched_yield, 0 if there are more ranks than cores. `pids`: processes for process_vm_readv and
+   process_vm_writev, or NULL. `on_wire`: there are other nodes, so ALL_REDUCE returns
    NC_SLICE and REDUCE_SCATTER is not supported. `rails`: number of ranks of this node with a stripe, all ranks if there
    is one node. */
 nc *nc_open(void *control, int rank, int ranks, int spins, const int32_t *pids, int on_wire, int rails);

@@ -270,7 +270,7 @@ def _shut_down_all() -> bool:
     try:
         if several and shutdown.mpi_runs():
             rank = several[0].rank
-            # There is no deadline, because the programs of the others may run on.
+            # Without a deadline, because the programs of the other ranks may continue for hours.
             report = f"rank {rank} has ended its program, and waits for the other ranks to end theirs"
             drive(_together([channel.shut_down() for channel in several]), lambda: Deadline(lambda _: report))
             ranks_in_world = import_mpi().COMM_WORLD.Get_size()
