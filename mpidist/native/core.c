@@ -30,8 +30,6 @@ enum { SPINS_OVER_NODES = 20 };
 
 static page *next_page(nc *c) { return &c->rows[c->rank].pages[(c->meeting + 1) & 1]; }
 size_t nc_length(const nc *c, int rank) { return part_from(c, rank, &(size_t){0}); }
-int64_t *nc_tell(nc *c) { return next_page(c)->words; }
-const int64_t *nc_told(const nc *c, int rank) { return words_of(c, rank); }
 int64_t nc_note(const nc *c, int rank) { return page_of(c, rank)->note; }
 int nc_shares(const nc *c) { return c->shares; }
 int nc_is_on_wire(const nc *c) { return c->on_wire; }

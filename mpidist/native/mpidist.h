@@ -210,9 +210,7 @@ NC_EXPORT void nc_get_slice(const nc *core, nc_slice *slice);
 NC_EXPORT void nc_crossed(nc *core, size_t chunk); /* other nodes have reduced the slice, in the order of chunks */
 NC_EXPORT void nc_get_event(const nc *core, nc_event *event);
 
-/* The header words that this rank publishes with the next handshake, and those published with the last one. */
-NC_EXPORT int64_t *nc_tell(nc *core);
-NC_EXPORT const int64_t *nc_told(const nc *core, int rank);
+/* Results of the last handshake. */
 size_t nc_length(const nc *core, int rank);   /* bytes that a rank sends to this one */
 NC_EXPORT int nc_shares(const nc *core);                /* whether all ranks accept a shared result */
 int64_t nc_note(const nc *core, int rank);    /* the note of a rank */

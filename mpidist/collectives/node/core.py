@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from ctypes import byref
 from functools import lru_cache, partial
 from itertools import chain
@@ -64,8 +64,6 @@ _PING_BATCHES, _PING_SECONDS = 6, 0.01
 WRITE_SECONDS = 1.0
 # NC_INPUTS and NC_SHARED_BYTES of mpidist.h.
 MOST_INPUTS = 8192
-# NC_WORDS of mpidist.h.
-_MOST_WORDS = 2032
 SHARED_BYTES = 2 << 20
 # NC_MOST_OVER_NODES: bytes that travel to other nodes with the handshake.
 SMALL_BETWEEN_NODES = 64 << 10
@@ -176,15 +174,6 @@ class Core:
         """Yield until all ranks of the node have arrived. Each rank then sees all earlier writes of the others."""
         self.resume(self._calls["meet"](0, 0))
         yield from self.go_on()
-
-    def gather(self, words: Sequence[int]) -> Steps[list[list[int]]]:
-        """Yield until all ranks of the node have arrived. Return the integers of each rank."""
-        assert len(words) <= _MOST_WORDS, f"{len(words)} words"
-        to = self._library.nc_tell(self._address)
-        for index, word in enumerate(words):
-            to[index] = word
-        yield from self.meeting()
-        return [self._library.nc_told(self._address, rank)[: len(words)] for rank in range(self.size)]
 
     def ping(self, other: int, limit_seconds: float = _PING_SECONDS) -> int:
         """Return the latency to ``other`` in nanoseconds, or 0 after a timeout (collective, see nc_ping)."""

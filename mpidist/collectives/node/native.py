@@ -96,8 +96,6 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "nc_segment": (c_int, c_void_p, POINTER(c_void_p), c_size_t),
     "nc_segment_bytes": (c_size_t, POINTER(SlotSizes)),
     "nc_shares": (c_int, c_void_p),
-    "nc_tell": (POINTER(c_int64), c_void_p),
-    "nc_told": (POINTER(c_int64), c_void_p, c_int),
     "nc_write": (c_int, c_int, c_void_p, c_void_p, c_size_t),
 }
 

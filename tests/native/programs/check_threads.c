@@ -300,16 +300,12 @@ static void verify(const member *m, const call *c, const char *expected)
     }
 }
 
-static void verify_told(const member *m, const call *c)
+static void verify_notes(const member *m, const call *c)
 {
     const world_plan *w = &m->world->plan;
-    for (int r = 0; r < w->ranks[m->node]; r++) {
+    for (int r = 0; r < w->ranks[m->node]; r++)
         if (nc_note(m->core, r) != note_of(w, c->plan.number, r))
             report_and_fail(m, c, "a wrong note of rank", (size_t)r);
-        for (int i = 0; i < NC_WORDS && c->plan.call.kind == NC_MEET; i += 97)
-            if (nc_told(m->core, r)[i] != word_told(w, c->plan.number, r, i))
-                report_and_fail(m, c, "a wrong word", (size_t)i);
-    }
 }
 
 static void prepare(member *m, call *c, int number)
@@ -323,8 +319,6 @@ static void prepare(member *m, call *c, int number)
     c->plan.call.id += m->rank == c->plan.stranger;
     if ((c->plan.call.kind == NC_ALL_TO_ALL && !c->plan.deals_equally[m->rank]) || c->plan.has_parts)
         c->plan.call.parts = c->plan.parts[c->plan.has_parts ? 0 : m->rank];
-    for (int i = 0; i < NC_WORDS && c->plan.call.kind == NC_MEET; i += 97)
-        nc_tell(m->core)[i] = word_told(w, number, m->rank, i);
     place_inputs(m, c);
     m->shared = NULL;
     if (c->own.place != LATER && c->plan.call.kind != NC_MEET && !(c->own.flags & NC_UNWANTED))
@@ -347,7 +341,7 @@ static void make_call(member *m, int number)
     int is_one_id = carry_out(m, c);
     if (is_one_id != (c->plan.stranger < 0))
         report_and_fail(m, c, is_one_id ? "did not see another id" : "saw another id where all are the same", 0);
-    verify_told(m, c);
+    verify_notes(m, c);
     if (is_one_id && c->plan.call.kind != NC_MEET)
         verify(m, c, expected);
     /* Nobody may read them any more. */

@@ -265,12 +265,6 @@ void expect(const world_plan *w, const call_plan *p, int node, char *to)
     free(other);
 }
 
-int64_t word_told(const world_plan *w, int number, int rank, int i)
-{
-    dice d = dice_of(w->seed ^ 0x1234, (uint64_t)(number * MOST_RANKS + rank) * NC_WORDS + (uint64_t)i);
-    return (int64_t)draw(&d);
-}
-
 int64_t note_of(const world_plan *w, int number, int rank)
 {
     dice d = dice_of(w->seed ^ 0x4321, (uint64_t)(number * MOST_RANKS + rank));

@@ -67,7 +67,6 @@ void expect_of_node(const world_plan *world, const call_plan *call, int node, ch
 void expect(const world_plan *world, const call_plan *call, int node, char *to);
 size_t result_bytes(const world_plan *world, const call_plan *call, int node);
 
-int64_t word_told(const world_plan *world, int number, int rank, int i);
 int64_t note_of(const world_plan *world, int number, int rank);
 
 void describe(const world_plan *world, const call_plan *call, char *text, size_t bytes);

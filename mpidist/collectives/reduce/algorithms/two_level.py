@@ -145,21 +145,18 @@ class TwoLevel(Algorithm):
         """Return the shared result of the node after the handshake, if all ranks share it."""
         results = self._node.results
         yield from core.go_on()
-        while core.state == MET and job.may_share:
-            if not core.shares():
-                core.targets(job.targets())
-                return None
-            shared = results.free(job.nbytes, core.notes())
-            if shared is not None:
-                core.targets(None, shared)
-                return shared.view(job.dtype)
-            # Creating a result runs its own handshakes, so the ranks repeat the handshake of this call.
-            job.may_share = yield from results.add(job.nbytes)
-            self._begin(job, core, 0)
-            yield from core.go_on()
-        if core.state == MET:
+        if core.state != MET:
+            return None
+        if not job.may_share:
             core.look()
-        return None
+            return None
+        shared = None
+        if core.shares():
+            shared = results.free(job.nbytes, core.notes())
+            if shared is None and (yield from results.add(job.nbytes)):
+                shared = results.free(job.nbytes, core.notes())
+        core.targets(None if shared is not None else job.targets(), shared)
+        return None if shared is None else shared.view(job.dtype)
 
     def _in_flight(self, job: PackedReduction) -> _InFlight:
         job.took = self._way(job).name
