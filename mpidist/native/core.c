@@ -31,12 +31,10 @@ enum { SPINS_OVER_NODES = 20 };
 static page *next_page(nc *c) { return &c->rows[c->rank].pages[(c->meeting + 1) & 1]; }
 size_t nc_length(const nc *c, int rank) { return part_from(c, rank, &(size_t){0}); }
 int64_t nc_note(const nc *c, int rank) { return page_of(c, rank)->note; }
-int nc_shares(const nc *c) { return c->shares; }
 int nc_is_on_wire(const nc *c) { return c->on_wire; }
-int nc_error(const nc *c) { return c->error; }
+const nc_report *nc_report_of(const nc *c) { return &c->report; }
 nc_piece *nc_pieces(nc *c) { return c->piece; }
 const char **nc_inputs(nc *c) { return c->in; }
-void nc_get_event(const nc *c, nc_event *event) { *event = c->event; }
 size_t nc_control_bytes(int ranks) { return sizeof(row) * (size_t)ranks; }
 
 nc *nc_open(void *control, int rank, int ranks, int spins, const int32_t *pids, int on_wire, int rails)
@@ -286,7 +284,7 @@ static nc_state choose_algorithm(nc *c)
         if (replicas > c->most_replicas)
             c->most_replicas = replicas;
     }
-    c->shares = (all_flags & SHARES) != 0;
+    c->report.shares = (all_flags & SHARES) != 0;
     if (c->call.kind == NC_MEET)
         return core_end(c, NC_DONE);
     if (replicas_of_all > NC_INPUTS)

@@ -319,7 +319,7 @@ static nc_state push_block(nc *c)
     c->next_element += elements;
     if (!(c->call.flags & NC_WATCH))
         return NC_MOVED;
-    c->event = (nc_event){1, c->blocks_pushed++, now() - since};
+    c->report.event = (nc_event){1, c->blocks_pushed++, now() - since};
     return NC_CHUNK;
 }
 

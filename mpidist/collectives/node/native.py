@@ -65,6 +65,12 @@ class ChunkEvent(Structure):
     _fields_ = (("what", c_int), ("chunk", c_size_t), ("nanoseconds", c_int64))
 
 
+class Report(Structure):
+    """nc_report of mpidist.h: results of the current call of a core."""
+
+    _fields_ = (("error", c_int), ("shares", c_int), ("slice", Slice), ("event", ChunkEvent))
+
+
 class MpiFunctions(Structure):
     """nc_mpi of mpidist.h."""
 
@@ -84,18 +90,15 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "nc_allow_push": (None, c_void_p, c_size_t, c_int),
     "nc_control_bytes": (c_size_t, c_int),
     "nc_crossed": (None, c_void_p, c_size_t),
-    "nc_get_event": (None, c_void_p, POINTER(ChunkEvent)),
-    "nc_get_slice": (None, c_void_p, POINTER(Slice)),
     "nc_halve_from": (None, c_void_p, c_size_t),
     "nc_lead": (c_int, c_void_p, POINTER(MpiFunctions), POINTER(c_int32), c_int, c_int, c_int),
     "nc_limit_finalize": (c_int, c_int, c_char_p, c_int, c_char_p),
-    "nc_error": (c_int, c_void_p),
     "nc_ping": (c_int64, c_void_p, c_int, c_int, c_int64),
     "nc_read": (c_int, c_int, c_void_p, c_void_p, c_size_t),
     "nc_room": (None, c_void_p, POINTER(c_void_p), POINTER(SlotSizes)),
     "nc_segment": (c_int, c_void_p, POINTER(c_void_p), c_size_t),
     "nc_segment_bytes": (c_size_t, POINTER(SlotSizes)),
-    "nc_shares": (c_int, c_void_p),
+    "nc_report_of": (POINTER(Report), c_void_p),
     "nc_write": (c_int, c_int, c_void_p, c_void_p, c_size_t),
 }
 

@@ -95,7 +95,7 @@ static void check_sharing(const member *m, const call *c)
     for (int r = 0; r < m->world->plan.ranks[m->node]; r++)
         all = all && node->may_share[c->plan.number % 2][r];
     size_t bytes = count_of(&c->plan) * nc_itemsize(c->plan.call.dtype);
-    if (nc_shares(m->core) ? !all : all && bytes > 96 && bytes > sizes->small + 64)
+    if (nc_report_of(m->core)->shares ? !all : all && bytes > 96 && bytes > sizes->small + 64)
         report_and_fail(m, c, all ? "no shared result" : "a shared result", bytes);
 }
 
@@ -148,7 +148,7 @@ static void post(member *m, const call *c)
 {
     nc_slice *s = &m->on_wire[m->slices++];
     mailbox *mine = &m->world->wire[m->node][m->rank];
-    nc_get_slice(m->core, s);
+    *s = nc_report_of(m->core)->slice;
     if (s->count == 0) /* empty behind one that has not crossed */
         return;
     char **to = &mine->data[m->posted % WIRE_SLOTS];
@@ -191,7 +191,7 @@ static int64_t some_time(member *m) { return chance(&m->dice, 30) ? 0 : (int64_t
 static void met(member *m, call *c)
 {
     node_memory *node = &m->world->node[m->node];
-    int wants_one = c->own.flags & NC_SHARE && nc_shares(m->core);
+    int wants_one = c->own.flags & NC_SHARE && nc_report_of(m->core)->shares;
     if (c->own.flags & NC_SHARE)
         check_sharing(m, c);
     m->shared = wants_one ? node->common : NULL;
@@ -205,8 +205,7 @@ static void met(member *m, call *c)
 /* Chunks come in their order, each once; those that go to the wire are slices instead. */
 static void note_event(member *m, const call *c, size_t *events)
 {
-    nc_event event;
-    nc_get_event(m->core, &event);
+    nc_event event = nc_report_of(m->core)->event;
     if (event.what < 0 || event.what > 2 || event.nanoseconds < 0)
         report_and_fail(m, c, "a wrong event", (size_t)event.what);
     size_t *next = &events[event.what], may_skip = event.what == 1 && m->world->plan.nodes > 1;

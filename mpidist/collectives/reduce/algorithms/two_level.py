@@ -20,7 +20,7 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array, as_dtype
 from mpidist.collectives.mpi.waiting import Steps, looks_at, pause
-from mpidist.collectives.node.core import CHUNK, DONE, MET, OVERLAP, SHARED_BYTES, SLICE, Core
+from mpidist.collectives.node.core import CHUNK, DONE, EVENTS, MET, OVERLAP, SHARED_BYTES, SLICE, Core
 from mpidist.collectives.node.memory import pieces
 from mpidist.collectives.node.node import LANES_BETWEEN_NODES
 from mpidist.collectives.node.packing import PackedReduction, divided, overlaps
@@ -151,7 +151,7 @@ class TwoLevel(Algorithm):
             core.look()
             return None
         shared = None
-        if core.shares():
+        if core.report.shares:
             shared = results.free(job.nbytes, core.notes())
             if shared is None and (yield from results.add(job.nbytes)):
                 shared = results.free(job.nbytes, core.notes())
@@ -172,8 +172,8 @@ class TwoLevel(Algorithm):
                 assert in_flight is not None
                 self._send(job, core, in_flight, shared)
             elif core.state == CHUNK and job.tell_chunk is not None:
-                name, chunk, nanoseconds = core.event()
-                job.tell_chunk(name, chunk, time.perf_counter_ns() - nanoseconds, 0)
+                event = core.report.event
+                job.tell_chunk(EVENTS[event.what], event.chunk, time.perf_counter_ns() - event.nanoseconds, 0)
             elif in_flight is None:
                 yield from core.go_on()
                 continue
@@ -186,7 +186,7 @@ class TwoLevel(Algorithm):
             core.look(0 if in_flight is None else None)
 
     def _send(self, job: PackedReduction, core: Core, in_flight: _InFlight, shared: Array | None) -> None:
-        part, slots = core.slice(), self._node.slots
+        part, slots = core.report.slice, self._node.slots
         if part.length == 0:
             in_flight.add(part.chunk, None)
             return
