@@ -284,7 +284,7 @@ def shared_memory(comm: MPI.Intracomm, nbytes: int, start: int, stop: int) -> St
     """
     if comm.Get_size() == 1:
         return aligned_zeros(nbytes), 0
-    # Not MPI_Win_allocate_shared, because Open MPI crashes in it if a rank has a /dev/shm of its own, as in a container.
+    # Not MPI_Win_allocate_shared. Open MPI crashes in it if a rank has a /dev/shm of its own, as in a container.
     with _temporary_file(nbytes if comm.Get_rank() == 0 else 0) as number:
         place = np.array([os.getpid(), number], np.int64)
         yield from broadcast_flat(comm, place, 0)
