@@ -148,7 +148,7 @@ static char *inline_data(const nc *c, int rank)
 
 static void cut_stripes(nc *c)
 {
-    size_t ranks = (size_t)c->rails, unit = unit_of(c);
+    size_t ranks = (size_t)c->rails, unit = in_cache_line(c);
     if (moves(c)) {
         for (int r = 0; r < c->ranks; r++)
             c->border[r + 1] = c->border[r] + nc_length(c, r);
@@ -156,7 +156,7 @@ static void cut_stripes(nc *c)
         return;
     }
     c->whole = c->bytes;
-    if (c->call.parts != NULL) {
+    if (c->call.kind == NC_REDUCE_SCATTER) {
         for (size_t r = 0; r <= ranks; r++)
             c->border[r] = (size_t)c->call.parts[r];
         return;

@@ -142,12 +142,6 @@ static inline size_t bytes_of(const nc *c, int rank) { return (size_t)page_of(c,
 
 static inline size_t in_cache_line(const nc *c) { return 64 / c->itemsize; }
 
-/* Stripes are multiples of this number of elements. */
-static inline size_t unit_of(const nc *c)
-{
-    return c->call.unit ? c->call.unit : c->call.kind == NC_ALL_REDUCE ? in_cache_line(c) : 1;
-}
-
 /* Whether the call moves bytes without reducing them. */
 static inline int moves(const nc *c) { return c->call.kind >= NC_ALL_GATHER; }
 

@@ -71,13 +71,11 @@ typedef struct {
     int flags;
     int pieces, replicas;
     double divisor;   /* divides every element of the result, 0 for none */
-    size_t unit;      /* stripes of the ranks are multiples of this number of elements. 0: of a cache line in an
-                         ALL_REDUCE, else of an element */
     size_t slice;     /* elements of a slice, at most. With 0 the core chooses, differently on nodes with different
                          numbers of replicas. */
     int64_t note;     /* a number published with the header */
-    const int64_t *parts; /* ranks + 1 offsets, or NULL for equal parts. ALL_TO_ALL: bytes before the part for each
-                             rank. REDUCE_SCATTER: elements before those that each rank keeps. */
+    const int64_t *parts; /* ranks + 1 offsets. REDUCE_SCATTER: elements before those that each rank keeps. ALL_TO_ALL:
+                             bytes before the part for each rank, or NULL for equal parts. */
 } nc_call;
 
 /* Sizes of the slots of each rank. They must be equal on all ranks, because each rank computes the addresses of the

@@ -291,7 +291,7 @@ static void verify(const member *m, const call *c, const char *expected)
         for (size_t r = 0; r < ranks; found += part_bytes(p, (int)r, m->rank), expected += p->length[r], r++)
             compare(m, c, found, expected + p->parts[r][m->rank], part_bytes(p, (int)r, m->rank));
     } else if (p->call.kind == NC_REDUCE_SCATTER) {
-        size_t begin = stripe_begin(p, (int)ranks, m->rank), end = stripe_begin(p, (int)ranks, m->rank + 1);
+        size_t begin = (size_t)p->parts[0][m->rank], end = (size_t)p->parts[0][m->rank + 1];
         compare(m, c, c->out[0], expected + begin * size, end - begin);
     } else {
         for (int i = 0; i < p->call.pieces; expected += p->count[i] * size, i++)
