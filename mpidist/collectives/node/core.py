@@ -147,11 +147,6 @@ class Core:
             code = self.report.error
             raise import_mpi().Exception(code) if state == _MPI else OSError(code, os.strerror(code))
 
-    @property
-    def waits(self) -> bool:
-        """Whether the call waits for other ranks or needs another poll."""
-        return self.state in WAITING
-
     def go_on(self) -> Steps[None]:
         """Yield until the call is finished or needs the caller."""
         polls = 0
