@@ -18,9 +18,9 @@ import numpy as np
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.mpi.waiting import Steps, looks_before_yield, pause
 from mpidist.collectives.node.native import (
+    CoreReport,
     MpiFunctions,
     Opener,
-    Report,
     SlotSizes,
     address_of,
     library,
@@ -108,7 +108,7 @@ class Core:
         spins, of_node = looks_before_yield(), None if pids is None else (ctypes.c_int32 * self.size)(*pids)
         self._calls = opener(address_of(memory), self.rank, self.size, spins, of_node, int(not is_alone), rails)
         self._library, self._address = library(), cast(int, self._calls["address"])
-        self.report: Report = self._library.nc_report_of(self._address).contents
+        self.report: CoreReport = self._library.nc_report_of(self._address).contents
         """Results of the current call, which C writes: ``shares``, ``slice`` and ``event`` (see ``EVENTS``)."""
         self._begin: Callable[..., int] = self._calls["begin"]
         self._step: Callable[[int], int] = self._calls["step"]

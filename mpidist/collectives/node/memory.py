@@ -278,9 +278,9 @@ class SharedResults:
 
 
 def shared_memory(comm: MPI.Intracomm, nbytes: int, start: int, stop: int) -> Steps[tuple[Array | None, int]]:
-    """Return zeroed memory that the ranks of a node share, or None and the reason on all ranks (collective).
+    """Return zeroed memory that a node's ranks share, or None and a reason (collective).
 
-    This rank reserves bytes ``start`` to ``stop``. The reason is ``NO_ROOM`` or ``NOT_SHARED``.
+    This rank reserves bytes ``start`` to ``stop``. All ranks get the same reason, ``NO_ROOM`` or ``NOT_SHARED``.
     """
     if comm.Get_size() == 1:
         return aligned_zeros(nbytes), 0

@@ -65,7 +65,7 @@ class ChunkEvent(Structure):
     _fields_ = (("what", c_int), ("chunk", c_size_t), ("nanoseconds", c_int64))
 
 
-class Report(Structure):
+class CoreReport(Structure):
     """nc_report of mpidist.h: results of the current call of a core."""
 
     _fields_ = (("error", c_int), ("shares", c_int), ("slice", Slice), ("event", ChunkEvent))
@@ -98,7 +98,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "nc_room": (None, c_void_p, POINTER(c_void_p), POINTER(SlotSizes)),
     "nc_segment": (c_int, c_void_p, POINTER(c_void_p), c_size_t),
     "nc_segment_bytes": (c_size_t, POINTER(SlotSizes)),
-    "nc_report_of": (POINTER(Report), c_void_p),
+    "nc_report_of": (POINTER(CoreReport), c_void_p),
     "nc_write": (c_int, c_int, c_void_p, c_void_p, c_size_t),
 }
 
