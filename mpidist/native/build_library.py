@@ -49,6 +49,7 @@ _ZIG_GLIBC = "gnu.2.17"
 _PROBE = "#include <stdatomic.h>\n#include <string.h>\nint probe(_Atomic int *p) { return atomic_load(p); }\n"
 # Excludes examples and hidden files of editors.
 _IS_SOURCE = re.compile(r"(?!examples/)(.*/)?[^./][^/]*\.(py|c|h)").fullmatch
+_HOOKS_OF_SETUPTOOLS = ("prepare_metadata_for_build_wheel", "prepare_metadata_for_build_editable", "build_sdist")
 _SHOWN_LINES = 15
 _SECONDS = 600.0
 
@@ -278,18 +279,6 @@ def get_requires_for_build_editable(config_settings: ConfigSettings = None) -> l
     return [*requirements(), *_setuptools().get_requires_for_build_editable(config_settings)]
 
 
-def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: ConfigSettings = None) -> str:
-    """Write the metadata of the wheel. Return the name of the folder."""
-    folder: str = _setuptools().prepare_metadata_for_build_wheel(metadata_directory, config_settings)
-    return folder
-
-
-def prepare_metadata_for_build_editable(metadata_directory: str, config_settings: ConfigSettings = None) -> str:
-    """Write the metadata of an editable installation. Return the name of the folder."""
-    folder: str = _setuptools().prepare_metadata_for_build_editable(metadata_directory, config_settings)
-    return folder
-
-
 def build_wheel(
     wheel_directory: str, config_settings: ConfigSettings = None, metadata_directory: str | None = None
 ) -> str:
@@ -315,10 +304,11 @@ def build_editable(
     return name
 
 
-def build_sdist(sdist_directory: str, config_settings: ConfigSettings = None) -> str:
-    """Pack the sources, and return the archive's name."""
-    name: str = _setuptools().build_sdist(sdist_directory, config_settings)
-    return name
+def __getattr__(name: str) -> Any:
+    """Return a hook that setuptools runs alone."""
+    if name not in _HOOKS_OF_SETUPTOOLS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_setuptools(), name)
 
 
 if __name__ == "__main__":

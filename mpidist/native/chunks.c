@@ -147,8 +147,10 @@ static nc_state try_reduce(nc *c)
         reduce_slice(c, k, start, n);
     if (c->on_wire) {
         count(c, READ, c->reduced);
-        if ((n && !moves(c)) || c->crossed != k) /* empty slices must also wait for earlier ones */
+        if ((n && !moves(c)) || c->crossed != k) { /* empty slices must also wait for earlier ones */
+            c->report.slice = (nc_slice){(size_t)(k - c->begin), start, n, SKEW + lane_at(c, k)};
             return NC_SLICE;
+        }
         c->crossed = c->reduced;
     }
     count(c, REDUCED, c->reduced);
@@ -190,7 +192,7 @@ static nc_state watched(nc *c, int what, uint64_t chunk, int64_t since, nc_state
 {
     if (!(c->call.flags & NC_WATCH) || state == NC_SLICE)
         return state;
-    c->event = (nc_event){what, (size_t)(chunk - c->begin), now() - since};
+    c->report.event = (nc_event){what, (size_t)(chunk - c->begin), now() - since};
     return NC_CHUNK;
 }
 
@@ -233,14 +235,6 @@ int core_start_chunks(nc *c)
     c->end = c->begin + (longest + c->slice - 1) / c->slice;
     c->next = move_chunks;
     return 1;
-}
-
-void nc_get_slice(const nc *c, nc_slice *slice)
-{
-    uint64_t k = c->reduced - 1;
-    slice->chunk = (size_t)(k - c->begin);
-    slice->count = slice_of(c, c->rank, k, &slice->start);
-    slice->lane = SKEW + lane_at(c, k);
 }
 
 void nc_crossed(nc *c, size_t chunk)

@@ -30,15 +30,11 @@ enum { SPINS_OVER_NODES = 20 };
 
 static page *next_page(nc *c) { return &c->rows[c->rank].pages[(c->meeting + 1) & 1]; }
 size_t nc_length(const nc *c, int rank) { return part_from(c, rank, &(size_t){0}); }
-int64_t *nc_tell(nc *c) { return next_page(c)->words; }
-const int64_t *nc_told(const nc *c, int rank) { return words_of(c, rank); }
 int64_t nc_note(const nc *c, int rank) { return page_of(c, rank)->note; }
-int nc_shares(const nc *c) { return c->shares; }
 int nc_is_on_wire(const nc *c) { return c->on_wire; }
-int nc_error(const nc *c) { return c->error; }
+const nc_report *nc_report_of(const nc *c) { return &c->report; }
 nc_piece *nc_pieces(nc *c) { return c->piece; }
 const char **nc_inputs(nc *c) { return c->in; }
-void nc_get_event(const nc *c, nc_event *event) { *event = c->event; }
 size_t nc_control_bytes(int ranks) { return sizeof(row) * (size_t)ranks; }
 
 nc *nc_open(void *control, int rank, int ranks, int spins, const int32_t *pids, int on_wire, int rails)
@@ -152,7 +148,7 @@ static char *inline_data(const nc *c, int rank)
 
 static void cut_stripes(nc *c)
 {
-    size_t ranks = (size_t)c->rails, unit = unit_of(c);
+    size_t ranks = (size_t)c->rails, unit = in_cache_line(c);
     if (moves(c)) {
         for (int r = 0; r < c->ranks; r++)
             c->border[r + 1] = c->border[r] + nc_length(c, r);
@@ -160,7 +156,7 @@ static void cut_stripes(nc *c)
         return;
     }
     c->whole = c->bytes;
-    if (c->call.parts != NULL) {
+    if (c->call.kind == NC_REDUCE_SCATTER) {
         for (size_t r = 0; r <= ranks; r++)
             c->border[r] = (size_t)c->call.parts[r];
         return;
@@ -288,7 +284,7 @@ static nc_state choose_algorithm(nc *c)
         if (replicas > c->most_replicas)
             c->most_replicas = replicas;
     }
-    c->shares = (all_flags & SHARES) != 0;
+    c->report.shares = (all_flags & SHARES) != 0;
     if (c->call.kind == NC_MEET)
         return core_end(c, NC_DONE);
     if (replicas_of_all > NC_INPUTS)

@@ -89,7 +89,7 @@ struct nc {
     /* The current call. */
     nc_call call;
     nc_state (*next)(nc *); /* the next step of the call */
-    int came, shares, any_private, most_replicas, inputs, error;
+    int came, any_private, most_replicas, inputs;
     size_t itemsize, count, bytes, slice;
     size_t whole;                      /* bytes of the result */
     size_t first[NC_PIECES + 1];       /* elements before each piece */
@@ -106,7 +106,7 @@ struct nc {
     uint64_t push_candidates;          /* calls in which all ranks published PUSH_CANDIDATE */
     size_t next_element, blocks_pushed;
     char *scratch, memory[PAGE + SCRATCH_BYTES];
-    nc_event event;
+    nc_report report;
     nc_piece piece[NC_PIECES];
     const char *in[NC_INPUTS], *combined[NC_INPUTS]; /* inputs of this rank, of all ranks */
 };
@@ -128,7 +128,7 @@ static inline nc_state core_end(nc *c, nc_state state)
 /* End the call on an error. The core has failed. */
 static inline nc_state core_fail(nc *c, int error)
 {
-    c->error = error;
+    c->report.error = error;
     return core_end(c, NC_LOST);
 }
 
@@ -141,12 +141,6 @@ static inline int replicas_of(const nc *c, int rank) { return (int)page_of(c, ra
 static inline size_t bytes_of(const nc *c, int rank) { return (size_t)page_of(c, rank)->bytes; }
 
 static inline size_t in_cache_line(const nc *c) { return 64 / c->itemsize; }
-
-/* Stripes are multiples of this number of elements. */
-static inline size_t unit_of(const nc *c)
-{
-    return c->call.unit ? c->call.unit : c->call.kind == NC_ALL_REDUCE ? in_cache_line(c) : 1;
-}
 
 /* Whether the call moves bytes without reducing them. */
 static inline int moves(const nc *c) { return c->call.kind >= NC_ALL_GATHER; }

@@ -165,6 +165,7 @@ typedef struct {
     ssize_t rows;          /* length of the result's first axis, or -1 if the result has the shape of the value */
     ssize_t at;            /* the value may start at this offset in `out`, or -1 */
     int is_receiver;       /* this rank contributes nothing */
+    ssize_t dealt_rows;    /* rows of the value, of which each rank keeps some in a REDUCE_SCATTER */
     nc_call call;
 } fast_call;
 
@@ -308,6 +309,9 @@ static int lay_out(face *f, const fast_call *c, PyObject *result)
         nc_inputs(f->core)[i] = f->given[i].begin;
         nc_pieces(f->core)[i] = (nc_piece){(char *)(intptr_t)f->results[i].begin, count};
     }
+    ssize_t rows = c->dealt_rows, more = rows % f->ranks;
+    for (int r = 0; r <= f->ranks && rows; r++)
+        f->parts[r] = (rows / f->ranks * r + (r < more ? r : more)) * ((ssize_t)nc_pieces(f->core)[0].count / rows);
     return c->out == NONE || is_apart(f, c);
 }
 
@@ -425,7 +429,8 @@ static PyObject *reduce_scatter(PyObject *self, PyObject *const *a, ssize_t n)
     ssize_t rows = f->shapes[1];
     c.rows = rows / f->ranks + (f->rank < rows % f->ranks);
     c.at = -1;
-    c.call.unit = bytes_of(&c.memory) / (size_t)rows / nc_itemsize(c.call.dtype);
+    c.dealt_rows = rows;
+    c.call.parts = f->parts;
     return run(f, &c);
 }
 

@@ -226,7 +226,7 @@ nc_state leader_go_on(nc *c, int *refused)
         if (!l->is_posted)
             post(c, l);
         if (!all_done(l)) {
-            c->error = l->error;
+            c->report.error = l->error;
             return l->error ? NC_MPI : NC_NOT_YET;
         }
         apply_received(c, l);

@@ -35,11 +35,11 @@ typedef enum {
     NC_NOT_YET,  /* waits for another rank: poll again with nc_step */
     NC_MOVED,    /* made progress until the time was over: call nc_step */
     NC_MET,      /* the handshake is complete: set the results, see nc_targets, and call nc_step */
-    NC_SLICE,    /* a slice of this rank is ready for other nodes: nc_get_slice, later nc_crossed */
-    NC_CHUNK,    /* NC_WATCH: a step of a chunk is complete: nc_get_event */
+    NC_SLICE,    /* a slice of this rank is ready for other nodes: see nc_report, later nc_crossed */
+    NC_CHUNK,    /* NC_WATCH: a step of a chunk is complete, see nc_report */
     NC_MISMATCH, /* another rank passed another id. The call has ended without moving data. */
-    NC_MPI,      /* an MPI function failed: nc_error is its error code. The core has failed. */
-    NC_LOST      /* The memory of a rank is inaccessible, or the call is too large. nc_error is the errno. The core has
+    NC_MPI,      /* an MPI function failed: its error code is in nc_report. The core has failed. */
+    NC_LOST      /* The memory of a rank is inaccessible, or the call is too large. The errno is in nc_report. The core has
                     failed. All ranks get this state if the call is too large: slots have no room for an element of
                     each stripe and replica (ENOBUFS), or there are more than NC_INPUTS replicas on the node or more
                     than NC_MOST_OVER_NODES bytes over nodes (E2BIG) */
@@ -71,13 +71,11 @@ typedef struct {
     int flags;
     int pieces, replicas;
     double divisor;   /* divides every element of the result, 0 for none */
-    size_t unit;      /* stripes of the ranks are multiples of this number of elements. 0: of a cache line in an
-                         ALL_REDUCE, else of an element */
     size_t slice;     /* elements of a slice, at most. With 0 the core chooses, differently on nodes with different
                          numbers of replicas. */
     int64_t note;     /* a number published with the header */
-    const int64_t *parts; /* ranks + 1 offsets, or NULL for equal parts. ALL_TO_ALL: bytes before the part for each
-                             rank. REDUCE_SCATTER: elements before those that each rank keeps. */
+    const int64_t *parts; /* ranks + 1 offsets. REDUCE_SCATTER: elements before those that each rank keeps. ALL_TO_ALL:
+                             bytes before the part for each rank, or NULL for equal parts. */
 } nc_call;
 
 /* Sizes of the slots of each rank. They must be equal on all ranks, because each rank computes the addresses of the
@@ -102,6 +100,14 @@ typedef struct {
     size_t chunk;
     int64_t nanoseconds;
 } nc_event;
+
+/* Results of the current call, read in place. */
+typedef struct {
+    int error;                  /* after NC_MPI or NC_LOST */
+    int shares;                 /* after the handshake: whether all ranks accept a shared result */
+    nc_slice slice;             /* after NC_SLICE */
+    nc_event event;             /* after NC_CHUNK */
+} nc_report;
 
 typedef struct nc nc;
 
@@ -147,7 +153,6 @@ enum { NC_MOST_OVER_NODES = 64 << 10 };
    the communicator. `me`: number of this node. `tag`: used by no other messages. Return 0, or -1 without memory. */
 NC_EXPORT int nc_lead(nc *core, const nc_mpi *mpi, const int32_t *ranks, int nodes, int me, int tag);
 NC_EXPORT void nc_halve_from(nc *core, size_t bytes); /* use recursive halving from this size on, equal on all */
-NC_EXPORT int nc_error(const nc *core);       /* after NC_MPI or NC_LOST */
 int nc_is_on_wire(const nc *core);            /* whether there are other nodes */
 
 /* Limit the time until this process ends. Print a warning after warn_seconds, and an error before exiting after
@@ -206,15 +211,11 @@ nc_state nc_step(nc *core, int64_t nanoseconds);
    be set in nc_pieces, unless they were set before nc_begin, because other ranks may already write to those. */
 void nc_targets(nc *core, char *shared);
 
-NC_EXPORT void nc_get_slice(const nc *core, nc_slice *slice);
+NC_EXPORT const nc_report *nc_report_of(const nc *core);
 NC_EXPORT void nc_crossed(nc *core, size_t chunk); /* other nodes have reduced the slice, in the order of chunks */
-NC_EXPORT void nc_get_event(const nc *core, nc_event *event);
 
-/* The header words that this rank publishes with the next handshake, and those published with the last one. */
-NC_EXPORT int64_t *nc_tell(nc *core);
-NC_EXPORT const int64_t *nc_told(const nc *core, int rank);
+/* Results of the last handshake. */
 size_t nc_length(const nc *core, int rank);   /* bytes that a rank sends to this one */
-NC_EXPORT int nc_shares(const nc *core);                /* whether all ranks accept a shared result */
 int64_t nc_note(const nc *core, int rank);    /* the note of a rank */
 
 #endif

@@ -173,7 +173,7 @@ int core_start_push(nc *c, int replicas_of_all)
     for (int r = 0; r < c->ranks; r++)
         mapped = mapped && push_flags(c, r) & IS_MAPPED;
     size_t bytes = mapped ? COMBINED_AT_ONCE : SCRATCH_BYTES / (size_t)(replicas_of_all - c->call.replicas);
-    size_t unit = unit_of(c), elements = bytes / c->itemsize;
+    size_t unit = in_cache_line(c), elements = bytes / c->itemsize;
     c->slice = elements > unit ? elements - elements % unit : elements;
     c->next_element = c->border[c->rank];
     c->blocks_pushed = 0;
@@ -319,7 +319,7 @@ static nc_state push_block(nc *c)
     c->next_element += elements;
     if (!(c->call.flags & NC_WATCH))
         return NC_MOVED;
-    c->event = (nc_event){1, c->blocks_pushed++, now() - since};
+    c->report.event = (nc_event){1, c->blocks_pushed++, now() - since};
     return NC_CHUNK;
 }
 

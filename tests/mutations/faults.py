@@ -221,8 +221,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a slice for other nodes is taken from where slots do not begin",
         "mpidist/native/chunks.c",
-        "slice->lane = SKEW + lane_at(c, k);",
-        "slice->lane = lane_at(c, k);",
+        "n, SKEW + lane_at(c, k)};",
+        "n, lane_at(c, k)};",
         ("tests/collectives/test_all_reduce.py",),
         ranks=4,
         ranks_per_node=2,

@@ -18,7 +18,7 @@ from mpidist.collectives.channel.operation import Operation, describe
 from mpidist.collectives.channel.progress import progress
 from mpidist.collectives.mpi.exchange import is_common
 from mpidist.collectives.mpi.waiting import Comm, Steps, drive
-from mpidist.collectives.node.core import LOST, WRITE_SECONDS
+from mpidist.collectives.node.core import LOST, WAITING, WRITE_SECONDS
 from mpidist.collectives.node.node import Node
 from mpidist.core import settings
 from mpidist.core.concurrency import Deadline, Stopwatch
@@ -366,7 +366,7 @@ class Executor:
             return result
         except BaseException as error:
             # A common error may come from another channel's work. This channel's call is then unfinished.
-            is_unfinished = self._core is not None and self._core.waits and not self.reason
+            is_unfinished = self._core is not None and self._core.state in WAITING and not self.reason
             if is_common(error) and not is_unfinished:
                 raise
             self.fail_in(operation.text, error)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from ctypes import byref
 from functools import lru_cache, partial
 from itertools import chain
@@ -18,10 +18,9 @@ import numpy as np
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.collectives.mpi.waiting import Steps, looks_before_yield, pause
 from mpidist.collectives.node.native import (
-    ChunkEvent,
+    CoreReport,
     MpiFunctions,
     Opener,
-    Slice,
     SlotSizes,
     address_of,
     library,
@@ -52,7 +51,7 @@ _STOP, _SHARE, _UNWANTED, _WATCH, _OVER_NODES = 1, 2, 4, 8, 32
 DONE, NOT_YET, MOVED, MET, SLICE, CHUNK, MISMATCH, _MPI, LOST = range(9)
 OVERLAP = -1
 WAITING = (NOT_YET, MOVED)
-_EVENTS = ("fill chunk", "reduce chunk", "copy chunk")
+EVENTS = ("fill chunk", "reduce chunk", "copy chunk")
 
 # Nanoseconds that C code polls before it returns to Python.
 _POLL_NANOSECONDS = 200_000
@@ -64,8 +63,6 @@ _PING_BATCHES, _PING_SECONDS = 6, 0.01
 WRITE_SECONDS = 1.0
 # NC_INPUTS and NC_SHARED_BYTES of mpidist.h.
 MOST_INPUTS = 8192
-# NC_WORDS of mpidist.h.
-_MOST_WORDS = 2032
 SHARED_BYTES = 2 << 20
 # NC_MOST_OVER_NODES: bytes that travel to other nodes with the handshake.
 SMALL_BETWEEN_NODES = 64 << 10
@@ -111,6 +108,8 @@ class Core:
         spins, of_node = looks_before_yield(), None if pids is None else (ctypes.c_int32 * self.size)(*pids)
         self._calls = opener(address_of(memory), self.rank, self.size, spins, of_node, int(not is_alone), rails)
         self._library, self._address = library(), cast(int, self._calls["address"])
+        self.report: CoreReport = self._library.nc_report_of(self._address).contents
+        """Results of the current call, which C writes: ``shares``, ``slice`` and ``event`` (see ``EVENTS``)."""
         self._begin: Callable[..., int] = self._calls["begin"]
         self._step: Callable[[int], int] = self._calls["step"]
         # Bytes that each rank sends to this one, and the note of each rank, when all have arrived.
@@ -145,13 +144,8 @@ class Core:
         """Resume a call in ``state``. Raises OSError or MPI.Exception if the call has failed."""
         self.state = state
         if state in (_MPI, LOST):
-            code = self._library.nc_error(self._address)
+            code = self.report.error
             raise import_mpi().Exception(code) if state == _MPI else OSError(code, os.strerror(code))
-
-    @property
-    def waits(self) -> bool:
-        """Whether the call waits for other ranks or needs another poll."""
-        return self.state in WAITING
 
     def go_on(self) -> Steps[None]:
         """Yield until the call is finished or needs the caller."""
@@ -176,15 +170,6 @@ class Core:
         """Yield until all ranks of the node have arrived. Each rank then sees all earlier writes of the others."""
         self.resume(self._calls["meet"](0, 0))
         yield from self.go_on()
-
-    def gather(self, words: Sequence[int]) -> Steps[list[list[int]]]:
-        """Yield until all ranks of the node have arrived. Return the integers of each rank."""
-        assert len(words) <= _MOST_WORDS, f"{len(words)} words"
-        to = self._library.nc_tell(self._address)
-        for index, word in enumerate(words):
-            to[index] = word
-        yield from self.meeting()
-        return [self._library.nc_told(self._address, rank)[: len(words)] for rank in range(self.size)]
 
     def ping(self, other: int, limit_seconds: float = _PING_SECONDS) -> int:
         """Return the latency to ``other`` in nanoseconds, or 0 after a timeout (collective, see nc_ping)."""
@@ -258,30 +243,14 @@ class Core:
         kind = _ALL_GATHER if borders is None else _ALL_TO_ALL
         self.resume(self._begin(identity, kind, 0, _BYTE, 0, _STOP, 1, 0, note, [sent], None, borders))
 
-    def shares(self) -> bool:
-        """Return whether all ranks accept a shared result."""
-        return bool(self._library.nc_shares(self._address))
-
     def targets(self, outs: list[Array] | None, shared: Array | None = None) -> None:
         """Set the arrays for the result, or one shared array, and continue the call."""
         self._calls["targets"](outs, 0 if shared is None else address_of(shared))
         self.look()
 
-    def slice(self) -> Slice:
-        """Return the slice to send to the other nodes."""
-        found = Slice()
-        self._library.nc_get_slice(self._address, byref(found))
-        return found
-
     def crossed(self, chunk: int) -> None:
         """Report, in the order of chunks, that a slice has arrived from other nodes."""
         self._library.nc_crossed(self._address, chunk)
-
-    def event(self) -> tuple[str, int, int]:
-        """Return name, number of the chunk, and nanoseconds of the watched step."""
-        event = ChunkEvent()
-        self._library.nc_get_event(self._address, byref(event))
-        return _EVENTS[event.what], event.chunk, event.nanoseconds
 
     # The fast path ----------------------------------------------------------------------------------------------
 

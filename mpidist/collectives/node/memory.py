@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType
+from mpidist.collectives.mpi.exchange import agreed_minimum, broadcast_flat
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.node.core import Core
 from mpidist.collectives.node.native import address_of, map_shared
 from mpidist.core.files import open_regular
-from mpidist.topology import import_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -48,7 +48,7 @@ _DIRECTORY = "/dev/shm"
 _RESERVE_BYTES = 8 << 20
 _ALIGNMENT = 64
 _MAP_ALIGNMENT = mmap.ALLOCATIONGRANULARITY
-# Heaps grow by half of their size, within these bounds, because each new segment costs three barriers.
+# Heaps grow by half of their size, within these bounds, because each new segment costs two collectives.
 _SMALLEST_GROWTH, _LARGEST_GROWTH = 1 << 20, 64 << 20
 # Bits of SharedResults.held(), which travels in the header of a call.
 MAX_SLOTS = 32
@@ -183,11 +183,11 @@ class _Heap:
 
 
 class SharedMemory:
-    """Segments of the ranks of one node, which are private memory if ``core`` is None."""
+    """Segments of the ranks of one node, which are private memory for a single rank."""
 
-    def __init__(self, core: Core | None) -> None:
-        self._core = core
-        self._rank, self._size = (0, 1) if core is None else (core.rank, core.size)
+    def __init__(self, comm: MPI.Intracomm, core: Core | None) -> None:
+        self._comm, self._core = comm, core
+        self._rank, self._size = comm.Get_rank(), comm.Get_size()
         self._heaps: list[_Heap] = []
 
     @property
@@ -219,7 +219,8 @@ class SharedMemory:
     def segments(self, nbytes: int) -> Steps[list[Array] | None]:
         """Return a new segment per rank, or None on all ranks without room (collective)."""
         stride = -(-nbytes // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-        whole = yield from self._make(stride * self._size, self._rank * stride, self._rank * stride + nbytes)
+        start = self._rank * stride
+        whole, _ = yield from shared_memory(self._comm, stride * self._size, start, start + nbytes)
         if whole is None:
             return None
         return [whole[rank * stride : rank * stride + nbytes] for rank in range(self._size)]
@@ -230,7 +231,7 @@ class SharedMemory:
         ``in_place``: the core reads arrays in it in place, so it stays mapped until the core is closed.
         """
         # Each rank reserves the pages of its own slice, so that they are local to the rank that reduces the slice.
-        whole = yield from self._make(nbytes, *slices(nbytes, self._size)[self._rank])
+        whole, _ = yield from shared_memory(self._comm, nbytes, *slices(nbytes, self._size)[self._rank])
         if whole is not None and in_place and self._core is not None:
             self._core.add_segments([whole])
         return whole
@@ -238,16 +239,6 @@ class SharedMemory:
     def close(self) -> None:
         """Drop the segments. Each stays mapped until the last array in it is dropped."""
         self._heaps.clear()
-
-    def _make(self, nbytes: int, start: int, stop: int) -> Steps[Array | None]:
-        """Map a new file of ``nbytes``. This rank reserves bytes ``start`` to ``stop``."""
-        if self._core is None:
-            return aligned_zeros(nbytes)
-        with _temporary_file(nbytes if self._rank == 0 else 0) as number:
-            pid, number = (yield from self._core.gather([os.getpid(), number]))[0]
-            whole = _mapped(_name(pid, number), nbytes, start, stop) if number else None
-            mapped = yield from self._core.gather([whole is not None])
-            return whole if all(is_mapped for (is_mapped,) in mapped) else None
 
 
 class SharedResults:
@@ -286,21 +277,23 @@ class SharedResults:
         self._slots.clear()
 
 
-def control_memory(comm: MPI.Intracomm, nbytes: int) -> tuple[Array | None, int]:
-    """Return zeroed memory that a node's ranks share, or None with a reason (collective).
+def shared_memory(comm: MPI.Intracomm, nbytes: int, start: int, stop: int) -> Steps[tuple[Array | None, int]]:
+    """Return zeroed memory that a node's ranks share, or None and a reason (collective).
 
-    The reason, ``NO_ROOM`` or ``NOT_SHARED``, is this rank's. MPI_Win_allocate_shared is not used, because Open MPI
-    crashes in it if a rank has a ``/dev/shm`` of its own, as in a container.
+    This rank reserves bytes ``start`` to ``stop``. All ranks get the same reason, ``NO_ROOM`` or ``NOT_SHARED``.
     """
     if comm.Get_size() == 1:
         return aligned_zeros(nbytes), 0
-    is_first = comm.Get_rank() == 0
-    with _temporary_file(nbytes if is_first else 0) as mine:
-        pid, number = comm.bcast((os.getpid(), mine))
-        whole = _mapped(_name(pid, number), nbytes, 0, nbytes if is_first else 0) if number else None
+    # Not MPI_Win_allocate_shared. Open MPI crashes in it if a rank has a /dev/shm of its own, as in a container.
+    with _temporary_file(nbytes if comm.Get_rank() == 0 else 0) as number:
+        place = np.array([os.getpid(), number], np.int64)
+        yield from broadcast_flat(comm, place, 0)
+        pid, number = place.tolist()
+        whole = _mapped(_name(pid, number), nbytes, start, stop) if number else None
         reason = 0 if whole is not None else NOT_SHARED if number else NO_ROOM
-        # The file keeps its name until this allreduce, because all ranks have mapped it then.
-        return (None, reason) if comm.allreduce(reason, import_mpi().MAX) else (whole, 0)
+        # The file keeps its name until this agreement, because all ranks have mapped it then.
+        reason = -(yield from agreed_minimum(comm, -reason))
+        return (None, reason) if reason else (whole, 0)
 
 
 def aligned_zeros(nbytes: int) -> Array:

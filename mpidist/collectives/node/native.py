@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_ssize_t, c_void_p
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -65,6 +65,12 @@ class ChunkEvent(Structure):
     _fields_ = (("what", c_int), ("chunk", c_size_t), ("nanoseconds", c_int64))
 
 
+class CoreReport(Structure):
+    """nc_report of mpidist.h: results of the current call of a core."""
+
+    _fields_ = (("error", c_int), ("shares", c_int), ("slice", Slice), ("event", ChunkEvent))
+
+
 class MpiFunctions(Structure):
     """nc_mpi of mpidist.h."""
 
@@ -84,47 +90,36 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "nc_allow_push": (None, c_void_p, c_size_t, c_int),
     "nc_control_bytes": (c_size_t, c_int),
     "nc_crossed": (None, c_void_p, c_size_t),
-    "nc_get_event": (None, c_void_p, POINTER(ChunkEvent)),
-    "nc_get_slice": (None, c_void_p, POINTER(Slice)),
     "nc_halve_from": (None, c_void_p, c_size_t),
     "nc_lead": (c_int, c_void_p, POINTER(MpiFunctions), POINTER(c_int32), c_int, c_int, c_int),
     "nc_limit_finalize": (c_int, c_int, c_char_p, c_int, c_char_p),
-    "nc_error": (c_int, c_void_p),
     "nc_ping": (c_int64, c_void_p, c_int, c_int, c_int64),
     "nc_read": (c_int, c_int, c_void_p, c_void_p, c_size_t),
     "nc_room": (None, c_void_p, POINTER(c_void_p), POINTER(SlotSizes)),
     "nc_segment": (c_int, c_void_p, POINTER(c_void_p), c_size_t),
     "nc_segment_bytes": (c_size_t, POINTER(SlotSizes)),
-    "nc_shares": (c_int, c_void_p),
-    "nc_tell": (POINTER(c_int64), c_void_p),
-    "nc_told": (POINTER(c_int64), c_void_p, c_int),
+    "nc_report_of": (POINTER(CoreReport), c_void_p),
     "nc_write": (c_int, c_int, c_void_p, c_void_p, c_size_t),
 }
 
 
-class _Core(NamedTuple):
-    """The library, or the reason why it is missing."""
-
-    opener: Opener | None = None
-    library: ctypes.CDLL | None = None
-    why_not: str | None = None
-
-
 def opener() -> Opener | None:
     """Return the function that opens a core, or None. The first call loads the library."""
-    return _core().opener
+    found = _core()
+    return None if isinstance(found, str) else found[0]
 
 
 def why_not() -> str | None:
     """Return why this process has no native core, or None if it has one."""
-    return _core().why_not
+    found = _core()
+    return found if isinstance(found, str) else None
 
 
 def library() -> ctypes.CDLL:
     """Return the library for the functions in ``_PROTOTYPES``. Calls release the GIL."""
-    found = _core().library
-    assert found is not None, "no native core"
-    return found
+    found = _core()
+    assert not isinstance(found, str), found
+    return found[1]
 
 
 def read_number(pid: int, address: int) -> int | None:
@@ -199,20 +194,21 @@ def why_not_between_nodes() -> str | None:
     return None
 
 
-def _core() -> _Core:
-    return _load(SOURCES) if NATIVE.read() else _Core(why_not=f"{NATIVE.name}=0")
+def _core() -> tuple[Opener, ctypes.CDLL] | str:
+    """Return the opener and the library, or the reason why they are missing."""
+    return _load(SOURCES) if NATIVE.read() else f"{NATIVE.name}=0"
 
 
 @functools.cache
-def _load(folder: Path) -> _Core:
+def _load(folder: Path) -> tuple[Opener, ctypes.CDLL] | str:
     path = folder / LIBRARY
     if not path.exists():
-        return _Core(why_not=f"{path} is missing (docs/install.md; the native core is for 64-bit Linux)")
+        return f"{path} is missing (docs/install.md; the native core is for 64-bit Linux)"
     try:
         # PyDLL keeps the GIL, because these functions use Python objects.
         builtin = ctypes.PyDLL(str(path))
     except OSError as error:
-        return _Core(why_not=f"it cannot be loaded: {error}")
+        return f"it cannot be loaded: {error}"
     builtin.nc_build.restype = ctypes.c_char_p
     builtin.nc_open_for_python.restype = ctypes.py_object
     builtin.nc_open_for_python.argtypes = [c_void_p, c_int, c_int, c_int, POINTER(c_int32), c_int, c_int]
@@ -226,4 +222,4 @@ def _load(folder: Path) -> _Core:
     for name, (result, *arguments) in _PROTOTYPES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    return _Core(builtin.nc_open_for_python, library)
+    return builtin.nc_open_for_python, library

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives.mpi.exchange import agreed_minimum
-from mpidist.collectives.mpi.waiting import Steps
+from mpidist.collectives.mpi.waiting import Steps, drive
 from mpidist.collectives.node import native
 from mpidist.collectives.node.core import SMALL_BETWEEN_NODES, WRITE_SECONDS, Core
 from mpidist.collectives.node.memory import (
@@ -19,11 +19,13 @@ from mpidist.collectives.node.memory import (
     SharedMemory,
     SharedResults,
     aligned_zeros,
-    control_memory,
     room_for_segments,
+    shared_memory,
 )
 from mpidist.collectives.node.native import SlotSizes, address_of
 from mpidist.core import settings
+from mpidist.core.concurrency import Deadline
+from mpidist.core.errors import CollectiveTimeoutError
 from mpidist.topology import Topology, allowed_cores, cores_are_short, import_mpi
 from mpidist.topology.exit import can_go_on, revoking
 from mpidist.topology.processes import Process
@@ -95,7 +97,7 @@ class Node:
                     self.core.allow_push(size or _PUSH_FROM_BYTES, always=size is not None)
         # Whether data move inside the node. False for one rank of many nodes.
         self.has_neighbours = self.core is not None and (self.size > 1 or self.is_alone)
-        self.shared = SharedMemory(self.core if self.has_neighbours else None)
+        self.shared = SharedMemory(self.comm, self.core if self.has_neighbours else None)
         self.results = SharedResults(self.shared)
         # Bytes of a reduced slice, and the slots of this rank, after ``make_room``.
         self.slice_bytes = 0
@@ -224,8 +226,13 @@ def _agreed_topology(comm: MPI.Intracomm) -> tuple[Topology, native.Opener | Non
         return Topology(comm, ranks_per_node=1), None, None
     topology = Topology(comm)
     nbytes = native.library().nc_control_bytes(topology.local_size)
+    steps = shared_memory(topology.node, nbytes, 0, nbytes if topology.local_rank == 0 else 0)
+
+    def late(waited: float) -> CollectiveTimeoutError:
+        return CollectiveTimeoutError("creating a communicator", 0, waited, comm.Get_rank())
+
     with revoking(topology.node):
-        memory, reason = control_memory(topology.node, nbytes)
+        memory, reason = drive(steps, lambda: Deadline(None, late))
     # Check every rank, because any may lead its node in another communicator.
     cannot_lead = native.why_not_between_nodes() or ""
     agreed = np.array([reason, bool(cannot_lead)], np.int64)

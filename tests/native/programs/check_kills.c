@@ -102,7 +102,7 @@ static void finish(const job *j, nc *core, int rank, const nc_call *call, dice *
         double took = seconds() - begin;
         if (took > LATE_SECONDS)
             fail("rank %d: a step of a millisecond took %.1f s", rank, took);
-        int error = nc_error(core), is_gone = error == ESRCH || error == EFAULT || error == EPERM;
+        int error = nc_report_of(core)->error, is_gone = error == ESRCH || error == EFAULT || error == EPERM;
         if (state == NC_LOST && j->reads_memory && j->victim >= 0 && is_gone)
             end(j);
         if (state != NC_NOT_YET && state != NC_MOVED)

@@ -95,7 +95,7 @@ static void check_sharing(const member *m, const call *c)
     for (int r = 0; r < m->world->plan.ranks[m->node]; r++)
         all = all && node->may_share[c->plan.number % 2][r];
     size_t bytes = count_of(&c->plan) * nc_itemsize(c->plan.call.dtype);
-    if (nc_shares(m->core) ? !all : all && bytes > 96 && bytes > sizes->small + 64)
+    if (nc_report_of(m->core)->shares ? !all : all && bytes > 96 && bytes > sizes->small + 64)
         report_and_fail(m, c, all ? "no shared result" : "a shared result", bytes);
 }
 
@@ -148,7 +148,7 @@ static void post(member *m, const call *c)
 {
     nc_slice *s = &m->on_wire[m->slices++];
     mailbox *mine = &m->world->wire[m->node][m->rank];
-    nc_get_slice(m->core, s);
+    *s = nc_report_of(m->core)->slice;
     if (s->count == 0) /* empty behind one that has not crossed */
         return;
     char **to = &mine->data[m->posted % WIRE_SLOTS];
@@ -191,7 +191,7 @@ static int64_t some_time(member *m) { return chance(&m->dice, 30) ? 0 : (int64_t
 static void met(member *m, call *c)
 {
     node_memory *node = &m->world->node[m->node];
-    int wants_one = c->own.flags & NC_SHARE && nc_shares(m->core);
+    int wants_one = c->own.flags & NC_SHARE && nc_report_of(m->core)->shares;
     if (c->own.flags & NC_SHARE)
         check_sharing(m, c);
     m->shared = wants_one ? node->common : NULL;
@@ -205,8 +205,7 @@ static void met(member *m, call *c)
 /* Chunks come in their order, each once; those that go to the wire are slices instead. */
 static void note_event(member *m, const call *c, size_t *events)
 {
-    nc_event event;
-    nc_get_event(m->core, &event);
+    nc_event event = nc_report_of(m->core)->event;
     if (event.what < 0 || event.what > 2 || event.nanoseconds < 0)
         report_and_fail(m, c, "a wrong event", (size_t)event.what);
     size_t *next = &events[event.what], may_skip = event.what == 1 && m->world->plan.nodes > 1;
@@ -292,7 +291,7 @@ static void verify(const member *m, const call *c, const char *expected)
         for (size_t r = 0; r < ranks; found += part_bytes(p, (int)r, m->rank), expected += p->length[r], r++)
             compare(m, c, found, expected + p->parts[r][m->rank], part_bytes(p, (int)r, m->rank));
     } else if (p->call.kind == NC_REDUCE_SCATTER) {
-        size_t begin = stripe_begin(p, (int)ranks, m->rank), end = stripe_begin(p, (int)ranks, m->rank + 1);
+        size_t begin = (size_t)p->parts[0][m->rank], end = (size_t)p->parts[0][m->rank + 1];
         compare(m, c, c->out[0], expected + begin * size, end - begin);
     } else {
         for (int i = 0; i < p->call.pieces; expected += p->count[i] * size, i++)
@@ -300,16 +299,12 @@ static void verify(const member *m, const call *c, const char *expected)
     }
 }
 
-static void verify_told(const member *m, const call *c)
+static void verify_notes(const member *m, const call *c)
 {
     const world_plan *w = &m->world->plan;
-    for (int r = 0; r < w->ranks[m->node]; r++) {
+    for (int r = 0; r < w->ranks[m->node]; r++)
         if (nc_note(m->core, r) != note_of(w, c->plan.number, r))
             report_and_fail(m, c, "a wrong note of rank", (size_t)r);
-        for (int i = 0; i < NC_WORDS && c->plan.call.kind == NC_MEET; i += 97)
-            if (nc_told(m->core, r)[i] != word_told(w, c->plan.number, r, i))
-                report_and_fail(m, c, "a wrong word", (size_t)i);
-    }
 }
 
 static void prepare(member *m, call *c, int number)
@@ -323,8 +318,6 @@ static void prepare(member *m, call *c, int number)
     c->plan.call.id += m->rank == c->plan.stranger;
     if ((c->plan.call.kind == NC_ALL_TO_ALL && !c->plan.deals_equally[m->rank]) || c->plan.has_parts)
         c->plan.call.parts = c->plan.parts[c->plan.has_parts ? 0 : m->rank];
-    for (int i = 0; i < NC_WORDS && c->plan.call.kind == NC_MEET; i += 97)
-        nc_tell(m->core)[i] = word_told(w, number, m->rank, i);
     place_inputs(m, c);
     m->shared = NULL;
     if (c->own.place != LATER && c->plan.call.kind != NC_MEET && !(c->own.flags & NC_UNWANTED))
@@ -347,7 +340,7 @@ static void make_call(member *m, int number)
     int is_one_id = carry_out(m, c);
     if (is_one_id != (c->plan.stranger < 0))
         report_and_fail(m, c, is_one_id ? "did not see another id" : "saw another id where all are the same", 0);
-    verify_told(m, c);
+    verify_notes(m, c);
     if (is_one_id && c->plan.call.kind != NC_MEET)
         verify(m, c, expected);
     /* Nobody may read them any more. */

@@ -110,7 +110,6 @@ static void plan_reduction(const world_plan *w, int node, call_plan *p, dice *d)
     cut_pieces(p, d, draw_bytes(w, d, size, w->rails, most) / size);
     if (p->call.op == NC_SUM && takes_divisor(p->call.dtype) && chance(d, 50))
         p->call.divisor = (double)ONE_OF(d, 1, 2, 3, 7);
-    p->call.unit = ONE_OF(d, 0, 1, 3, 64);
     p->call.slice = chance(d, 70) ? 0 : 1 + below(d, 3000);
     if (w->nodes > 1 && most > 1) {
         /* What fits into slots and lanes on each node. */
@@ -143,9 +142,11 @@ void plan_call(const world_plan *w, int node, int number, call_plan *p)
     else if (p->call.kind != NC_MEET)
         plan_reduction(w, node, p, &d);
     p->call.parts = NULL; /* of each rank: prepare */
-    p->has_parts = p->call.kind == NC_REDUCE_SCATTER && chance(&d, 50);
-    if (p->has_parts)
+    p->has_parts = p->call.kind == NC_REDUCE_SCATTER;
+    if (p->has_parts && chance(&d, 50))
         cut_parts(&d, p->parts[0], w->ranks[node], count_of(p));
+    else if (p->has_parts)
+        cut_equally(p->parts[0], w->ranks[node], count_of(p));
     if (p->call.kind != NC_ALL_REDUCE)
         p->call.flags = 0;
 }
@@ -181,16 +182,6 @@ size_t count_of(const call_plan *p)
 }
 
 int moves_bytes(const call_plan *p) { return p->call.kind == NC_ALL_GATHER || p->call.kind == NC_ALL_TO_ALL; }
-
-size_t stripe_begin(const call_plan *p, int ranks, int rank)
-{
-    if (p->has_parts)
-        return (size_t)p->parts[0][rank];
-    size_t unit = p->call.unit ? p->call.unit : 1, count = count_of(p), units = (count + unit - 1) / unit, begin = 0;
-    for (int r = 0; r < rank; r++)
-        begin += (units / (size_t)ranks + ((size_t)r < units % (size_t)ranks)) * unit;
-    return begin < count ? begin : count;
-}
 
 size_t input_bytes(const call_plan *p, int rank, int piece)
 {
@@ -265,12 +256,6 @@ void expect(const world_plan *w, const call_plan *p, int node, char *to)
     free(other);
 }
 
-int64_t word_told(const world_plan *w, int number, int rank, int i)
-{
-    dice d = dice_of(w->seed ^ 0x1234, (uint64_t)(number * MOST_RANKS + rank) * NC_WORDS + (uint64_t)i);
-    return (int64_t)draw(&d);
-}
-
 int64_t note_of(const world_plan *w, int number, int rank)
 {
     dice d = dice_of(w->seed ^ 0x4321, (uint64_t)(number * MOST_RANKS + rank));
@@ -281,10 +266,10 @@ void describe(const world_plan *w, const call_plan *p, char *text, size_t bytes)
 {
     static const char *const kinds[] = {"meeting", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"};
     snprintf(text, bytes,
-             "seed %llu, call %d: %s %s of %s, %zu elements in %d pieces, replicas %d %d, divisor %g, unit %zu, "
+             "seed %llu, call %d: %s %s of %s, %zu elements in %d pieces, replicas %d %d, divisor %g, "
              "slice %zu, flags %d; %d + %d ranks, %d rails, small %zu, chunk %zu, slice %zu x %d, spins %d%s",
              (unsigned long long)w->seed, p->number, kinds[p->call.kind], op_names[p->call.op],
              dtype_names[p->call.dtype], count_of(p), p->call.pieces, p->replicas[0], p->replicas[1], p->call.divisor,
-             p->call.unit, p->call.slice, p->call.flags, w->ranks[0], w->ranks[1], w->rails, w->sizes.small,
+             p->call.slice, p->call.flags, w->ranks[0], w->ranks[1], w->rails, w->sizes.small,
              w->sizes.chunk, w->sizes.slice, w->sizes.lanes, w->spins, w->reads_memory ? ", reads memory" : "");
 }

@@ -29,7 +29,7 @@ typedef struct {
     size_t length[MOST_RANKS];    /* where bytes are moved: of each rank of one node */
     int64_t parts[MOST_RANKS][MOST_RANKS + 1]; /* ALL_TO_ALL: of each rank; REDUCE_SCATTER: the first, for all */
     int deals_equally[MOST_RANKS]; /* ALL_TO_ALL, of each rank */
-    int has_parts;                /* REDUCE_SCATTER into unequal ones */
+    int has_parts;                /* REDUCE_SCATTER */
     int nasty, stranger;          /* the rank that passes another id, or -1 */
 } call_plan;
 
@@ -53,9 +53,6 @@ int moves_bytes(const call_plan *call);
 /* Bytes that one rank of a node gives another one in ALL_TO_ALL. */
 size_t part_bytes(const call_plan *call, int from, int to);
 
-/* Elements of REDUCE_SCATTER before the stripe of a rank. */
-size_t stripe_begin(const call_plan *call, int ranks, int rank);
-
 /* Fill one input with what a replica gives. */
 void fill_input(const world_plan *world, const call_plan *call, int node, int rank, int piece, int replica, char *to);
 size_t input_bytes(const call_plan *call, int rank, int piece);
@@ -67,7 +64,6 @@ void expect_of_node(const world_plan *world, const call_plan *call, int node, ch
 void expect(const world_plan *world, const call_plan *call, int node, char *to);
 size_t result_bytes(const world_plan *world, const call_plan *call, int node);
 
-int64_t word_told(const world_plan *world, int number, int rank, int i);
 int64_t note_of(const world_plan *world, int number, int rank);
 
 void describe(const world_plan *world, const call_plan *call, char *text, size_t bytes);

@@ -20,7 +20,7 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array, as_dtype
 from mpidist.collectives.mpi.waiting import Steps, looks_at, pause
-from mpidist.collectives.node.core import CHUNK, DONE, MET, OVERLAP, SHARED_BYTES, SLICE, Core
+from mpidist.collectives.node.core import CHUNK, DONE, EVENTS, MET, OVERLAP, SHARED_BYTES, SLICE, Core
 from mpidist.collectives.node.memory import pieces
 from mpidist.collectives.node.node import LANES_BETWEEN_NODES
 from mpidist.collectives.node.packing import PackedReduction, divided, overlaps
@@ -145,21 +145,18 @@ class TwoLevel(Algorithm):
         """Return the shared result of the node after the handshake, if all ranks share it."""
         results = self._node.results
         yield from core.go_on()
-        while core.state == MET and job.may_share:
-            if not core.shares():
-                core.targets(job.targets())
-                return None
-            shared = results.free(job.nbytes, core.notes())
-            if shared is not None:
-                core.targets(None, shared)
-                return shared.view(job.dtype)
-            # Creating a result runs its own handshakes, so the ranks repeat the handshake of this call.
-            job.may_share = yield from results.add(job.nbytes)
-            self._begin(job, core, 0)
-            yield from core.go_on()
-        if core.state == MET:
+        if core.state != MET:
+            return None
+        if not job.may_share:
             core.look()
-        return None
+            return None
+        shared = None
+        if core.report.shares:
+            shared = results.free(job.nbytes, core.notes())
+            if shared is None and (yield from results.add(job.nbytes)):
+                shared = results.free(job.nbytes, core.notes())
+        core.targets(None if shared is not None else job.targets(), shared)
+        return None if shared is None else shared.view(job.dtype)
 
     def _in_flight(self, job: PackedReduction) -> _InFlight:
         job.took = self._way(job).name
@@ -175,8 +172,8 @@ class TwoLevel(Algorithm):
                 assert in_flight is not None
                 self._send(job, core, in_flight, shared)
             elif core.state == CHUNK and job.tell_chunk is not None:
-                name, chunk, nanoseconds = core.event()
-                job.tell_chunk(name, chunk, time.perf_counter_ns() - nanoseconds, 0)
+                event = core.report.event
+                job.tell_chunk(EVENTS[event.what], event.chunk, time.perf_counter_ns() - event.nanoseconds, 0)
             elif in_flight is None:
                 yield from core.go_on()
                 continue
@@ -189,7 +186,7 @@ class TwoLevel(Algorithm):
             core.look(0 if in_flight is None else None)
 
     def _send(self, job: PackedReduction, core: Core, in_flight: _InFlight, shared: Array | None) -> None:
-        part, slots = core.slice(), self._node.slots
+        part, slots = core.report.slice, self._node.slots
         if part.length == 0:
             in_flight.add(part.chunk, None)
             return
