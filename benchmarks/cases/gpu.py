@@ -14,7 +14,7 @@ from benchmarks.measuring.timing import Case
 from mpidist.arrays.device_ops import gpu_ops
 from mpidist.arrays.streams import require_cupy
 from mpidist.collectives.gpu.device_streams import DeviceStreams
-from mpidist.collectives.gpu.nccl import make_nccl, nccl_reduction
+from mpidist.collectives.gpu.nccl import make_nccl
 from mpidist.collectives.gpu.probes import staging_bytes
 from mpidist.collectives.gpu.reduce import StagingRing
 from mpidist.collectives.mpi.waiting import drive
@@ -91,10 +91,11 @@ def run_nccl_call(session: Session) -> None:
     source, target = cupy.ones(COUNT_OF_A_CALL, np.float32), cupy.zeros(COUNT_OF_A_CALL, np.float32)
     stream = ops.stream(device)
     stream.wait(ops.current_stream(device).record())
-    datatype, op, _ = nccl_reduction(source.dtype, ReduceOp.SUM)
 
     def call_bare() -> None:
-        bare.allReduce(source.data.ptr, target.data.ptr, COUNT_OF_A_CALL, datatype, op, stream.handle)
+        bare.allReduce(
+            source.data.ptr, target.data.ptr, COUNT_OF_A_CALL, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream.handle
+        )
 
     def call_ours() -> None:
         made.all_reduce(source, target, ReduceOp.SUM, stream)
