@@ -123,11 +123,11 @@ def hasty(module: Any) -> Mutation:
 
 
 def slots_are_always_free(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reduce.PinnedBuffer, "free_after", property(lambda _: None, lambda *_: None), raising=False)
+    patch.setattr(reduce.StagingSlot, "until_free", lambda _: iter(()))
 
 
 def mpi_begins_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reduce._Run, "_nccl_is_done", lambda _: True)
+    patch.setattr(reduce._Run, "_until_reduced", lambda _: iter(()))
 
 
 def run(
@@ -139,7 +139,7 @@ def run(
 ) -> int:
     """Return in how many rounds there is a wrong number where something is late, and something does not wait for it."""
     patch.setenv("MPIDIST_STAGING_BYTES", "65536")
-    patch.setattr(reduce, "_SLOTS", 1)
+    patch.setattr(reduce, "SLOTS", 1)
     with Communicator() as comm:
         # What is made once is made in order.
         with fake_gpus.cuda.Device(comm.rank):

@@ -308,10 +308,10 @@ SMALL_BYTES = 64 << 10
 
 
 class HostChunk(NamedTuple):
-    """A chunk of a pack in host memory. Its spans are piece, start, stop, and start in the chunk."""
+    """A chunk of a pack in host memory. Its spans are piece, slice of the piece, and slice of the chunk."""
 
     pack: Pack
-    spans: list[tuple[int, int, int, int]]
+    spans: list[tuple[int, slice, slice]]
 
 
 class DevicePack:
@@ -377,7 +377,10 @@ class DevicePack:
         if not self._on_host:
             for start in range(0, sum(self._counts), per_chunk):
                 found = pieces(self._counts, start, start + per_chunk)
-                spans = [(piece, first, first + count, at - start) for piece, first, count, at in found]
+                spans = [
+                    (piece, slice(first, first + count), slice(at - start, at - start + count))
+                    for piece, first, count, at in found
+                ]
                 size = sum(count for _, _, count, _ in found)
                 self._on_host.append(HostChunk(Pack([0], [(size,)], self.dtype, self.dtype, self.dtype), spans))
         return self._on_host
