@@ -78,7 +78,8 @@ class Engine:
     def on_device(self) -> DeviceMovement | None:
         """The collectives that move arrays on the prepared device by NCCL, if it is used."""
         assert self._on_device is not None
-        return DeviceMovement(self.channel, self._on_device) if self._on_device.moves_by_nccl else None
+        nccl = self._on_device.mover
+        return None if nccl is None else DeviceMovement(self.channel, nccl)
 
     def choice_for(self, name: str, arrays: Sequence[Array]) -> DeviceChoice:
         """Return the choice for the arrays of a call, in the thread of the program.

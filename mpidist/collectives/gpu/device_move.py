@@ -13,7 +13,6 @@ from mpidist.collectives.channel.observers import MOVE
 from mpidist.collectives.channel.operation import Signature, which_on_device
 from mpidist.collectives.gpu.device_streams import DeviceCall
 from mpidist.collectives.gpu.nccl import NcclComm
-from mpidist.collectives.gpu.reduce import DeviceChoice
 from mpidist.collectives.move.move import MovePlan
 from mpidist.collectives.mpi import exchange
 from mpidist.collectives.mpi.exchange import all_do
@@ -26,36 +25,35 @@ from mpidist.core.errors import PeerError
 class DeviceMovement:
     """Run the collectives of one communicator that move arrays on a device."""
 
-    def __init__(self, channel: Channel, choice: DeviceChoice) -> None:
-        self._channel = channel
-        self._choice = choice
+    def __init__(self, channel: Channel, nccl: NcclComm) -> None:
+        self._channel, self._nccl = channel, nccl
 
     def all_gather(self, plan: MovePlan, call: DeviceCall) -> Steps[list[Array]]:
         """Concatenate arrays over the ranks along their first axis."""
         with _finishing(call):
-            nccl = yield from self._begin(plan, call)
+            yield from self._begin(plan, call)
             arrays, stream = list(call.inputs.values()), call.streams.stream
             rows = yield from exchange.gather_lengths(self._channel.comm, [len(array) for array in arrays])
             lengths = [sum(lengths) for lengths in zip(*rows, strict=True)]
             shapes = [(length, *array.shape[1:]) for length, array in zip(lengths, arrays, strict=True)]
             yield from self._allocate(call, plan, tuple(zip(shapes, [array.dtype for array in arrays], strict=True)))
             with call.streams.on():
-                with nccl.group():
+                with self._nccl.group():
                     for index, array in enumerate(arrays):
                         ends = accumulate([row[index] * plan.row_sizes[index] for row in rows], initial=0)
                         whole = call.results[index].reshape(-1)
-                        nccl.all_gather(array.reshape(-1), whole, stream, [*pairwise(ends)])
+                        self._nccl.all_gather(array.reshape(-1), whole, stream, [*pairwise(ends)])
                 return [plan.result(index, whole) for index, whole in call.results.items()]
 
     def broadcast(self, plan: MovePlan, call: DeviceCall) -> Steps[list[Array]]:
         """Return the arrays of the root."""
         assert plan.root is not None
         with _finishing(call):
-            nccl = yield from self._begin(plan, call)
-            with call.streams.on(), nccl.group():
+            yield from self._begin(plan, call)
+            with call.streams.on(), self._nccl.group():
                 for index, array in call.inputs.items():
                     target = call.results[index].reshape(-1)
-                    nccl.broadcast(array.reshape(-1), target, plan.root, call.streams.stream)
+                    self._nccl.broadcast(array.reshape(-1), target, plan.root, call.streams.stream)
             return list(call.results.values())
 
     def reduce_scatter(self, plan: ReductionPlan, call: DeviceCall) -> Steps[list[Array]]:
@@ -63,24 +61,23 @@ class DeviceMovement:
         (reduction,), streams, result = call.reductions, call.streams, call.results[0]
         ((source, target),), pack = reduction.pieces, reduction.pack
         with _finishing(call):
-            nccl = yield from self._begin(plan, call)
+            yield from self._begin(plan, call)
             rows, row_size = plan.shapes[0][0], source.size // plan.shapes[0][0]
-            cuts = [(start * row_size, stop * row_size) for start, stop in slices(rows, nccl.size)]
+            cuts = [(start * row_size, stop * row_size) for start, stop in slices(rows, self._nccl.size)]
             with streams.on():
                 if pack.together:
-                    start, stop = cuts[nccl.rank]
+                    start, stop = cuts[self._nccl.rank]
                     target = source[start:stop]
-                nccl.reduce_scatter(source, target, pack.op, streams.stream, cuts)
+                self._nccl.reduce_scatter(source, target, pack.op, streams.stream, cuts)
                 if pack.together or plan.divisor is not None:
                     streams.ops.cast([target], [result], streams.stream, plan.divisor)
             return [result]
 
-    def _begin(self, plan: MovePlan | ReductionPlan, call: DeviceCall) -> Steps[NcclComm]:
-        """Return NCCL after the handshake, when ``call`` is first in the queue."""
+    def _begin(self, plan: MovePlan | ReductionPlan, call: DeviceCall) -> Steps[None]:
+        """Wait for the handshake, then until ``call`` is first in the queue."""
         yield from self._channel.open(plan.description)
         self._channel.phase(MOVE)
         yield from call.wait_until_first()
-        return self._choice.nccl
 
     def _allocate(self, call: DeviceCall, plan: MovePlan, signature: Signature) -> Steps[None]:
         """Allocate results of lengths that the handshake did not know, or raise on all ranks."""

@@ -100,11 +100,6 @@ class DeviceStreams:
         for nccl in self.nccl:
             nccl.check_in_step()
 
-    def raise_if_failed(self) -> None:
-        """Raise NcclFailure if NCCL reports an error (thread-safe)."""
-        for nccl in self.nccl:
-            nccl.check_async_error()
-
     def abandon(self) -> None:
         """Abort NCCL and lose unfinished results. May block until other ranks abort too."""
         for nccl in self.nccl:
@@ -228,7 +223,8 @@ class DeviceWatch(DaemonThread[DeviceStreams]):
         if call.deadline is None or not call.ready.is_done:
             call.deadline = _deadline(call.timeout)
         else:
-            streams.raise_if_failed()
+            for nccl in streams.nccl:
+                nccl.check_async_error()
             call.deadline.check()
 
 

@@ -126,12 +126,10 @@ def nccl_dtype(dtype: DType, op: ReduceOp) -> DType | None:
 class NcclComm:
     """Wrap one rank's end of an NCCL communicator, with one GPU.
 
-    Methods that move data enqueue it on a stream and return early. Keep the arrays alive and unchanged until the stream
-    is past the call. All ranks must call the same methods with the same counts in the same order, also across
-    communicators that share a GPU. Calls with empty arrays are skipped.
+    Keep arrays alive and unchanged until the stream is past the call. All ranks must call the same methods with the
+    same counts in the same order, also across communicators that share a GPU. Calls with empty arrays are skipped.
 
-    Close or abort it before dropping it, because otherwise CuPy destroys it when Python collects it, perhaps after MPI
-    has ended.
+    Close or abort it, because otherwise CuPy destroys it when Python collects it, perhaps after MPI has ended.
 
     Args:
         raw: The communicator, which ``shared`` has too unless it is None.
@@ -232,7 +230,7 @@ class NcclComm:
     def check_in_step(self) -> None:
         """Raise RuntimeError after the end, or if another user of it failed on this rank.
 
-        Other ranks may still make its calls. NCCL would match them with ours, and both results would be wrong.
+        NCCL would match our calls with other ranks' calls of that user, and both results would be wrong.
         """
         if self._end:
             raise RuntimeError(f"this NCCL communicator can no longer be used: {self._end}")
@@ -372,12 +370,9 @@ def make_nccl(
 ) -> Steps[NcclComm | str]:
     """Create or share a communicator, or return the same problem on every rank (collective).
 
-    NCCL starts only when every rank can start it, because it blocks until all ranks have. CuPy cannot interrupt it, so
-    it starts in a thread, together with a first all-reduce, which makes NCCL connect. If it fails or times out on one
-    rank, all ranks abandon it. A thread that is still inside NCCL stays there, with its memory, until NCCL fails or the
-    process ends.
-
-    If a rank dies, the others wait in MPI until the launcher ends the job or until their deadline.
+    NCCL starts only when every rank can start it, because it blocks until all ranks have. If it fails or times out on
+    one rank, all ranks abandon it. A thread that is still inside NCCL stays there, with its memory, until NCCL fails or
+    the process ends.
 
     Args:
         device: GPU of this rank, or None if the rank has no GPU.
@@ -498,7 +493,7 @@ def _agreed_outcome(comm: Comm, start: _Start, start_seconds: float) -> Steps[st
 
 
 class _Start:
-    """Start NCCL in a thread, which ends after ``end``.
+    """Start NCCL in a thread, because CuPy cannot interrupt it. The thread ends after ``end``.
 
     Only the thread calls NCCL, because nobody may abort NCCL while one of its functions runs.
 

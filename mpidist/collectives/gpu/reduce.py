@@ -531,17 +531,10 @@ class DeviceChoice(Choice[DeviceAlgorithm]):
                 yield from self.make(self.names_from(name))
 
     @property
-    def moves_by_nccl(self) -> bool:
-        """Return True if NCCL moves arrays, the same on every rank after ``prepare``."""
-        name = self.first_working(self.names_from(look_up(self.row, sys.maxsize)))
-        return self.site.comm.Get_size() > 1 and name == "nccl"
-
-    @property
-    def nccl(self) -> NcclComm:
-        """Return NCCL over all ranks. Requires ``moves_by_nccl``."""
-        made = self.made(("nccl",))
-        assert isinstance(made, Nccl)
-        return made.comm
+    def mover(self) -> NcclComm | None:
+        """Return NCCL over all ranks if it moves arrays, or None on every rank. Call after ``prepare``."""
+        made = self.made(self.names_from(look_up(self.row, sys.maxsize)))
+        return made.comm if isinstance(made, Nccl) else None
 
     def close(self) -> None:
         """Free the algorithms when all work is done (collective)."""
