@@ -131,9 +131,10 @@ class CastKernels:
     def cast(
         self, sources: Sequence[Array], targets: Sequence[Array], stream: Stream, divisor: float | None = None
     ) -> None:
-        """Cast contiguous arrays of one dtype into contiguous ``targets`` of one dtype, divided by ``divisor`` before.
+        """Divide contiguous arrays of one dtype by ``divisor``, and cast them into ``targets``.
 
-        A target may be its own source. 16-bit floats are divided in float32, to round only once.
+        The targets are contiguous, of one dtype. One may be its own source. 16-bit floats are divided in float32, to
+        round only once.
         """
         pairs = [(source, target) for source, target in zip(sources, targets, strict=True) if source.size]
         if not pairs:

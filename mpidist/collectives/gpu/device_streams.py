@@ -458,7 +458,7 @@ class DeviceCall(QueuePlace):
             self.streams.finish(self)
 
     def join(self, results: list[Array]) -> list[Array]:
-        """Order the current stream of this thread after the results, copy them into ``out``, and return them."""
+        """Order the current stream of this thread after the results. Copy them into ``out``."""
         streams, out = self.streams, self._out
         with streams.on():
             self.wait_here()

@@ -495,7 +495,7 @@ def _agreed_outcome(comm: Comm, start: _Start, start_seconds: float) -> Steps[st
 class _Start:
     """Start NCCL in a thread, because CuPy cannot interrupt it. The thread ends after ``end``.
 
-    Only the thread calls NCCL, because nobody may abort NCCL while one of its functions runs.
+    Only the thread calls NCCL, because an abort while another function of NCCL runs is not allowed.
 
     Attributes:
         raw: The communicator, or None.

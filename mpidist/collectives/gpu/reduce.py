@@ -399,7 +399,7 @@ class _Run:
         return self._shared == len(self._chunks)
 
     def move(self) -> bool:
-        """Advance the slices, copy arrived chunks to all ranks of the node, and return True on progress."""
+        """Advance the slices, share arrived chunks in the node, and return True on progress."""
         before = self._begun + self._shared
         if self._begun < len(self._chunks) and len(self._in_flight) < len(self._slots):
             self._in_flight.append(self._crossing(self._begun))
