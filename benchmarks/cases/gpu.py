@@ -14,9 +14,9 @@ from benchmarks.measuring.timing import Case
 from mpidist.arrays.device_ops import gpu_ops
 from mpidist.arrays.streams import require_cupy
 from mpidist.collectives.gpu.device_streams import DeviceStreams
-from mpidist.collectives.gpu.nccl import make_nccl, nccl_reduction
+from mpidist.collectives.gpu.nccl import make_nccl
 from mpidist.collectives.gpu.probes import staging_bytes
-from mpidist.collectives.gpu.reduce import StagingRing
+from mpidist.collectives.gpu.reduce import SLOTS, StagingSlot
 from mpidist.collectives.mpi.waiting import drive
 from mpidist.core.concurrency import Deadline
 from mpidist.core.options import ReduceOp
@@ -33,7 +33,7 @@ def run_staging(session: Session, nbytes: int) -> None:
     cupy: Any = require_cupy()
     ops, device = gpu_ops(), int(cupy.cuda.Device().id)
     streams = DeviceStreams(device)
-    ring = StagingRing(streams, staging_bytes())
+    slots = [StagingSlot(streams, staging_bytes()) for _ in range(SLOTS)]
     array = cupy.zeros(nbytes, np.uint8)
     whole = ops.pinned(nbytes)
     cupy.cuda.Device().synchronize()
@@ -47,10 +47,10 @@ def run_staging(session: Session, nbytes: int) -> None:
         streams.to_device.synchronize()
 
     def staged_to_host() -> None:
-        _through(ring, array, streams.to_host, lambda slot, part: ops.copy_to_host(slot, part, streams.to_host))
+        _through(slots, array, streams.to_host, lambda slot, part: ops.copy_to_host(slot, part, streams.to_host))
 
     def staged_to_device() -> None:
-        _through(ring, array, streams.to_device, lambda slot, part: ops.copy_to_device(part, slot, streams.to_device))
+        _through(slots, array, streams.to_device, lambda slot, part: ops.copy_to_device(part, slot, streams.to_device))
 
     cases = [
         Case(COPY, "device to host", whole_to_host),
@@ -62,15 +62,15 @@ def run_staging(session: Session, nbytes: int) -> None:
     streams.close()
 
 
-def _through(ring: StagingRing, array: Any, stream: Any, copy: Callable[[Any, Any], None]) -> None:
+def _through(slots: list[StagingSlot], array: Any, stream: Any, copy: Callable[[Any, Any], None]) -> None:
     """Copy all of ``array`` in chunks that take turns in the slots."""
-    for start in range(0, array.size, ring.nbytes):
-        part = array[start : start + ring.nbytes]
-        slot = ring.take()
-        while slot is None:
-            slot = ring.take()
+    nbytes = staging_bytes()
+    for number, start in enumerate(range(0, array.size, nbytes)):
+        part, slot = array[start : start + nbytes], slots[number % SLOTS]
+        while not slot.free_after.is_done:
+            pass
         copy(slot.array(part.size, part.dtype), part)
-        ring.give_back(slot, stream.record())
+        slot.free_after = stream.record()
     stream.synchronize()
 
 
@@ -91,10 +91,11 @@ def run_nccl_call(session: Session) -> None:
     source, target = cupy.ones(COUNT_OF_A_CALL, np.float32), cupy.zeros(COUNT_OF_A_CALL, np.float32)
     stream = ops.stream(device)
     stream.wait(ops.current_stream(device).record())
-    datatype, op, _ = nccl_reduction(source.dtype, ReduceOp.SUM)
 
     def call_bare() -> None:
-        bare.allReduce(source.data.ptr, target.data.ptr, COUNT_OF_A_CALL, datatype, op, stream.handle)
+        bare.allReduce(
+            source.data.ptr, target.data.ptr, COUNT_OF_A_CALL, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream.handle
+        )
 
     def call_ours() -> None:
         made.all_reduce(source, target, ReduceOp.SUM, stream)

@@ -23,8 +23,6 @@ ROWS, THREADS, PIECES = 120, 256, 8
 TILE = THREADS * PIECES
 # CuPy passes an array of one structured element by value.
 TABLE = np.dtype({"names": ["rows"], "formats": [(np.int64, (ROWS, 4))]})
-# Equal dtypes are copied by size.
-_WORDS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
 
 # In assembler, because CuPy compiles with -ftz=true, which flushes denormal numbers to zero.
 INTRINSICS = """
@@ -109,7 +107,9 @@ def kernel_name(source: DType, target: DType, divides: bool) -> str:
     ('mpidist_float32_to_float16_divided', 'mpidist_uint8_to_uint8')
     """
     if source == target and not divides:
-        return "mpidist_{0}_to_{0}".format(_WORDS[source.itemsize])
+        # Copied by size.
+        word = "complex128" if source.itemsize == 16 else f"uint{8 * source.itemsize}"
+        return f"mpidist_{word}_to_{word}"
     return f"mpidist_{source.name}_to_{target.name}{'_divided' if divides else ''}"
 
 
@@ -131,31 +131,24 @@ class CastKernels:
     def cast(
         self, sources: Sequence[Array], targets: Sequence[Array], stream: Stream, divisor: float | None = None
     ) -> None:
-        """Cast contiguous arrays into contiguous ``targets`` of their sizes, divided by ``divisor`` before.
+        """Divide contiguous arrays of one dtype by ``divisor``, and cast them into ``targets``.
 
-        A target may be its own source. 16-bit floats are divided in float32, to round only once.
+        The targets are contiguous, of one dtype. One may be its own source. 16-bit floats are divided in float32, to
+        round only once.
         """
-        rows: dict[str, list[tuple[int, int, int]]] = {}
-        for source, target in zip(sources, targets, strict=True):
-            if source.size != target.size or not (source.flags.c_contiguous and target.flags.c_contiguous):
-                raise ValueError(
-                    f"cannot cast shape {source.shape} to {target.shape}. Pass contiguous arrays of one size"
-                )
-            if source.size:
-                name = kernel_name(source.dtype, target.dtype, divisor is not None)
-                rows.setdefault(name, []).append((source.data.ptr, target.data.ptr, source.size))  # type: ignore[attr-defined]
-        for name, all_rows in rows.items():
-            with stream:
-                for start in range(0, len(all_rows), ROWS):
-                    self._launch(name, all_rows[start : start + ROWS], divisor)
-
-    def _launch(self, name: str, rows: list[tuple[int, int, int]], divisor: float | None) -> None:
-        table = np.zeros((ROWS, 4), np.int64)
-        table[: len(rows), :3] = rows
-        tiles = -(-table[:, 2] // TILE)
-        table[1:, 3] = np.cumsum(tiles[:-1])
-        arguments = (table.reshape(-1).view(TABLE), np.int32(len(rows)), np.float64(divisor or 1))
-        self._kernel(name)((int(tiles.sum()),), (THREADS,), arguments)
+        pairs = [(source, target) for source, target in zip(sources, targets, strict=True) if source.size]
+        if not pairs:
+            return
+        kernel = self._kernel(kernel_name(pairs[0][0].dtype, pairs[0][1].dtype, divisor is not None))
+        with stream:
+            for start in range(0, len(pairs), ROWS):
+                some = pairs[start : start + ROWS]
+                table = np.zeros((ROWS, 4), np.int64)
+                table[: len(some), :3] = [(a.data.ptr, b.data.ptr, a.size) for a, b in some]  # type: ignore[attr-defined]
+                tiles = -(-table[:, 2] // TILE)
+                table[1:, 3] = np.cumsum(tiles[:-1])
+                arguments = (table.reshape(-1).view(TABLE), np.int32(len(some)), np.float64(divisor or 1))
+                kernel((int(tiles.sum()),), (THREADS,), arguments)
 
     def compile(self, source: DType, target: DType, divides: bool) -> None:
         """Compile the kernel of a cast for the current device, before it is needed."""

@@ -11,12 +11,7 @@ from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.observers import PACK, REDUCE, UNPACK
 from mpidist.collectives.channel.operation import Description
 from mpidist.collectives.gpu.device_move import DeviceMovement
-from mpidist.collectives.gpu.device_streams import (
-    DeviceStreams,
-    QueuePlace,
-    ReductionCall,
-    device_of_arrays,
-)
+from mpidist.collectives.gpu.device_streams import DeviceCall, DeviceStreams, QueuePlace, device_of_arrays
 from mpidist.collectives.gpu.reduce import DeviceChoice, may_move_by_nccl
 from mpidist.collectives.move.move import HostMovement
 from mpidist.collectives.mpi import exchange
@@ -83,7 +78,8 @@ class Engine:
     def on_device(self) -> DeviceMovement | None:
         """The collectives that move arrays on the prepared device by NCCL, if it is used."""
         assert self._on_device is not None
-        return DeviceMovement(self.channel, self._on_device) if self._on_device.moves_by_nccl else None
+        nccl = self._on_device.mover
+        return None if nccl is None else DeviceMovement(self.channel, nccl)
 
     def choice_for(self, name: str, arrays: Sequence[Array]) -> DeviceChoice:
         """Return the choice for the arrays of a call, in the thread of the program.
@@ -136,7 +132,7 @@ class Engine:
         plan: ReductionPlan,
         arrays: Sequence[Array],
         out: Sequence[Array] | None = None,
-        call: ReductionCall | None = None,
+        call: DeviceCall | None = None,
         more: Sequence[Sequence[Array]] = (),
     ) -> Steps[list[Array]]:
         """Reduce ``arrays`` over all ranks, into ``out`` if given, one pack after the other.
@@ -192,7 +188,7 @@ class Engine:
                 pack.deliver(pieces, results, are_given=out is not None)
         return results
 
-    def _reduce_on_device(self, plan: ReductionPlan, call: ReductionCall) -> Steps[None]:
+    def _reduce_on_device(self, plan: ReductionPlan, call: DeviceCall) -> Steps[None]:
         choice = self._on_device
         assert choice is not None
         try:

@@ -27,8 +27,8 @@ from mpidist.collectives.channel.operation import (
     which_on_device,
 )
 from mpidist.collectives.engine import Engine
-from mpidist.collectives.gpu.device_move import BringBack, DeviceMovement, MovementCall, on_host
-from mpidist.collectives.gpu.device_streams import DeviceCall, ReductionCall
+from mpidist.collectives.gpu.device_move import BringBack, DeviceMovement, on_host
+from mpidist.collectives.gpu.device_streams import DeviceCall
 from mpidist.collectives.move.move import MovePlan, Outs, check_expected, check_has_axis, cut_rows
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.reading import Given, check_writable, deliver
@@ -75,7 +75,9 @@ class Planner:
         call = None
         if plan.on_device:
             choice = self._engine.choice_for("all_reduce", arrays if outs is None else [*arrays, *outs])
-            call = ReductionCall(plan, arrays, outs, choice.packs_of(plan), choice.streams, self._seconds(options))
+            inputs = {index: arrays[index] for index, is_on_device in enumerate(plan.on_device) if is_on_device}
+            packs, seconds = choice.packs_of(plan), self._seconds(options)
+            call = DeviceCall(choice.streams, seconds, inputs, plan.result_signature, outs, packs)
         steps = self._engine.all_reduce(plan, arrays, outs, call, more)
         operation = self._operation(steps, plan.description, options, call)
         if options is None and plan.may_be_short and divisor == self._channel.size and not more:
@@ -108,7 +110,7 @@ class Planner:
             if self._engine.scatters_on_device(plan):
                 shape = (rows[rank + 1] - rows[rank], *shape[1:])
                 result = (math.prod(shape),), plan.result_dtypes[0]
-                call = self._movement_call(name, given.arrays, given.arrays, (result,), options)
+                call = self._movement_call(name, given.arrays, given.arrays, (result,), options, plan)
                 operation = self._operation(on_device.reduce_scatter(plan, call), plan.description, options, call)
                 return _finishing(operation, lambda flats: [flats[0].reshape(shape)], given)
         here, bring_back = _on_host(given)
@@ -222,10 +224,18 @@ class Planner:
         return engine.on_device
 
     def _movement_call(
-        self, name: str, arrays: Sequence[Array], sent: Sequence[Array], results: Signature, options: Options
-    ) -> MovementCall:
+        self,
+        name: str,
+        arrays: Sequence[Array],
+        sent: Sequence[Array],
+        results: Signature,
+        options: Options,
+        plan: ReductionPlan | None = None,
+    ) -> DeviceCall:
         """Return a call on a device, with memory for results of known shape."""
-        return MovementCall(sent, results, self._engine.choice_for(name, arrays).streams, self._seconds(options))
+        choice = self._engine.choice_for(name, arrays)
+        packs = () if plan is None else choice.packs_of(plan)
+        return DeviceCall(choice.streams, self._seconds(options), dict(enumerate(sent)), results, packs=packs)
 
     # Operations, plans and checks -------------------------------------------------------------------------------
 

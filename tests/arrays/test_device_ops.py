@@ -155,20 +155,20 @@ def test_a_stream_is_current_inside_its_context(gpu: CupyOps) -> None:
 
 
 def test_many_arrays_are_cast_and_divided(gpu: CupyOps) -> None:
-    arrays = [values("float32", 3, 5), values("float32", 0), values("float16", 7), values("int16", 2, 2)]
+    arrays = [values("float16", 3, 5), values("float16", 0), values("float16", 7)]
     there = [gpu.from_host(array, 1) for array in arrays]
-    wide = [gpu.empty(array.shape, np.dtype(dtype), 1) for array, dtype in zip(arrays, "fffi", strict=True)]
+    wide = [gpu.empty(array.shape, np.dtype("f"), 1) for array in arrays]
     stream = gpu.stream(1)
     stream.wait(gpu.current_stream(1).record())
     gpu.cast(there, wide, stream)
     stream.synchronize()
     for array, given in zip(wide, arrays, strict=True):
-        np.testing.assert_array_equal(gpu.to_host(array), given.astype(array.dtype), strict=True)
+        np.testing.assert_array_equal(gpu.to_host(array), given.astype("f"), strict=True)
 
-    gpu.cast(wide[:3], [*wide[:2], there[2]], stream, 4)
+    gpu.cast(wide, there, stream, 4)
     stream.synchronize()
-    for array, given in zip([*wide[:2], there[2]], arrays, strict=False):
-        divided = (given.astype("float32") / np.float32(4)).astype(given.dtype)
+    for array, given in zip(there, arrays, strict=True):
+        divided = (given.astype("f") / np.float32(4)).astype("f2")
         np.testing.assert_array_equal(gpu.to_host(array), divided, strict=True)
 
 

@@ -322,7 +322,7 @@ def test_gpu_aware_mpi_limits_slices_in_flight(cupy: Any, monkeypatch: pytest.Mo
         monkeypatch.setattr(fake_nccl.NcclCommunicator, "_carry_out", looked_at)
         got = comm.all_reduce("SUM", cupy.ones(1 << 20, "f4"), options=HIERARCHICAL)
         assert (got.get() == comm.size).all()
-    assert 1 < max(most) <= reduce._SLOTS
+    assert 1 < max(most) <= reduce.SLOTS
     assert not any(at_once)
     assert per_node == 1 or at_once
 

@@ -46,9 +46,9 @@ def sleep_on(stream: Any, seconds: float = LATE_SECONDS) -> None:
 
 def late_caller(patch: pytest.MonkeyPatch) -> None:
     """The arrays of the program come late."""
-    make = device_streams.ReductionCall.__init__
+    make = device_streams.DeviceCall.__init__
 
-    def made(self: Any, plan: Any, arrays: Any, *others: Any) -> None:
+    def made(self: Any, streams: Any, timeout: Any, arrays: Any, *others: Any) -> None:
         ops = ops_of(arrays[0])
         stream = ops.current_stream(ops.device_of(arrays[0]))
         # Page-locked: the host would wait for copies from other memory.
@@ -58,20 +58,20 @@ def late_caller(patch: pytest.MonkeyPatch) -> None:
         # Longer than ranks take to meet.
         sleep_on(stream, 10 * LATE_SECONDS)
         ops.copy_to_device(arrays[0], self.value, stream)
-        make(self, plan, arrays, *others)
+        make(self, streams, timeout, arrays, *others)
 
-    patch.setattr(device_streams.ReductionCall, "__init__", made)
+    patch.setattr(device_streams.DeviceCall, "__init__", made)
 
 
 def late_streams(patch: pytest.MonkeyPatch) -> None:
     """What the communicator does on the device comes late."""
-    load = device_streams.ReductionCall.load
+    load = device_streams.DeviceCall.load
 
     def loaded(self: Any) -> None:
         sleep_on(self.streams.stream)
         load(self)
 
-    patch.setattr(device_streams.ReductionCall, "load", loaded)
+    patch.setattr(device_streams.DeviceCall, "load", loaded)
 
 
 def late_copies(name: str) -> Late:
@@ -123,11 +123,11 @@ def hasty(module: Any) -> Mutation:
 
 
 def slots_are_always_free(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reduce.PinnedBuffer, "free_after", property(lambda _: None, lambda *_: None), raising=False)
+    patch.setattr(reduce.StagingSlot, "until_free", lambda _: iter(()))
 
 
 def mpi_begins_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reduce._Run, "_nccl_is_done", lambda _: True)
+    patch.setattr(reduce._Run, "_until_reduced", lambda _: iter(()))
 
 
 def run(
@@ -139,7 +139,7 @@ def run(
 ) -> int:
     """Return in how many rounds there is a wrong number where something is late, and something does not wait for it."""
     patch.setenv("MPIDIST_STAGING_BYTES", "65536")
-    patch.setattr(reduce, "_SLOTS", 1)
+    patch.setattr(reduce, "SLOTS", 1)
     with Communicator() as comm:
         # What is made once is made in order.
         with fake_gpus.cuda.Device(comm.rank):
@@ -184,11 +184,11 @@ NODES, HD = pytest.mark.nodes, "halving_doubling"
 @pytest.mark.parametrize(
     ("algorithm", "aware", "mutate", "late"),
     [
-        omitted(HD, "0", deaf_in("follow_caller"), late_caller, "streams wait for the caller", NODES),
+        omitted(HD, "0", deaf_in("allocate"), late_caller, "streams wait for the caller", NODES),
         omitted(HD, "0", deaf_in("_through"), late_streams, "the copy to the host waits for streams", NODES),
         omitted(HD, "0", hasty(reduce), TO_HOST, "MPI waits for the copy to the host", NODES),
         omitted(HD, "0", deaf_in("move"), TO_DEVICE, "streams wait for the copy to the device", NODES),
-        omitted(HD, "0", deaf_in("_wait_for"), TO_DEVICE, "the caller waits for streams", NODES),
+        omitted(HD, "0", deaf_in("wait_here"), TO_DEVICE, "the caller waits for streams", NODES),
         omitted(HD, "0", slots_are_always_free, TO_DEVICE, "slots wait until they are free", NODES),
         # Sums are formed on the device.
         omitted("ring", "0", deaf_in("_stage_first"), late_streams, "copies and sums wait for streams"),
@@ -199,11 +199,11 @@ NODES, HD = pytest.mark.nodes, "halving_doubling"
         # MPI reads and writes device memory.
         omitted(HD, "1", mpi_begins_at_once, late_streams, "MPI waits for streams"),
         omitted(HD, "1", hasty(reduce), late_streams, "MPI waits for the sums"),
-        omitted("staged", "0", deaf_in("follow_caller"), late_caller, "streams wait for the caller"),
+        omitted("staged", "0", deaf_in("allocate"), late_caller, "streams wait for the caller"),
         omitted("staged", "0", hasty(reduce), TO_HOST, "the host waits for the copy to it"),
-        omitted("staged", "0", deaf_in("_wait_for"), TO_DEVICE, "the caller waits for streams"),
-        omitted("nccl", "0", deaf_in("follow_caller"), late_caller, "NCCL waits for the caller"),
-        omitted("nccl", "0", deaf_in("_wait_for"), late_streams, "the caller waits for NCCL"),
+        omitted("staged", "0", deaf_in("wait_here"), TO_DEVICE, "the caller waits for streams"),
+        omitted("nccl", "0", deaf_in("allocate"), late_caller, "NCCL waits for the caller"),
+        omitted("nccl", "0", deaf_in("wait_here"), late_streams, "the caller waits for NCCL"),
     ],
 )
 def test_every_dependency_is_needed(

@@ -279,7 +279,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "all arrays of a kernel launch begin at its first tile",
         "mpidist/arrays/kernels.py",
-        "        table[1:, 3] = np.cumsum(tiles[:-1])\n",
+        "                table[1:, 3] = np.cumsum(tiles[:-1])\n",
         "",
         ("tests/arrays/test_kernels.py",),
     ),

@@ -11,9 +11,8 @@ from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.observers import MOVE
 from mpidist.collectives.channel.operation import Signature, which_on_device
-from mpidist.collectives.gpu.device_streams import DeviceCall, DevicePack, DeviceStreams
+from mpidist.collectives.gpu.device_streams import DeviceCall
 from mpidist.collectives.gpu.nccl import NcclComm
-from mpidist.collectives.gpu.reduce import DeviceChoice
 from mpidist.collectives.move.move import MovePlan
 from mpidist.collectives.mpi import exchange
 from mpidist.collectives.mpi.exchange import all_do
@@ -23,101 +22,64 @@ from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.core.errors import PeerError
 
 
-class MovementCall(DeviceCall):
-    """Hold a call that moves arrays of one device. ``results`` are those known before the handshake."""
-
-    def __init__(self, travelling: Sequence[Array], results: Signature, streams: DeviceStreams, timeout: float) -> None:
-        super().__init__(streams, timeout)
-        ops = streams.ops
-        with streams.on():
-            for index, array in enumerate(travelling):
-                self.inputs[index] = array if array.flags.c_contiguous else ops.copy(array)
-        self.allocate(results)
-        # Enter last, so that an earlier failure does not block the queue.
-        self.enter()
-
-    def allocate(self, signature: Signature) -> None:
-        """Allocate the results on the caller's stream (thread-safe)."""
-        streams = self.streams
-        with streams.on(), self.caller:
-            for index, (shape, dtype) in enumerate(signature):
-                self.results[index] = streams.ops.empty(shape, dtype, streams.device)
-            self.follow_caller()
-
-
 class DeviceMovement:
     """Run the collectives of one communicator that move arrays on a device."""
 
-    def __init__(self, channel: Channel, choice: DeviceChoice) -> None:
-        self._channel = channel
-        self._choice = choice
+    def __init__(self, channel: Channel, nccl: NcclComm) -> None:
+        self._channel, self._nccl = channel, nccl
 
-    def all_gather(self, plan: MovePlan, call: MovementCall) -> Steps[list[Array]]:
+    def all_gather(self, plan: MovePlan, call: DeviceCall) -> Steps[list[Array]]:
         """Concatenate arrays over the ranks along their first axis."""
         with _finishing(call):
-            nccl = yield from self._begin(plan, call)
+            yield from self._begin(plan, call)
             arrays, stream = list(call.inputs.values()), call.streams.stream
             rows = yield from exchange.gather_lengths(self._channel.comm, [len(array) for array in arrays])
             lengths = [sum(lengths) for lengths in zip(*rows, strict=True)]
             shapes = [(length, *array.shape[1:]) for length, array in zip(lengths, arrays, strict=True)]
             yield from self._allocate(call, plan, tuple(zip(shapes, [array.dtype for array in arrays], strict=True)))
             with call.streams.on():
-                with nccl.group():
+                with self._nccl.group():
                     for index, array in enumerate(arrays):
                         ends = accumulate([row[index] * plan.row_sizes[index] for row in rows], initial=0)
                         whole = call.results[index].reshape(-1)
-                        nccl.all_gather(array.reshape(-1), whole, stream, [*pairwise(ends)])
+                        self._nccl.all_gather(array.reshape(-1), whole, stream, [*pairwise(ends)])
                 return [plan.result(index, whole) for index, whole in call.results.items()]
 
-    def broadcast(self, plan: MovePlan, call: MovementCall) -> Steps[list[Array]]:
+    def broadcast(self, plan: MovePlan, call: DeviceCall) -> Steps[list[Array]]:
         """Return the arrays of the root."""
         assert plan.root is not None
         with _finishing(call):
-            nccl = yield from self._begin(plan, call)
-            with call.streams.on(), nccl.group():
+            yield from self._begin(plan, call)
+            with call.streams.on(), self._nccl.group():
                 for index, array in call.inputs.items():
                     target = call.results[index].reshape(-1)
-                    nccl.broadcast(array.reshape(-1), target, plan.root, call.streams.stream)
+                    self._nccl.broadcast(array.reshape(-1), target, plan.root, call.streams.stream)
             return list(call.results.values())
 
-    def reduce_scatter(self, plan: ReductionPlan, call: MovementCall) -> Steps[list[Array]]:
-        """Return this rank's rows of the reduction. Allocates before the handshake, because others wait afterwards."""
-        (pack,), streams = self._choice.packs_of(plan), call.streams
-        source, target = call.inputs[0].reshape(-1), call.results[0]
-        try:
-            with self._channel.shared_errors("reduce_scatter"), streams.on():
-                pack.compile()
-                if pack.together:
-                    source, target = streams.empty(source.size, pack.dtype), streams.empty(target.size, pack.dtype)
-        except BaseException:
-            call.leave()
-            raise
-        return self._reduce_scatter(plan, call, pack, source, target)
-
-    def _reduce_scatter(
-        self, plan: ReductionPlan, call: MovementCall, pack: DevicePack, source: Array, target: Array
-    ) -> Steps[list[Array]]:
-        streams, result = call.streams, call.results[0]
+    def reduce_scatter(self, plan: ReductionPlan, call: DeviceCall) -> Steps[list[Array]]:
+        """Return this rank's rows of the reduction."""
+        (reduction,), streams, result = call.reductions, call.streams, call.results[0]
+        ((source, target),), pack = reduction.pieces, reduction.pack
         with _finishing(call):
-            nccl = yield from self._begin(plan, call)
+            yield from self._begin(plan, call)
+            rows, row_size = plan.shapes[0][0], source.size // plan.shapes[0][0]
+            cuts = [(start * row_size, stop * row_size) for start, stop in slices(rows, self._nccl.size)]
             with streams.on():
                 if pack.together:
-                    streams.ops.cast([call.inputs[0]], [source], streams.stream)
-                rows, row_size = plan.shapes[0][0], source.size // plan.shapes[0][0]
-                cuts = [(start * row_size, stop * row_size) for start, stop in slices(rows, nccl.size)]
-                nccl.reduce_scatter(source, target, pack.op, streams.stream, cuts)
-                if plan.divisor is not None or target is not result:
+                    start, stop = cuts[self._nccl.rank]
+                    target = source[start:stop]
+                self._nccl.reduce_scatter(source, target, pack.op, streams.stream, cuts)
+                if pack.together or plan.divisor is not None:
                     streams.ops.cast([target], [result], streams.stream, plan.divisor)
             return [result]
 
-    def _begin(self, plan: MovePlan | ReductionPlan, call: MovementCall) -> Steps[NcclComm]:
-        """Return NCCL after the handshake, when ``call`` is first in the queue."""
+    def _begin(self, plan: MovePlan | ReductionPlan, call: DeviceCall) -> Steps[None]:
+        """Wait for the handshake, then until ``call`` is first in the queue."""
         yield from self._channel.open(plan.description)
         self._channel.phase(MOVE)
         yield from call.wait_until_first()
-        return self._choice.nccl
 
-    def _allocate(self, call: MovementCall, plan: MovePlan, signature: Signature) -> Steps[None]:
+    def _allocate(self, call: DeviceCall, plan: MovePlan, signature: Signature) -> Steps[None]:
         """Allocate results of lengths that the handshake did not know, or raise on all ranks."""
         failed_polls = 0
         while call.caller.is_capturing:
@@ -125,15 +87,21 @@ class DeviceMovement:
             failed_polls += 1
             relax(failed_polls, LOOKS_BEFORE_YIELD_ON_WIRE)
             yield
+
+        def allocate() -> None:
+            # Perhaps in another thread than the caller's.
+            with call.streams.on(), call.caller:
+                call.allocate(signature)
+
         yield from all_do(
             self._channel.comm,
-            lambda: call.allocate(signature),
+            allocate,
             lambda rank, text: PeerError(f"rank {rank} cannot allocate the result of {plan.description.text}: {text}"),
         )
 
 
 @contextmanager
-def _finishing(call: MovementCall) -> Iterator[None]:
+def _finishing(call: DeviceCall) -> Iterator[None]:
     """Finish a call, and release its place in the queue on any exit."""
     try:
         yield

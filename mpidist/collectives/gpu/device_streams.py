@@ -34,12 +34,13 @@ import numpy as np
 from mpidist.arrays.device_ops import device_name, gpu_ops, is_device_array, ops_of
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.arrays.streams import Event, Stream
+from mpidist.collectives.channel.operation import Signature
 from mpidist.collectives.gpu.nccl import NcclComm, nccl_dtype
 from mpidist.collectives.mpi.waiting import LOOKS_BEFORE_YIELD_ON_WIRE, Steps, relax
 from mpidist.collectives.node.memory import Pool, pieces
 from mpidist.collectives.node.packing import Pack, overlaps
 from mpidist.collectives.reduce.choice import Choice
-from mpidist.collectives.reduce.plan import DeviceGroup, ReductionPlan
+from mpidist.collectives.reduce.plan import DeviceGroup
 from mpidist.collectives.reduce.registry import Algorithm, Site
 from mpidist.core.concurrency import DaemonThread, Deadline
 from mpidist.core.options import CommunicationOptions, ReduceOp
@@ -84,13 +85,13 @@ class DeviceStreams:
             self._in_flight.append((call.done, call))
         self.oldest()
 
-    def oldest(self) -> tuple[Event, DeviceCall] | None:
-        """Return the oldest unfinished call and its event, or None (thread-safe)."""
+    def oldest(self) -> DeviceCall | None:
+        """Return the oldest unfinished call, or None (thread-safe)."""
         with self.on(), self._lock:
             while self._in_flight:
                 event, call = self._in_flight[0]
                 if not event.is_done:
-                    return event, call
+                    return call
                 self._in_flight.popleft()
         return None
 
@@ -98,11 +99,6 @@ class DeviceStreams:
         """Raise RuntimeError if a sharer of an NCCL communicator failed."""
         for nccl in self.nccl:
             nccl.check_in_step()
-
-    def raise_if_failed(self) -> None:
-        """Raise NcclFailure if NCCL reports an error (thread-safe)."""
-        for nccl in self.nccl:
-            nccl.check_async_error()
 
     def abandon(self) -> None:
         """Abort NCCL and lose unfinished results. May block until other ranks abort too."""
@@ -186,51 +182,6 @@ class QueuePlace:
         return True
 
 
-class DeviceCall(QueuePlace):
-    """Hold one collective on a device with its arrays.
-
-    Attributes:
-        inputs: Contiguous inputs by index in the call.
-        results: Contiguous results by index, valid after ``done``.
-        caller: Stream on which the inputs were computed.
-        ready: Event after which inputs may be read and results written.
-    """
-
-    def __init__(self, streams: DeviceStreams, timeout: float) -> None:
-        super().__init__(streams)
-        self.timeout = timeout
-        self.inputs: dict[int, Array] = {}
-        self.results: dict[int, Array] = {}
-        self.caller: Stream = streams.ops.current_stream(streams.device)
-        self.ready: Event
-
-    def follow_caller(self) -> None:
-        """Order the streams after the work on the caller's stream so far."""
-        self.ready = self.caller.record()
-        self.streams.stream.wait(self.ready)
-
-    def join(self, results: list[Array]) -> list[Array]:
-        """Order the current stream of this thread after the results, and return them."""
-        self.wait_here()
-        if self.streams.ops.current_stream(self.streams.device).handle == self.caller.handle:
-            # CuPy returns freed memory to the stream that allocated it, which now waits for the last use.
-            self.let_go()
-        return results
-
-    def wait_here(self) -> None:
-        """Order the current stream of this thread after the results."""
-        self._wait_for(self.done)
-
-    def _wait_for(self, event: Event | None) -> None:
-        if event is not None:
-            with self.streams.on():
-                self.streams.ops.current_stream(self.streams.device).wait(event)
-
-    def let_go(self) -> None:
-        """Drop the arrays."""
-        self.inputs, self.results = {}, {}
-
-
 def device_of_arrays(arrays: Sequence[Array]) -> tuple[str, int]:
     """Return the kind and number of the device of the non-host ``arrays``, or raise ValueError."""
     on_device = [array for array in arrays if is_device_array(array)]
@@ -249,8 +200,6 @@ class DeviceWatch(DaemonThread[DeviceStreams]):
 
     def __init__(self) -> None:
         super().__init__("device-watch")
-        # Oldest call of each at the last poll, and its deadline.
-        self._oldest: weakref.WeakKeyDictionary[DeviceStreams, tuple[Event, Deadline]] = weakref.WeakKeyDictionary()
 
     def look(self) -> float:
         """Check the oldest calls."""
@@ -267,15 +216,16 @@ class DeviceWatch(DaemonThread[DeviceStreams]):
         return _LOOK_SECONDS
 
     def _look_at(self, streams: DeviceStreams) -> None:
-        found, (event, deadline) = streams.oldest(), self._oldest.get(streams, (None, None))
-        if found is None:
-            self._oldest.pop(streams, None)
-        # The deadline starts when the program's own work before the call is done.
-        elif deadline is None or found[0] is not event or not found[1].ready.is_done:
-            self._oldest[streams] = found[0], _deadline(found[1].timeout)
+        call = streams.oldest()
+        if call is None:
+            return
+        # The deadline starts when the call is the oldest, and the program's own work before it is done.
+        if call.deadline is None or not call.ready.is_done:
+            call.deadline = _deadline(call.timeout)
         else:
-            streams.raise_if_failed()
-            deadline.check()
+            for nccl in streams.nccl:
+                nccl.check_async_error()
+            call.deadline.check()
 
 
 def _deadline(timeout: float) -> Deadline:
@@ -308,10 +258,10 @@ SMALL_BYTES = 64 << 10
 
 
 class HostChunk(NamedTuple):
-    """A chunk of a pack in host memory. Its spans are piece, start, stop, and start in the chunk."""
+    """A chunk of a pack in host memory. Its spans are piece, slice of the piece, and slice of the chunk."""
 
     pack: Pack
-    spans: list[tuple[int, int, int, int]]
+    spans: list[tuple[int, slice, slice]]
 
 
 class DevicePack:
@@ -377,7 +327,10 @@ class DevicePack:
         if not self._on_host:
             for start in range(0, sum(self._counts), per_chunk):
                 found = pieces(self._counts, start, start + per_chunk)
-                spans = [(piece, first, first + count, at - start) for piece, first, count, at in found]
+                spans = [
+                    (piece, slice(first, first + count), slice(at - start, at - start + count))
+                    for piece, first, count, at in found
+                ]
                 size = sum(count for _, _, count, _ in found)
                 self._on_host.append(HostChunk(Pack([0], [(size,)], self.dtype, self.dtype, self.dtype), spans))
         return self._on_host
@@ -422,73 +375,76 @@ class DeviceReduction:
         self._ops.cast([*self._parts, *in_place], [*self._outputs, *in_place], self._stream, divisor)
 
 
-class ReductionCall(DeviceCall):
-    """Hold a reduction on a device.
+class DeviceCall(QueuePlace):
+    """Hold one collective on a device with its arrays.
 
     Args:
-        arrays: All arrays of the call, also those on the host.
-        out: Output arrays, or None to allocate them.
-        packs: Packs of the arrays on the device.
+        inputs: Arrays on the device by index in the call.
+        signature: Results of the call that are known before the handshake.
+        out: Output arrays of the call, or None to allocate them.
+        packs: Packs of the inputs that are reduced.
+
+    Attributes:
+        inputs: Contiguous inputs by index in the call.
+        results: Contiguous results by index, valid after ``done``.
+        reductions: Packs in transit.
+        caller: Stream on which the inputs were computed.
+        ready: Event after which inputs may be read and results written.
+        deadline: Deadline of the watchdog, or None until it has started.
     """
+
+    ready: Event
+    deadline: Deadline | None = None
 
     def __init__(
         self,
-        plan: ReductionPlan,
-        arrays: Sequence[Array],
-        out: Sequence[Array] | None,
-        packs: Sequence[DevicePack],
         streams: DeviceStreams,
         timeout: float,
+        inputs: Mapping[int, Array],
+        signature: Signature,
+        out: Sequence[Array] | None = None,
+        packs: Sequence[DevicePack] = (),
     ) -> None:
-        super().__init__(streams, timeout)
-        self._out = out
-        self._delivered: Event | None = None
-        indices = [index for index, is_on_device in enumerate(plan.on_device) if is_on_device]
+        super().__init__(streams)
         ops = streams.ops
+        self.timeout, self._out = timeout, out
+        self.caller: Stream = ops.current_stream(streams.device)
+        self.results: dict[int, Array] = {}
+        self._delivered: Event | None = None
         with streams.on():
-            self.inputs = {index: arrays[index] for index in indices}
-            written_early = self._written_early(packs)
-            for index in indices:
-                if index in written_early or not arrays[index].flags.c_contiguous:
-                    self.inputs[index] = ops.copy(arrays[index])
-            self.results = {index: self._result(index, *plan.result_signature[index]) for index in indices}
-            flats = [streams.empty(pack.flat_count, pack.dtype) if pack.together else None for pack in packs]
+            early = set() if out is None else _written_early(inputs, out, packs)
+            self.inputs = {
+                index: ops.copy(array) if index in early or not array.flags.c_contiguous else array
+                for index, array in inputs.items()
+            }
+            self.allocate(signature)
             self.reductions = [
-                DeviceReduction(pack, self.inputs, self.results, flat, streams.stream)
-                for pack, flat in zip(packs, flats, strict=True)
+                DeviceReduction(
+                    pack,
+                    self.inputs,
+                    self.results,
+                    streams.empty(pack.flat_count, pack.dtype) if pack.together else None,
+                    streams.stream,
+                )
+                for pack in packs
             ]
-            self.follow_caller()
             for pack in packs:
                 pack.compile()
             self.load()
+        # Enter last, so that an earlier failure does not block the queue.
         self.enter()
 
-    def _written_early(self, packs: Sequence[DevicePack]) -> set[int]:
-        """Return the inputs that a result may overwrite before they are read.
-
-        That happens if another result, or their own at another address, overlaps them. Packed inputs are safe.
-        """
-        out = self._out
-        if out is None:
-            return set()
-        apart = [index for pack in packs for index in pack.apart if self.inputs[index] is not out[index]]
-        if not apart:
-            return set()
-        counts = overlaps([self.inputs[index] for index in apart], [out[index] for index in self.inputs])
-        return {
-            index
-            for index, count in zip(apart, counts, strict=True)
-            if count > 1 or (count and not self._is_same(self.inputs[index], out[index]))
-        }
-
-    def _is_same(self, array: Array, other: Array) -> bool:
-        pointer = self.streams.ops.pointer
-        return pointer(array) == pointer(other) and (array.strides, array.dtype) == (other.strides, other.dtype)
-
-    def _result(self, index: int, shape: tuple[int, ...], dtype: DType) -> Array:
-        if self._out is not None and self._out[index].flags.c_contiguous:
-            return self._out[index]
-        return self.streams.ops.empty(shape, dtype, self.streams.device)
+    def allocate(self, signature: Signature) -> None:
+        """Allocate the results on the current stream. Order the streams after the caller's work so far."""
+        streams, out = self.streams, self._out
+        for index, (shape, dtype) in enumerate(signature):
+            if index in self.inputs:
+                result = None if out is None else out[index]
+                if result is None or not result.flags.c_contiguous:
+                    result = streams.ops.empty(shape, dtype, streams.device)
+                self.results[index] = result
+        self.ready = self.caller.record()
+        streams.stream.wait(self.ready)
 
     def load(self) -> None:
         """Copy the inputs into the flat arrays."""
@@ -502,25 +458,47 @@ class ReductionCall(DeviceCall):
             self.streams.finish(self)
 
     def join(self, results: list[Array]) -> list[Array]:
-        """Copy results into ``out`` unless they were computed there, then join."""
+        """Order the current stream of this thread after the results. Copy them into ``out``."""
         streams, out = self.streams, self._out
-        apart = [] if out is None else [index for index, result in self.results.items() if result is not out[index]]
         with streams.on():
-            if out is not None and apart:
-                self.wait_here()
+            self.wait_here()
+            current = streams.ops.current_stream(streams.device)
+            if out is not None:
+                apart = [index for index, result in self.results.items() if result is not out[index]]
                 for index in apart:
                     np.copyto(out[index], self.results[index])
-                self._delivered = streams.ops.current_stream(streams.device).record()
-            return super().join(results)
+                if apart:
+                    self._delivered = current.record()
+            if current.handle == self.caller.handle:
+                # CuPy returns freed memory to the stream that allocated it, which now waits for the last use.
+                self.inputs, self.results, self.reductions = {}, {}, []
+        return results
 
     def wait_here(self) -> None:
         """Order the current stream of this thread after the results."""
-        self._wait_for(self._delivered or self.done)
+        event = self._delivered or self.done
+        if event is not None:
+            with self.streams.on():
+                self.streams.ops.current_stream(self.streams.device).wait(event)
 
-    def let_go(self) -> None:
-        """Drop the arrays."""
-        super().let_go()
-        self.reductions = []
+
+def _written_early(inputs: Mapping[int, Array], out: Sequence[Array], packs: Sequence[DevicePack]) -> set[int]:
+    """Return the inputs that a result may overwrite before they are read.
+
+    That happens if another result, or their own at another address, overlaps them. Packed inputs are safe.
+    """
+    apart = [index for pack in packs for index in pack.apart if inputs[index] is not out[index]]
+    counts = overlaps([inputs[index] for index in apart], [out[index] for index in inputs]) if apart else []
+    return {
+        index
+        for index, count in zip(apart, counts, strict=True)
+        if count > 1 or (count and not _is_same(inputs[index], out[index]))
+    }
+
+
+def _is_same(array: Array, other: Array) -> bool:
+    pointer = gpu_ops().pointer
+    return pointer(array) == pointer(other) and (array.strides, array.dtype) == (other.strides, other.dtype)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 An NCCL communicator holds hundreds of megabytes of GPU memory and takes seconds to start, so Communicators of the same
 ranks on the same GPU share one. Its calls follow the queue of the device, which has the order of the program.
 
-CuPy's binding checks no arguments, so every call is checked here. A wrong call hangs or corrupts memory.
+NCCL checks no arguments. All callers pass contiguous arrays of this rank's GPU, in the dtype of ``nccl_dtype``, and
+targets of the right dtype and size.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -89,36 +90,13 @@ def failure(binding: ModuleType, doing: str, error: Exception) -> NcclFailure:
 
 # ncclDataType_t and ncclRedOp_t, part of NCCL's binary interface. By name, because extension dtypes share type letters.
 _FLOATS = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
+# A complex element counts as two numbers.
 _COMPLEX = {"complex64": 7, "complex128": 8}
 _INTEGERS = {"int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5}
 _DATATYPES = {**_INTEGERS, **_FLOATS, **_COMPLEX}
 _WIDER = {"int16": "int32", "uint16": "uint32"}
 _OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
-_BYTES = 1  # ncclUint8, to send any dtype as bytes
-# CuPy's names of calls.
-_NAMES = {"all_reduce": "allReduce", "reduce_scatter": "reduceScatter", "all_gather": "allGather"}
-_NAMES["an earlier call"] = "check_async_error"
-
-
-class NcclCode(NamedTuple):
-    """A reduction in the codes of NCCL. Complex elements count as two numbers."""
-
-    datatype: int
-    op: int
-    numbers: int
-
-
-@lru_cache(maxsize=256)
-def nccl_reduction(dtype: DType, op: ReduceOp) -> NcclCode:
-    """Return NCCL's codes of a reduction, or raise TypeError if NCCL does not support it.
-
-    >>> nccl_reduction(np.dtype("complex64"), ReduceOp.SUM)
-    NcclCode(datatype=7, op=0, numbers=2)
-    """
-    name, is_complex = dtype.name, dtype.name in _COMPLEX
-    if not dtype.isnative or name not in _DATATYPES or op not in _OPS or (is_complex and op is not ReduceOp.SUM):
-        raise TypeError(f"NCCL has no {op.name} of {dtype}. Cast to the dtype that nccl_dtype() returns")
-    return NcclCode(_DATATYPES[name], _OPS[op], 2 if is_complex else 1)
+_BYTES = 1  # ncclUint8, to move any dtype as bytes
 
 
 @lru_cache(maxsize=256)
@@ -132,14 +110,14 @@ def nccl_dtype(dtype: DType, op: ReduceOp) -> DType | None:
     >>> nccl_dtype(np.dtype("float32"), ReduceOp.MAX) is None
     True
     """
-    if dtype.name in _FLOATS and op in (ReduceOp.MIN, ReduceOp.MAX):
+    name = _WIDER.get(dtype.name, dtype.name)
+    if name in _FLOATS and op in (ReduceOp.MIN, ReduceOp.MAX):
         return None
-    target = np.dtype(_WIDER[dtype.name]) if dtype.name in _WIDER and dtype.isnative else dtype
-    try:
-        nccl_reduction(target, ReduceOp.SUM if op is ReduceOp.MEAN else op)
-    except TypeError:
+    if name in _COMPLEX and op not in (ReduceOp.SUM, ReduceOp.MEAN):
         return None
-    return target
+    if name not in _DATATYPES or not dtype.isnative:
+        return None
+    return dtype if name == dtype.name else np.dtype(name)
 
 
 # Communicators --------------------------------------------------------------------------------------------------------
@@ -148,12 +126,10 @@ def nccl_dtype(dtype: DType, op: ReduceOp) -> DType | None:
 class NcclComm:
     """Wrap one rank's end of an NCCL communicator, with one GPU.
 
-    Methods that move data enqueue it on a stream and return early. Keep the arrays alive and unchanged until the stream
-    is past the call. All ranks must call the same methods with the same counts in the same order, also across
-    communicators that share a GPU. Calls with empty arrays are skipped.
+    Keep arrays alive and unchanged until the stream is past the call. All ranks must call the same methods with the
+    same counts in the same order, also across communicators that share a GPU. Calls with empty arrays are skipped.
 
-    Close or abort it before dropping it, because otherwise CuPy destroys it when Python collects it, perhaps after MPI
-    has ended.
+    Close or abort it, because otherwise CuPy destroys it when Python collects it, perhaps after MPI has ended.
 
     Args:
         raw: The communicator, which ``shared`` has too unless it is None.
@@ -188,14 +164,14 @@ class NcclComm:
 
     def all_reduce(self, source: Array, target: Array, op: ReduceOp, stream: Stream) -> None:
         """Reduce ``source`` of all ranks into ``target`` of every rank. Both may be one array."""
-        self._issue("all_reduce", source, target, stream, op)
+        self._reduce("allReduce", source, target, op, source.size, stream.handle)
 
     def reduce_scatter(
         self, source: Array, target: Array, op: ReduceOp, stream: Stream, cuts: Cuts | None = None
     ) -> None:
         """Reduce ``source`` of all ranks, and write this rank's slice into ``target``. Slices are equal by default."""
         if self._are_equal(cuts):
-            self._issue("reduce_scatter", source, target, stream, op, parts=(self.size, 1))
+            self._reduce("reduceScatter", source, target, op, target.size, stream.handle)
             return
         with self.group():
             for root, (start, stop) in enumerate(cuts or ()):
@@ -204,7 +180,7 @@ class NcclComm:
     def all_gather(self, source: Array, target: Array, stream: Stream, cuts: Cuts | None = None) -> None:
         """Concatenate ``source`` of all ranks in ``target``. ``source`` may be this rank's part of ``target``."""
         if self._are_equal(cuts):
-            self._issue("all_gather", source, target, stream, parts=(1, self.size))
+            self._enqueue("allGather", source, target, source.nbytes, _BYTES, stream.handle)
             return
         with self.group():
             for root, (start, stop) in enumerate(cuts or ()):
@@ -212,15 +188,13 @@ class NcclComm:
 
     def reduce(self, source: Array, target: Array | None, op: ReduceOp, root: int, stream: Stream) -> None:
         """Reduce ``source`` of all ranks into ``target`` of rank ``root``. Other ranks may pass None."""
-        if target is None and self.rank == root:
-            raise ValueError(f"reduce: target is None on the root, rank {root}. Pass an array like the source")
         # NCCL ignores the target of other ranks.
-        self._issue("reduce", source, source if target is None else target, stream, op, root)
+        self._reduce("reduce", source, source if target is None else target, op, source.size, root, stream.handle)
 
     def broadcast(self, source: Array | None, target: Array, root: int, stream: Stream) -> None:
         """Copy ``source`` of rank ``root``, or its ``target`` for None, into ``target`` of every rank."""
         source = target if source is None or self.rank != root else source
-        self._issue("broadcast", source, target, stream, root=root)
+        self._enqueue("broadcast", source, target, source.nbytes, _BYTES, root, stream.handle)
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -248,7 +222,7 @@ class NcclComm:
     def check_async_error(self) -> None:
         """Raise NcclFailure if NCCL found an error, such as a lost rank or network."""
         try:
-            self._call("an earlier call")
+            self._call("check_async_error")
         except NcclFailure as error:
             if error.status != _IN_PROGRESS:
                 raise
@@ -256,7 +230,7 @@ class NcclComm:
     def check_in_step(self) -> None:
         """Raise RuntimeError after the end, or if another user of it failed on this rank.
 
-        Other ranks may still make its calls. NCCL would match them with ours, and both results would be wrong.
+        NCCL would match our calls with other ranks' calls of that user, and both results would be wrong.
         """
         if self._end:
             raise RuntimeError(f"this NCCL communicator can no longer be used: {self._end}")
@@ -285,66 +259,30 @@ class NcclComm:
                 with self._on_device():
                     self._raw.destroy()
 
-    # Checks -----------------------------------------------------------------------------------------------------
+    # Calls ------------------------------------------------------------------------------------------------------
 
     def _are_equal(self, cuts: Cuts | None) -> bool:
         """Return True if every rank has a slice, all of one size."""
         return cuts is None or (len(cuts) == self.size and len({stop - start for start, stop in cuts}) == 1)
 
-    def _issue(
-        self,
-        name: str,
-        source: Array,
-        target: Array,
-        stream: Stream,
-        op: ReduceOp | None = None,
-        root: int | None = None,
-        parts: tuple[int, int] = (1, 1),
-    ) -> None:
-        """Check a call and enqueue it. ``parts``: equal parts of the source and of the target, of one size."""
-        if root is not None and not 0 <= root < self.size:
-            raise ValueError(f"{name}: root is {root}. Pass a rank from 0 to {self.size - 1}")
-        # Elements that are only moved are sent as bytes.
-        code = NcclCode(_BYTES, 0, source.dtype.itemsize) if op is None else nccl_reduction(source.dtype, op)
-        from_, to = self._address(name, "source", source), self._address(name, "target", target)
-        if source.dtype != target.dtype:
-            raise TypeError(f"{name}: source is {source.dtype} and target is {target.dtype}. Use one dtype")
-        expected = source.size / parts[0] * parts[1]
-        if target.size != expected:
-            raise ValueError(
-                f"{name}: target has {target.size} elements. Pass {expected:g}, because the source has {source.size} "
-                f"and there are {self.size} ranks"
-            )
+    def _reduce(self, name: str, source: Array, target: Array, op: ReduceOp, count: int, *last: int) -> None:
+        numbers = 2 * count if source.dtype.kind == "c" else count
+        self._enqueue(name, source, target, numbers, _DATATYPES[source.dtype.name], _OPS[op], *last)
+
+    def _enqueue(self, name: str, source: Array, target: Array, count: int, *codes: int) -> None:
         self.check_in_step()
-        if source.size:
-            codes = [code.datatype] if op is None else [code.datatype, code.op]
-            last = [stream.handle] if root is None else [root, stream.handle]
-            self._call(name, from_, to, source.size // parts[0] * code.numbers, *codes, *last)
+        if count:
+            self._call(name, self._ops.pointer(source), self._ops.pointer(target), count, *codes)
 
     def _call(self, name: str, *arguments: int) -> None:
         if self._end:
             self.check_in_step()
         try:
-            getattr(self._raw, _NAMES.get(name, name))(*arguments)
+            getattr(self._raw, name)(*arguments)
         except (self._binding.NcclError, KeyError) as error:
-            doing = f"NCCL failed in {name} on rank {self.rank} of {self.size} (gpu:{self.device})"
+            call = "an earlier call" if name == "check_async_error" else name
+            doing = f"NCCL failed in {call} on rank {self.rank} of {self.size} (gpu:{self.device})"
             raise failure(self._binding, doing, error) from error
-
-    def _address(self, name: str, role: str, array: Array) -> int:
-        ops = self._ops
-        try:
-            device = ops.device_of(array)
-        except AttributeError:
-            kind = f"{type(array).__module__}.{type(array).__qualname__}"
-            raise TypeError(f"{name}: {role} is of type {kind}. Pass a CuPy array on gpu:{self.device}") from None
-        if device != self.device:
-            raise ValueError(f"{name}: {role} is on gpu:{device}. Pass an array on gpu:{self.device}")
-        if not array.flags.c_contiguous:
-            raise ValueError(
-                f"{name}: {role} of shape {array.shape} and strides {array.strides} is not contiguous. Use "
-                "cupy.ascontiguousarray(...)"
-            )
-        return ops.pointer(array)
 
 
 def join_local_gpus(devices: Sequence[int]) -> list[NcclComm]:
@@ -370,6 +308,9 @@ def join_local_gpus(devices: Sequence[int]) -> list[NcclComm]:
 _IN_PROGRESS = 7  # ncclInProgress, which CuPy does not define
 # NCCL takes seconds to start on thousands of GPUs.
 _START_SECONDS = 120.0
+_POLL_SECONDS = 0.001
+# An abort waits for other ranks to abort too.
+_ABORT_SECONDS = 2.0
 UniqueId = bytes | tuple[int, ...]  # a tuple in older versions of CuPy
 
 
@@ -429,12 +370,9 @@ def make_nccl(
 ) -> Steps[NcclComm | str]:
     """Create or share a communicator, or return the same problem on every rank (collective).
 
-    NCCL starts only when every rank can start it, because it blocks until all ranks have. CuPy cannot interrupt it, so
-    it starts in a thread, together with a first all-reduce, which makes NCCL connect. If it fails or times out on one
-    rank, all ranks abandon it. A thread that is still inside NCCL stays there, with its memory, until NCCL fails or the
-    process ends.
-
-    If a rank dies, the others wait in MPI until the launcher ends the job or until their deadline.
+    NCCL starts only when every rank can start it, because it blocks until all ranks have. If it fails or times out on
+    one rank, all ranks abandon it. A thread that is still inside NCCL stays there, with its memory, until NCCL fails or
+    the process ends.
 
     Args:
         device: GPU of this rank, or None if the rank has no GPU.
@@ -519,11 +457,16 @@ def _attempt(comm: Comm, device: int, start_seconds: float) -> Steps[tuple[NcclC
     if isinstance(unique_id, str):
         return unique_id
     start = _Start(binding, device, comm.Get_rank(), comm.Get_size(), unique_id)
+    raw = None
     try:
         problem = yield from _agreed_outcome(comm, start, start_seconds)
-        return (start.take(), unique_id) if problem is None else problem
+        if problem is None:
+            raw = start.raw
+            assert raw is not None, "all ranks agreed that NCCL started, but it has not on this rank"
+            return raw, unique_id
+        return problem
     finally:
-        start.abandon()
+        start.end(keeps=raw is not None)
 
 
 def _agreed_outcome(comm: Comm, start: _Start, start_seconds: float) -> Steps[str | None]:
@@ -550,38 +493,32 @@ def _agreed_outcome(comm: Comm, start: _Start, start_seconds: float) -> Steps[st
 
 
 class _Start:
-    """Start NCCL in a thread.
+    """Start NCCL in a thread, because CuPy cannot interrupt it. The thread ends after ``end``.
+
+    Only the thread calls NCCL, because an abort while another function of NCCL runs is not allowed.
 
     Attributes:
-        is_over: True when the thread is done.
+        raw: The communicator, or None.
+        is_over: True when the outcome is known.
         problem: Why NCCL did not start, or None. Valid when ``is_over``.
     """
 
     def __init__(self, binding: ModuleType, device: int, rank: int, size: int, unique_id: UniqueId) -> None:
-        self.is_over = False
+        self.raw: NcclCommunicator | None = None
+        self.is_over = self._keeps = False
         self.problem: str | None = None
         self._binding, self._device, self._unique_id = binding, device, unique_id
         self._rank, self._size = rank, size
         self._ops = gpu_ops()
-        self._lock = threading.Lock()
-        self._raw: NcclCommunicator | None = None
-        # Another thread may abort NCCL while the GPU works, but not while a function of NCCL runs.
-        self._is_inside = True
-        self._is_abandoned = False
-        start_daemon("nccl-start", self._run)
+        self._ended = threading.Event()
+        self._thread = start_daemon("nccl-start", self._run)
 
-    def take(self) -> NcclCommunicator:
-        """Return the communicator. The caller must close it."""
-        raw, self._raw = self._raw, None
-        assert self.is_over, "all ranks agreed that NCCL started, while it has not here"
-        assert raw is not None
-        return raw
-
-    def abandon(self) -> None:
-        """Abort as soon as NCCL returns to the thread, unless the communicator was taken."""
-        with self._lock:
-            self._is_abandoned = True
-            self._abort_if_abandoned()
+    def end(self, keeps: bool) -> None:
+        """End the thread. It aborts the communicator unless the caller keeps it."""
+        self._keeps = keeps
+        self._ended.set()
+        # Other algorithms need the memory. A thread inside NCCL may never return.
+        self._thread.join(_ABORT_SECONDS)
 
     def _run(self) -> None:
         doing = f"NCCL did not start on rank {self._rank} of {self._size} (gpu:{self._device})"
@@ -596,30 +533,26 @@ class _Start:
             self.problem = str(failure(self._binding, doing, error))
         except Exception as error:
             self.problem = f"{doing}: {type(error).__name__}: {error}"
-        self._leave_nccl()
         self.is_over = True
+        self._ended.wait()
+        if self.raw is not None and not self._keeps:
+            with self._ops.on(self._device):
+                self.raw.abort()
 
     def _sum_of_ones(self) -> float:
         """Create the communicator and reduce one number, because NCCL connects on first use."""
         ops, device, binding = self._ops, self._device, self._binding
-        number = ops.from_host(np.ones(1, np.float32), device)
+        # Kept until the abort, because NCCL may still write to it.
+        number = self._number = ops.from_host(np.ones(1, np.float32), device)
         stream = ops.stream(device)
         stream.wait(ops.current_stream(device).record())
-        self._raw = binding.NcclCommunicator(self._size, self._unique_id, self._rank)
-        if self._is_abandoned:
+        self.raw = binding.NcclCommunicator(self._size, self._unique_id, self._rank)
+        if self._ended.is_set():
             return 0.0
         pointer = ops.pointer(number)
-        self._raw.allReduce(pointer, pointer, 1, binding.NCCL_FLOAT32, binding.NCCL_SUM, stream.handle)
-        self._leave_nccl()
-        stream.synchronize()
+        self.raw.allReduce(pointer, pointer, 1, binding.NCCL_FLOAT32, binding.NCCL_SUM, stream.handle)
+        is_reduced = stream.record()
+        while not is_reduced.is_done:
+            if self._ended.wait(_POLL_SECONDS):
+                return 0.0
         return float(ops.to_host(number)[0])
-
-    def _leave_nccl(self) -> None:
-        with self._lock:
-            self._is_inside = False
-            self._abort_if_abandoned()
-
-    def _abort_if_abandoned(self) -> None:
-        if self._is_abandoned and not self._is_inside and self._raw is not None:
-            with self._ops.on(self._device):
-                self._raw.abort()

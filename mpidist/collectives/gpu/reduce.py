@@ -120,15 +120,16 @@ gpu_algorithms.register(AlgorithmEntry("alone", Alone, ()))
 _BUFFERS = 2
 
 
-class Staged:
+class Staged(DeviceAlgorithm):
     """Reduce chunks of at most ``chunk_bytes`` in page-locked memory with a host algorithm."""
 
     def __init__(self, site: DeviceSite, chunk_bytes: int) -> None:
-        self._streams = site.streams
-        self._choice = site.on_host
-        self._pool = site.pool
+        self._streams, self._choice, self._pool = site.streams, site.on_host, site.pool
         self._chunk_bytes = chunk_bytes
-        self._inputs = self._outputs = [np.empty(0, np.uint8)] * _BUFFERS
+        pinned = self._streams.ops.pinned
+        with self._streams.on():
+            # Input and output of each chunk.
+            self._buffers = [(pinned(chunk_bytes), pinned(chunk_bytes)) for _ in range(_BUFFERS)]
 
     @classmethod
     def made(cls, site: DeviceSite) -> Steps[Staged]:
@@ -138,9 +139,8 @@ class Staged:
 
     def all_reduce(self, job: DeviceReduction) -> Steps[None]:
         """Reduce chunk by chunk, and copy the next chunk to the host during each reduction."""
-        streams = self._streams
-        chunks = job.pack.on_host(self._chunk_bytes // job.pack.dtype.itemsize)
-        yield from self._allocate_buffers(chunks[0].pack.nbytes)
+        streams, pack = self._streams, job.pack
+        chunks = pack.on_host(self._chunk_bytes // pack.dtype.itemsize)
         next_copied = self._copy_to_host(job, chunks, 0)
         for number, chunk in enumerate(chunks):
             copied = next_copied
@@ -148,28 +148,22 @@ class Staged:
                 next_copied = self._copy_to_host(job, chunks, number + 1)
             # The stream is then also past the last copies from and to these buffers.
             yield from until_event(copied)
-            source, reduced = [_as_chunk(buffers, chunks, number) for buffers in (self._inputs, self._outputs)]
-            yield from self._reduce(job.pack, chunk.pack, source, reduced)
+            source, reduced = self._views(chunk, number)
+            yield from self._reduce(pack, chunk.pack, source, reduced)
             with streams.on():
-                for piece, start, stop, first in chunk.spans:
-                    part = reduced[first : first + stop - start]
-                    streams.ops.copy_to_device(job.pieces[piece][1][start:stop], part, streams.stream)
-
-    def _allocate_buffers(self, nbytes: int) -> Steps[None]:
-        if self._inputs[0].nbytes < nbytes:
-            # Freed memory may be reused at once, so wait for the copies.
-            yield from until_event(self._streams.stream.record())
-            with self._streams.on():
-                ops = self._streams.ops
-                self._inputs, self._outputs = [[ops.pinned(nbytes) for _ in range(_BUFFERS)] for _ in range(2)]
+                for piece, there, here in chunk.spans:
+                    streams.ops.copy_to_device(job.pieces[piece][1][there], reduced[here], streams.stream)
 
     def _copy_to_host(self, job: DeviceReduction, chunks: Sequence[HostChunk], number: int) -> Event:
-        streams, target = self._streams, _as_chunk(self._inputs, chunks, number)
+        streams, (target, _) = self._streams, self._views(chunks[number], number)
         with streams.on():
-            for piece, start, stop, first in chunks[number].spans:
-                part = target[first : first + stop - start]
-                streams.ops.copy_to_host(part, job.pieces[piece][0][start:stop], streams.stream)
+            for piece, there, here in chunks[number].spans:
+                streams.ops.copy_to_host(target[here], job.pieces[piece][0][there], streams.stream)
             return streams.stream.record()
+
+    def _views(self, chunk: HostChunk, number: int) -> list[Array]:
+        """View the buffers of a chunk."""
+        return [buffer[: chunk.pack.nbytes].view(chunk.pack.dtype) for buffer in self._buffers[number % _BUFFERS]]
 
     def _reduce(self, pack: DevicePack, chunk: Pack, source: Array, reduced: Array) -> Steps[None]:
         options = pack.options
@@ -180,16 +174,6 @@ class Staged:
         algorithm = self._choice.made(names) or (yield from self._choice.make(names))
         yield from algorithm.all_reduce(host_job)
 
-    def close(self) -> None:
-        """Free the host memory."""
-        self._inputs = self._outputs = [np.empty(0, np.uint8)] * _BUFFERS
-
-
-def _as_chunk(buffers: Sequence[Array], chunks: Sequence[HostChunk], number: int) -> Array:
-    """View the buffer of a chunk."""
-    pack = chunks[number].pack
-    return buffers[number % _BUFFERS][: pack.nbytes].view(pack.dtype)
-
 
 gpu_algorithms.register(
     AlgorithmEntry("staged", Staged.made, GPU_PLACES, GPU_PLACES, is_ordered=True, rounds=True, instead=())
@@ -199,18 +183,29 @@ gpu_algorithms.register(
 # Between nodes --------------------------------------------------------------------------------------------------------
 
 
-# Chunks in flight.
-_SLOTS = 4
+# Slices in flight.
+SLOTS = 4
 # NCCL reads single elements from other addresses.
 _SLICE_ALIGNMENT = 128
 
 
-class PinnedBuffer:
-    """Hold one chunk in host memory, and a part of it on the device."""
+class StagingSlot:
+    """Hold one slice in page-locked memory, and a received part of it on the device.
 
-    def __init__(self, memory: Array, received: Array) -> None:
-        self._memory, self._received = memory, received
-        self.free_after: Event | None = None  # after its last content was copied
+    Use the device memory on ``streams.to_device`` after ``until_free``.
+    """
+
+    def __init__(self, streams: DeviceStreams, nbytes: int, received_bytes: int = 0) -> None:
+        ops = streams.ops
+        with streams.on(), streams.to_device:
+            self._memory = ops.pinned(nbytes)
+            self._received = ops.empty((received_bytes,), np.dtype(np.uint8), streams.device)
+            # After its last content was copied. Earlier work of a stream may still use the allocated memory.
+            self.free_after = streams.to_device.record()
+
+    def until_free(self) -> Steps[None]:
+        """Yield until the slot may be used. MPI does not wait for events."""
+        yield from until_event(self.free_after, relaxes=False)
 
     def array(self, count: int, dtype: DType) -> Array:
         """View the host memory as ``count`` elements."""
@@ -219,35 +214,6 @@ class PinnedBuffer:
     def received(self, count: int, dtype: DType) -> Array:
         """View the device memory as ``count`` elements."""
         return self._received[: count * dtype.itemsize].view(dtype)
-
-
-class StagingRing:
-    """Keep a few slots of ``nbytes``, each reused after its last content was copied.
-
-    Use their memory on the device on ``streams.to_device`` after ``is_made``.
-    """
-
-    def __init__(self, streams: DeviceStreams, nbytes: int, received_bytes: int = 0) -> None:
-        self.nbytes = nbytes
-        ops = streams.ops
-        with streams.on(), streams.to_device:
-            self._idle = [
-                PinnedBuffer(ops.pinned(nbytes), ops.empty((received_bytes,), np.dtype(np.uint8), streams.device))
-                for _ in range(_SLOTS)
-            ]
-            self.is_made = streams.to_device.record()
-
-    def take(self) -> PinnedBuffer | None:
-        """Return a free slot, or None."""
-        for index, slot in enumerate(self._idle):
-            if slot.free_after is None or slot.free_after.is_done:
-                return self._idle.pop(index)
-        return None
-
-    def give_back(self, slot: PinnedBuffer, free_after: Event) -> None:
-        """Return a slot that is in use until an event."""
-        slot.free_after = free_after
-        self._idle.append(slot)
 
 
 class DeviceRing(Rail):
@@ -259,7 +225,7 @@ class DeviceRing(Rail):
         super().__init__(comm, ranks, position)
         self._streams, self.takes_device_memory = streams, takes_device_memory
 
-    def all_reduce(self, flat: Array, op: ReduceOp, chunk: int, slot: PinnedBuffer, filled: Event) -> Steps[Event]:
+    def all_reduce(self, flat: Array, op: ReduceOp, chunk: int, slot: StagingSlot, filled: Event) -> Steps[Event]:
         """Reduce ``flat`` in place over all ranks, and return its event on ``streams.to_device``.
 
         ``filled`` is the event after which ``flat`` is filled. It must be done if MPI accepts device memory.
@@ -328,7 +294,8 @@ class DeviceHierarchical:
     wires: Wires
     ring: DeviceRing
     streams: DeviceStreams
-    staging: StagingRing
+    slots: list[StagingSlot]
+    slice_bytes: int
 
     @classmethod
     def made(cls, site: DeviceSite) -> Steps[DeviceHierarchical]:
@@ -343,7 +310,7 @@ class DeviceHierarchical:
         nccl, problem = (None, made) if isinstance(made, str) else (made, None)
         try:
             # A slot on the device holds a segment of a slice, which may be one element longer than others.
-            staging = StagingRing(streams, slice_bytes, slice_bytes // len(node.ranks) + 16)
+            slots = [StagingSlot(streams, slice_bytes, slice_bytes // len(node.ranks) + 16) for _ in range(SLOTS)]
         except Exception as error:  # agreed below, because the others wait
             problem = problem or f"rank {comm.Get_rank()}: {type(error).__name__}: {error}"
         problems = yield from problems_of(comm, problem)
@@ -355,23 +322,21 @@ class DeviceHierarchical:
             streams.nccl.append(nccl)
         rail = [ranks[min(node.rank, len(ranks) - 1)] for ranks in node.ranks]
         ring = DeviceRing(comm, rail, node.topology.node_index, streams, aware)
-        # Earlier work of a stream may still use the allocated memory, and MPI does not wait for it.
-        yield from until_event(staging.is_made)
-        return cls(node, nccl, wires, ring, streams, staging)
+        return cls(node, nccl, wires, ring, streams, slots, slice_bytes)
 
     def all_reduce(self, job: DeviceReduction) -> Steps[None]:
         """Reduce in overlapping chunks."""
-        streams, pack, nbytes = self.streams, job.pack, self.staging.nbytes
+        pack, nbytes = job.pack, self.slice_bytes
         name = self.wires.choose(pack.nbytes, pack.options, nbytes, nbytes).name
         on_device = pack.options.wire_dtype is None and (self.ring.takes_device_memory or name == "ring")
         run = _Run(job, self, None if on_device else self.wires.made(name, pack.options))
-        with streams.on():
+        with self.streams.on():
             run.start(nbytes // pack.dtype.itemsize)
         failed_polls = 0
         while not run.is_over:
-            with streams.on():
-                moved = run.move()
-            failed_polls = 0 if moved else failed_polls + 1
+            with self.streams.on():
+                has_moved = run.move()
+            failed_polls = 0 if has_moved else failed_polls + 1
             if failed_polls:
                 pause(self.node.comm, failed_polls)
                 yield
@@ -396,14 +361,13 @@ class _Run:
     def __init__(self, job: DeviceReduction, algorithm: DeviceHierarchical, wire: Wire | None) -> None:
         self._job, self._wire, self._ring = job, wire, algorithm.ring
         self._node, self._nccl = algorithm.node, algorithm.nccl
-        self._staging, self._streams = algorithm.staging, algorithm.streams
+        self._slots, self._streams = algorithm.slots, algorithm.streams
         self._is_mpi_on_device = wire is None and algorithm.ring.takes_device_memory
-        self._chunks: list[Array] = []
-        self._reduced: list[Event] = []
-        # Remaining steps of each slice in flight, and the event of its return to the device, keyed by chunk.
+        # Each chunk, and the event after which the node has reduced it.
+        self._chunks: list[tuple[Array, Event]] = []
+        # Remaining steps of each slice in flight, or None when it has arrived.
         self._in_flight: deque[Steps[None] | None] = deque()
-        self._arrived: dict[int, Event] = {}
-        self._begun = self._spread = 0
+        self._begun = self._shared = 0
 
     def start(self, per_slice: int) -> None:
         """Cut the pieces into chunks, and reduce all of them in the node."""
@@ -417,8 +381,7 @@ class _Run:
                 if nccl is not None:
                     cuts = self._cuts(chunk)
                     nccl.reduce_scatter(source[start : start + per_chunk], self._mine(chunk), job.pack.op, stream, cuts)
-                self._chunks.append(chunk)
-                self._reduced.append(stream.record())
+                self._chunks.append((chunk, stream.record()))
 
     def _cuts(self, chunk: Array) -> list[tuple[int, int]]:
         """Return one slice of a chunk per rail. Its address allows NCCL wide loads."""
@@ -433,77 +396,64 @@ class _Run:
     @property
     def is_over(self) -> bool:
         """Return True when every chunk is enqueued for the copy to all ranks."""
-        return self._spread == len(self._chunks)
+        return self._shared == len(self._chunks)
 
     def move(self) -> bool:
-        """Advance the chunks, and return True on progress."""
-        has_moved = self._begin()
+        """Advance the slices, share arrived chunks in the node, and return True on progress."""
+        before = self._begun + self._shared
+        if self._begun < len(self._chunks) and len(self._in_flight) < len(self._slots):
+            self._in_flight.append(self._crossing(self._begun))
+            self._begun += 1
         self._in_flight = deque(steps and moved(steps) for steps in self._in_flight)
-        while self._in_flight and self._in_flight[0] is None and not self._waits_for_mpi():
+        while self._in_flight and self._in_flight[0] is None:
             self._in_flight.popleft()
-            if self._spread in self._arrived:
-                self._streams.stream.wait(self._arrived.pop(self._spread))
-            if self._nccl is not None:
-                chunk = self._chunks[self._spread]
-                self._nccl.all_gather(self._mine(chunk), chunk, self._streams.stream, self._cuts(chunk))
-            self._spread += 1
-            has_moved = True
-        return has_moved
+        arrived = self._begun - len(self._in_flight)
+        # NCCL must not run while MPI uses the device.
+        if not self._is_mpi_on_device or arrived == len(self._chunks):
+            for chunk, _ in self._chunks[self._shared : arrived]:
+                part = self._mine(chunk)
+                if part.size:
+                    self._streams.stream.wait(self._slot(self._shared).free_after)
+                if self._nccl is not None:
+                    self._nccl.all_gather(part, chunk, self._streams.stream, self._cuts(chunk))
+                self._shared += 1
+        return self._begun + self._shared > before
 
-    def _nccl_is_done(self) -> bool:
-        """Return True when all chunks are reduced in the node."""
-        return self._reduced[-1].is_done
+    def _slot(self, number: int) -> StagingSlot:
+        return self._slots[number % len(self._slots)]
 
-    def _waits_for_mpi(self) -> bool:
-        """Return True while MPI uses the device, so that NCCL must wait."""
-        all_arrived = self._begun == len(self._chunks) and not any(self._in_flight)
-        return self._is_mpi_on_device and not all_arrived
-
-    def _begin(self) -> bool:
-        """Send the next chunk if a slot is free, and return True if so."""
-        chunk = self._begun
-        if chunk == len(self._chunks):
-            return False
-        steps: Steps[None] | None = None
-        part = self._mine(self._chunks[chunk])
-        if part.size:
-            if self._is_mpi_on_device and not self._nccl_is_done():
-                return False
-            slot = self._staging.take()
-            if slot is None:
-                return False
-            steps = self._crossing(slot, part, chunk)
-        self._in_flight.append(steps)
-        self._begun += 1
-        return True
-
-    def _crossing(self, slot: PinnedBuffer, part: Array, chunk: int) -> Steps[None]:
-        """Reduce a slice between nodes, and free its slot."""
+    def _crossing(self, number: int) -> Steps[None]:
+        """Reduce this rank's slice of a chunk between nodes."""
+        (chunk, reduced), slot = self._chunks[number], self._slot(number)
+        part = self._mine(chunk)
+        if not part.size:
+            return
+        yield from self._until_reduced()
+        yield from slot.until_free()
         if self._wire is None:
-            arrived = yield from self._ring.all_reduce(part, self._job.pack.op, chunk, slot, self._reduced[chunk])
+            arrived = yield from self._ring.all_reduce(part, self._job.pack.op, number, slot, reduced)
         else:
-            arrived = yield from self._through(self._wire, slot, part, chunk)
-        self._staging.give_back(slot, arrived)
-        self._arrived[chunk] = arrived
+            arrived = yield from self._through(self._wire, slot, part, number, reduced)
+        slot.free_after = arrived
 
-    def _through(self, wire: Wire, slot: PinnedBuffer, part: Array, chunk: int) -> Steps[Event]:
+    def _until_reduced(self) -> Steps[None]:
+        """Yield until the node has reduced all chunks, if MPI uses device memory."""
+        if self._is_mpi_on_device:
+            yield from until_event(self._chunks[-1][1], relaxes=False)
+
+    def _through(self, wire: Wire, slot: StagingSlot, part: Array, number: int, reduced: Event) -> Steps[Event]:
         """Copy a slice to the host, reduce it between nodes, and copy it back."""
         streams = self._streams
         memory = slot.array(part.size, part.dtype)
-        streams.to_host.wait(self._reduced[chunk])
+        streams.to_host.wait(reduced)
         streams.ops.copy_to_host(memory, part, streams.to_host)
         yield from until_event(streams.to_host.record(), relaxes=False)
-        yield from wire.all_reduce(memory, memory, self._job.pack.op, chunk, self._residual(chunk, memory))
+        residuals = self._job.pack.residuals
+        if self._job.pack.options.error_feedback and number not in residuals:
+            residuals[number] = np.zeros_like(memory)
+        yield from wire.all_reduce(memory, memory, self._job.pack.op, number, residuals.get(number))
         streams.ops.copy_to_device(part, memory, streams.to_device)
         return streams.to_device.record()
-
-    def _residual(self, chunk: int, like: Array) -> Array | None:
-        residuals = self._job.pack.residuals
-        if not self._job.pack.options.error_feedback:
-            return None
-        if chunk not in residuals:
-            residuals[chunk] = np.zeros_like(like)
-        return residuals[chunk]
 
 
 gpu_algorithms.register(
@@ -581,17 +531,10 @@ class DeviceChoice(Choice[DeviceAlgorithm]):
                 yield from self.make(self.names_from(name))
 
     @property
-    def moves_by_nccl(self) -> bool:
-        """Return True if NCCL moves arrays, the same on every rank after ``prepare``."""
-        name = self.first_working(self.names_from(look_up(self.row, sys.maxsize)))
-        return self.site.comm.Get_size() > 1 and name == "nccl"
-
-    @property
-    def nccl(self) -> NcclComm:
-        """Return NCCL over all ranks. Requires ``moves_by_nccl``."""
-        made = self.made(("nccl",))
-        assert isinstance(made, Nccl)
-        return made.comm
+    def mover(self) -> NcclComm | None:
+        """Return NCCL over all ranks if it moves arrays, or None on every rank. Call after ``prepare``."""
+        made = self.made(self.names_from(look_up(self.row, sys.maxsize)))
+        return made.comm if isinstance(made, Nccl) else None
 
     def close(self) -> None:
         """Free the algorithms when all work is done (collective)."""
