@@ -168,7 +168,7 @@ class Communicator:
 
     def _resume(self, number: int, state: int, value: Array, result: Array, out: Array | None) -> Array:
         """Finish a fast-path call after peers were late, or made another call."""
-        description = self._channel.executor.fast.description(number)
+        description = self._channel.executor.fast.descriptions[number]
         rest = Operation(self._engine.resume(description, state, value, result), description)
         rest.is_resumed = True
         final = self._channel.run(rest)

@@ -447,24 +447,23 @@ class Executor:
         is_lost = self._core is not None and self._core.state == LOST
         no_access = error if isinstance(error, OSError) and is_lost else None
         has_ended = no_access is not None and no_access.errno == errno.ESRCH
-        failed: BaseException
-        if says_rank_is_lost(error) or (has_ended and can_go_on()):
-            failed = RankLostError(f"a rank was lost while rank {self._rank} was in {text}: {error}")
-            self.fail(str(failed), failed, cut_off=error)
-            self.revoke()
-            raise failed from error
-        if no_access is not None:
+        is_rank_lost = says_rank_is_lost(error) or (has_ended and can_go_on())
+        if is_rank_lost:
+            failed: BaseException = RankLostError(f"a rank was lost while rank {self._rank} was in {text}: {error}")
+            reason = str(failed)
+        elif no_access is not None:
             advice = "Restart the job" if has_ended else "Set MPIDIST_READ_NEIGHBOURS=0"
             cause = "a rank of this node has ended" if has_ended else "cannot access the memory of another rank"
             failed = PeerError(f"{text} failed: {cause} ({no_access.strerror}). {advice}")
-            self.fail(str(failed), failed, cut_off=error)
-            raise failed from error
-        # A signal handler, a KeyboardInterrupt or lack of memory cut off an exchange.
-        reason = f"{text} was interrupted by {type(error).__name__}"
-        failed = RuntimeError(f"{reason}, before this collective was done")
+            reason = str(failed)
+        else:  # a signal handler, a KeyboardInterrupt or lack of memory cut off an exchange
+            reason = f"{text} was interrupted by {type(error).__name__}"
+            failed = RuntimeError(f"{reason}, before this collective was done")
         failed.__cause__ = error
         self.fail(reason, failed, cut_off=error)
-        raise error
+        if is_rank_lost:
+            self.revoke()
+        raise failed if isinstance(failed, PeerError) else error
 
     def revoke(self) -> None:
         """End the waits of the other ranks after the loss of a rank."""

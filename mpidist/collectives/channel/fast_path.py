@@ -115,10 +115,6 @@ class FastPath:
         if number is not None:
             self.descriptions[number] = description
 
-    def description(self, number: int) -> Description:
-        """Return the description of a signature."""
-        return self.descriptions[number]
-
 
 class ChannelLock:
     """The lock of a channel. The program holds it during a collective, the progress thread for one step."""
