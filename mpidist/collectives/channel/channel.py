@@ -206,7 +206,6 @@ class Channel:
         if self.size > 1:
             self._drain()
         free_first()
-        self.handshake.free()
         self.node.close()
         self.comm.Free()
         return True

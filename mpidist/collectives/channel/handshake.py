@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -52,31 +51,18 @@ class _ByReduction:
         self._mine, self._sum = np.zeros(1), np.zeros(1)
         spec = ([self._mine, 1, mpi.DOUBLE], [self._sum, 1, mpi.DOUBLE])
         self._start: Callable[[], MPI.Request] = partial(comm.Iallreduce, *spec)
-        self._persistent: MPI.Prequest | None = None
-        self._request: MPI.Request
-        with suppress(NotImplementedError):
-            # A persistent request costs half as much per call. Not every MPI library has it.
-            self._persistent = self._request = comm.Allreduce_init(*spec)
         self.state = DONE
 
     def meet(self, identity: int) -> None:
         """Send this rank's id."""
         self._mine[0] = identity & self._mask
         self.state = NOT_YET
-        if self._persistent is None:
-            self._request = self._start()
-        else:
-            self._persistent.Start()
+        self._request = self._start()
 
     def go_on(self) -> Steps[None]:
         """Yield until all ids have arrived. The state becomes MISMATCH if they differ."""
         yield from until_done(self._request)
         self.state = DONE if self._sum[0] == self._mine[0] * self._size else MISMATCH
-
-    def free(self) -> None:
-        """Free the MPI request."""
-        if self._persistent is not None:
-            self._persistent.Free()
 
 
 class Handshake:
@@ -87,11 +73,6 @@ class Handshake:
         self._core: Core | _ByReduction = node.core or _ByReduction(comm)
         self.has_left: list[int] = []
         """Ranks that have shut down: no exchange is possible any more."""
-
-    def free(self) -> None:
-        """Free the MPI request, before the communicator is freed."""
-        if isinstance(self._core, _ByReduction):
-            self._core.free()
 
     def begin(self, identity: int, operation: Operation[object], start: Start | None = None) -> bool:
         """Begin a handshake, and return whether it is over. If not, ``finish`` must follow (collective)."""
