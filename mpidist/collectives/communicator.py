@@ -17,8 +17,7 @@ from numpy.typing import DTypeLike
 from mpidist.arrays.convert import to_array
 from mpidist.arrays.device_ops import is_device_array, ops_of
 from mpidist.arrays.dtypes import Array, as_dtype, check_transportable
-from mpidist.collectives.channel.changes import LocalChanges
-from mpidist.collectives.channel.channel import Channel
+from mpidist.collectives.channel.channel import Channel, SharedErrors
 from mpidist.collectives.channel.mismatch import FOR_COMMUNICATORS, Advice
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation, Work, describe, signature_of, signature_text
@@ -758,26 +757,22 @@ class Communicator:
         That collective raises MismatchError if the ranks have not made the same change. ``label`` names the variable,
         and ``what`` the change. ``checksum`` returns the current checksum of the variable.
         """
-        known = None if self._channel.executor.changes is None else self._channel.executor.changes.now(label)
+        local_changes = self._channel.executor.local_changes
+        known = local_changes().now(label)
         before = checksum() if known is None else known
         try:
             yield
         finally:
             # A collective in the block may have compared the earlier changes, so this makes new ones.
-            self._changes().change(label, before, checksum(), f"{what} at {user_call_site()}")
+            local_changes().change(label, before, checksum(), f"{what} at {user_call_site()}")
 
     def done(self, label: str, what: str, checksum: int) -> None:
         """Compare an act with the other ranks at the next collective, as :meth:`changing` does."""
-        self._changes().add(label, checksum, f"{what} at {user_call_site()}")
-
-    def _changes(self) -> LocalChanges:
-        if self._channel.executor.changes is None:
-            self._channel.executor.changes = LocalChanges()
-        return self._channel.executor.changes
+        self._channel.executor.local_changes().add(label, checksum, f"{what} at {user_call_site()}")
 
     def shared_errors(self, doing: str) -> AbstractContextManager[None]:
         """Return a block for work of this rank alone. Its errors reach every rank (see ``Channel``)."""
-        return self._channel.shared_errors(doing)
+        return SharedErrors(self._channel, doing)
 
     def announce(self, error: Exception, doing: str) -> None:
         """Send an error of this rank to the other ranks, as :meth:`shared_errors` does."""

@@ -207,7 +207,7 @@ class Engine:
 
     def _took(self, algorithm: str) -> None:
         self.last_algorithm = algorithm
-        self.channel.current.took(algorithm)
+        self.channel.executor.current.took(algorithm)
 
     def close(self) -> None:
         """Free the algorithms (collective)."""
@@ -229,7 +229,7 @@ class Engine:
         channel, results = self.channel, plan.blank_results()
         yield from channel.open(plan.description)
         channel.phase(REDUCE)
-        channel.current.took("mpi")
+        channel.executor.current.took("mpi")
         for pack in plan.packs:
             job = PackedReduction(pack, arrays, None, plan.op, plan.divisor, plan.options, self._pool)
             flat = job.flat_result() if channel.rank == root else None

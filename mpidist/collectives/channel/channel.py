@@ -36,7 +36,10 @@ T = TypeVar("T")
 
 
 class SharedErrors:
-    """A block of work of this rank. Its errors are announced to the other ranks."""
+    """A block for work of this rank before a collective. Its errors are announced to the other ranks.
+
+    The rank that fails raises its own error. The others raise PeerError at their next call.
+    """
 
     def __init__(self, channel: Channel, doing: str) -> None:
         self._channel, self._doing = channel, doing
@@ -112,11 +115,6 @@ class Channel:
         """Whether collectives can still run on it."""
         return not self.executor.reason and not self.handshake.has_left
 
-    @property
-    def current(self) -> Operation[object]:
-        """The running operation."""
-        return self.executor.current
-
     def run(self, operation: Operation[T]) -> T:
         """Run a collective and return its result (see ``Executor.run``)."""
         if self.observers.issued:
@@ -131,7 +129,7 @@ class Channel:
         return self.executor.start(operation)
 
     def _tell_issued(self, operation: Operation[T]) -> None:
-        with self.shared_errors(f"an observer of {operation.text}"):
+        with SharedErrors(self, f"an observer of {operation.text}"):
             for tell in self.observers.issued:
                 tell(operation)
 
@@ -139,37 +137,31 @@ class Channel:
 
     def open(self, description: Description, start: Start | None = None) -> Steps[None]:
         """Open a collective with a handshake. ``start`` begins a call of the core in the same exchange."""
-        if self.observers.phase:
-            self.phase(OTHERS)
-        if not self.handshake.begin(description.id, self.current, start):
-            yield from self.handshake.finish(description.text, self.current)
+        current = self.executor.current
+        for enter in self.observers.phase:
+            enter(current, OTHERS)
+        if not self.handshake.begin(description.id, current, start):
+            yield from self.handshake.finish(description.text, current)
         for tell in self.observers.met:
-            tell(self.current)
+            tell(current)
 
     def resume(self, description: Description) -> Steps[None]:
         """Finish the handshake of a call that the fast path has begun."""
-        yield from self.handshake.finish(description.text, self.current)
+        yield from self.handshake.finish(description.text, self.executor.current)
         for tell in self.observers.met:
-            tell(self.current)
+            tell(self.executor.current)
 
     def phase(self, name: str) -> None:
         """Notify observers that a phase of the collective begins."""
         for tell in self.observers.phase:
-            tell(self.current, name)
+            tell(self.executor.current, name)
 
     def tell_chunk(self, event: str, number: int, start: int, nbytes: int) -> None:
         """Notify observers of a chunk."""
         for tell in self.observers.chunk:
-            tell(self.current, Chunk(event, number, start, nbytes))
+            tell(self.executor.current, Chunk(event, number, start, nbytes))
 
     # Errors of one rank -----------------------------------------------------------------------------------------
-
-    def shared_errors(self, doing: str) -> SharedErrors:
-        """Return a block for work of this rank before a collective. Its errors are announced.
-
-        The rank that fails raises its own error. The others raise PeerError at their next call.
-        """
-        return SharedErrors(self, doing)
 
     def announce(self, error: Exception, doing: str) -> None:
         """Send an error to the other ranks instead of this rank's next collective. Each error is sent once."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from mpidist.collectives.mpi.waiting import Comm
 from mpidist.core import message_tags
@@ -73,20 +73,14 @@ def check_descriptors(comm: Comm) -> None:
 
     Raises OSError on the ranks that cannot, and PeerError on the others.
     """
-    rank, lacks = comm.Get_rank(), not _can_open(_NEEDED)
+    rank, lacks = comm.Get_rank(), True
+    with suppress(OSError), ExitStack() as files:
+        for _ in range(_NEEDED):
+            files.enter_context(open(os.devnull))
+        lacks = False
     lacking = int(comm.allreduce(rank if lacks else -1, op=import_mpi().MAX))
     lack = f"has fewer than {_NEEDED} file descriptors left, too few to make a communicator. Run: ulimit -n 4096"
     if lacks:
         raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)}: rank {rank} {lack}")
     if lacking >= 0:
         raise PeerError(f"rank {lacking} {lack}")
-
-
-def _can_open(count: int) -> bool:
-    with ExitStack() as files:
-        try:
-            for _ in range(count):
-                files.enter_context(open(os.devnull))
-        except OSError:
-            return False
-    return True

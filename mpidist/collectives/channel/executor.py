@@ -104,15 +104,11 @@ class Executor:
         """Bytes of their inputs."""
         return self._nbytes + self.fast.nbytes
 
-    @property
-    def changes(self) -> LocalChanges | None:
-        """Local changes of this rank since the last operation."""
-        return self._changes
-
-    @changes.setter
-    def changes(self, changes: LocalChanges | None) -> None:
-        self._changes = changes
+    def local_changes(self) -> LocalChanges:
+        """Return the local changes of this rank since the last operation. The next one compares them."""
+        changes = self._changes = self._changes or LocalChanges()
         self.fast.update()
+        return changes
 
     def _may_use_fast_path(self) -> bool:
         return not (
@@ -166,7 +162,7 @@ class Executor:
         self._nbytes += operation.description.nbytes
         operation.number = self._issued + self.fast.see()
         if self._changes is not None:
-            operation.changes, self.changes = self._changes, None
+            operation.changes, self._changes = self._changes, None
 
     def advance(self) -> None:
         """Run the next step of the oldest unfinished work."""

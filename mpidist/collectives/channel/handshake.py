@@ -98,7 +98,8 @@ class Handshake:
         all_agree = yield from self._all_agree()
         changes, operation.changes = operation.changes, None
         if not all_agree:
-            yield from self._compare(text if changes is None else f"{text}, after {changes.text}", operation)
+            after = "" if changes is None else changes.text
+            yield from self._compare(f"{text}, after {after}" if after else text, operation)
 
     def notify(self, kind: str, text: str, call_site: str) -> Steps[None]:
         """Send a notice instead of a plan: ``FAILED`` or ``SHUT_DOWN``. Ranks with a plan raise PeerError."""

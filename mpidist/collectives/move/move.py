@@ -231,7 +231,7 @@ class HostMovement:
                 yield from exchange.broadcast_flat(channel.comm, into, plan.root)
             if cuts is not None and expected is not None and not checksums_fit(their_notes):
                 rows = plan.rows(index, cuts[index])
-                yield from raise_rows_mismatch(channel.comm, rows, expected, channel.current.call_site)
+                yield from raise_rows_mismatch(channel.comm, rows, expected, channel.executor.current.call_site)
             results.append(plan.result(index, result))
         return results
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -159,7 +160,12 @@ class StatusFile(RankFile):
         self._channels = tuple(each for each in self._channels if each is not closed)
         self._closed = _sum(self._closed, closed.work())
 
-    def finish(self, state: str, error: str = "") -> None:
+    def fail(self, error: BaseException) -> None:
+        """Write the error that ends the program."""
+        if not is_interactive():
+            self.finish(FAILED, error_text(error))
+
+    def finish(self, state: str = ENDED, error: str = "") -> None:
         """Write the last state. The first call counts."""
         if self._end is None:
             self._end = (state, error[:_LONGEST_TEXT], self._activity())
@@ -262,32 +268,17 @@ def _sum(*parts: WorkCount) -> WorkCount:
     return WorkCount(context.steps_made, sum(part.collectives for part in parts), sum(part.nbytes for part in parts))
 
 
-# The file of this process, once it has one.
-_files: list[StatusFile] = []
-
-
 def report_channel(channel: Channel) -> None:
     """Report the activity on a channel if ``MPIDIST_STATUS`` is set."""
     folder = settings.STATUS.read()
-    if folder is None:
-        return
-    if not _files:
-        _files.append(StatusFile(folder))
-        record_thread.watch(_files[0])
-        on_uncaught_error(_fail)
-        after_shutdown(_end)
-    _files[0].add(channel)
+    if folder is not None:
+        _status_file(folder).add(channel)
 
 
-def _fail(error: BaseException) -> None:
-    for file in [] if is_interactive() else _files:
-        file.finish(FAILED, error_text(error))
-
-
-def _end() -> None:
-    while _files:
-        _files.pop().finish(ENDED)
-
-
-# The file belongs to the parent.
-os.register_at_fork(after_in_child=_files.clear)
+@cache
+def _status_file(folder: str) -> StatusFile:
+    file = StatusFile(folder)
+    record_thread.watch(file)
+    on_uncaught_error(file.fail)
+    after_shutdown(file.finish)
+    return file

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
-import os
 import threading
 import time
 from collections import Counter
+from functools import cache
 from weakref import WeakKeyDictionary
 
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.observers import OTHERS, Chunk, Observer
 from mpidist.collectives.channel.operation import HOUSEKEEPING, Operation
-from mpidist.collectives.channel.shutdown import after_shutdown, on_uncaught_error
+from mpidist.collectives.channel.shutdown import after_shutdown, before_shutdown, on_uncaught_error
 from mpidist.collectives.mpi.exchange import Mailbox
 from mpidist.collectives.mpi.waiting import Comm
 from mpidist.collectives.observe.record import FlightFile, Kind, State, clock, record_thread
@@ -28,35 +27,25 @@ EXIT_SECONDS = 5.0
 _POLL_SECONDS = 1e-4
 Totals = dict[str, Counter[str]]
 """By operation: calls, nbytes, and nanoseconds: time, for_others, works and waited."""
-_recorders: list[Recorder] = []
-# A forked child must not write into the files of its parent.
-os.register_at_fork(after_in_child=_recorders.clear)
 
 
 def record_channel(channel: Channel) -> None:
     """Record the collectives of a channel if a setting asks for it (collective)."""
-    traces, reports, flights = settings.TRACE.read(), settings.REPORT.read(), settings.FLIGHT_RECORD.read()
-    if traces is None and not reports and flights is None:
-        return
-    if not _recorders:
-        _recorders.append(Recorder(traces, reports, flights))
-        atexit.register(_save)
-        after_shutdown(finish_recording)
-        on_uncaught_error(_save)
-    _recorders[0].add(channel)
+    if settings.TRACE.read() is not None or settings.REPORT.read() or settings.FLIGHT_RECORD.read() is not None:
+        _recorder().add(channel)
 
 
-def _save(_error: BaseException | None = None) -> None:
-    """Write the trace, with unfinished collectives, because the job may be aborted."""
-    for recorder in _recorders:
-        if recorder.trace is not None:
-            recorder.trace.save()
+@cache
+def _recorder() -> Recorder:
+    recorder = Recorder(settings.TRACE.read(), settings.REPORT.read(), settings.FLIGHT_RECORD.read())
+    before_shutdown(recorder.save)
+    on_uncaught_error(recorder.save)
+    after_shutdown(_finish)
+    return recorder
 
 
-def finish_recording() -> None:
-    """Finish the recording of this process, after the last collective of all ranks."""
-    while _recorders:
-        _recorders.pop().finish()
+def _finish() -> None:
+    _recorder().finish()
 
 
 class Recorder:
@@ -83,6 +72,11 @@ class Recorder:
             channel.observers.add(_SpanObserver(self.trace, self._totals, channel.name))
         if self._flight is not None:
             channel.observers.add(_FlightObserver(self._flight, channel))
+
+    def save(self, _error: BaseException | None = None) -> None:
+        """Write the trace, with unfinished collectives, because the job may be aborted."""
+        if self.trace is not None:
+            self.trace.save()
 
     def finish(self) -> None:
         """Finish the trace and send the totals to rank 0, which reports and merges."""
