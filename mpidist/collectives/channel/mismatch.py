@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mpidist.collectives.mpi.exchange import exchange_words, gather_objects
 from mpidist.collectives.mpi.waiting import Comm, Steps
@@ -89,7 +91,7 @@ def news_text(everyone: Sequence[Told]) -> str:
 # Expected rows of all_to_all -------------------------------------------------------------------------------------
 
 # The checksums of all ranks add up to zero if every rank sends the rows that the others expect. Otherwise they do not,
-# except for a chance of one in 2**60. Hashes keep rows too many from balancing rows too few.
+# except for a chance of one in 2**60. Random weights keep rows too many from balancing rows too few.
 _BITS = 62
 _MOST_PAIRS, _LONGEST_TEXT = 4, 120
 # The first ranks that send other rows than expected (with both numbers), the number of such ranks, and the line.
@@ -104,15 +106,22 @@ def rows_checksum(rank: int, sent: Sequence[int], expected: Sequence[int]) -> in
     >>> checksums_fit([rows_checksum(0, [1, 2], [2, 2]), rows_checksum(1, [3, 4], [2, 4])])
     False
     """
-    # Python's hash of numbers is the same in every process.
-    sends = sum([hash((rank, other, rows)) for other, rows in enumerate(sent)])
-    expects = sum([hash((other, rank, rows)) for other, rows in enumerate(expected)])
-    return (sends - expects) % (1 << _BITS)
+    from_each, to_each = _weights(len(sent))
+    sends = sum([rows * weight for rows, weight in zip(sent, to_each, strict=True)])
+    expects = sum([rows * weight for rows, weight in zip(expected, from_each, strict=True)])
+    return (from_each[rank] * sends - to_each[rank] * expects) % (1 << _BITS)
 
 
 def checksums_fit(checksums: Sequence[int]) -> bool:
     """Return whether all ranks get the rows that they expect."""
     return sum(checksums) % (1 << _BITS) == 0
+
+
+@lru_cache(maxsize=64)
+def _weights(size: int) -> tuple[list[int], list[int]]:
+    bits = random.Random(size)  # equal on all ranks
+    from_each, to_each = ([bits.getrandbits(_BITS) | 1 for _ in range(size)] for _ in range(2))
+    return from_each, to_each
 
 
 def raise_rows_mismatch(comm: Comm, sent: list[int], expected: list[int], call_site: str | None) -> Steps[None]:
