@@ -10,11 +10,10 @@ from functools import partial
 from typing import NamedTuple, NoReturn, TypeVar
 
 from mpidist.collectives.channel import shutdown
-from mpidist.collectives.channel.changes import LocalChanges
 from mpidist.collectives.channel.fast_path import ChannelLock, FastPath
 from mpidist.collectives.channel.handshake import Handshake
 from mpidist.collectives.channel.observers import Observers
-from mpidist.collectives.channel.operation import Operation, describe
+from mpidist.collectives.channel.operation import LocalChanges, Operation, describe
 from mpidist.collectives.channel.progress import progress
 from mpidist.collectives.mpi.exchange import is_common
 from mpidist.collectives.mpi.waiting import Comm, Steps, drive
