@@ -39,6 +39,8 @@ class ServiceThread(DaemonThread["Endpoint"]):
         # Also closed ones until MPI has sent all of their messages.
         self._endpoints: list[Endpoint] = []
         self._busy_until = 0.0
+        self.ticks: list[Callable[[], object]] = []
+        """Functions that the thread calls a few times a second. They must be fast."""
 
     def is_allowed(self) -> bool:
         """Return whether this process can have the thread. If not, log the reason once."""
@@ -74,7 +76,7 @@ class ServiceThread(DaemonThread["Endpoint"]):
             now = self._stopwatch.seconds
             due = [function for moment, function in self._timers if moment <= now]
             self._timers = [timer for timer in self._timers if timer[0] > now]
-            for function in due:
+            for function in (*due, *self.ticks):
                 function()
         return _BUSY_SECONDS if self._timers or time.monotonic() < self._busy_until else _IDLE_SECONDS
 

@@ -185,8 +185,6 @@ class _Stack(threading.local):
 
 _stack = _Stack()
 _default: list[Frame] = []
-steps_made = 0
-"""Number of calls of ``strategy.run`` in this process."""
 _HOME_OF_DEFAULT = "mpidist.strategies.default"
 
 

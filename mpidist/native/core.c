@@ -132,6 +132,7 @@ static void publish_header(nc *c)
     p->note = c->call.note;
     p->flags = (unsigned)flags, p->kind = c->call.kind, p->replicas = (unsigned)c->call.replicas, p->bytes = c->bytes;
     c->meeting++;
+    c->waits = 0, c->met = 0, c->arrived = now();
     atomic_store_explicit(&p->met, c->meeting, memory_order_release);
     c->came = 0;
     c->next = is_over_nodes(c) && c->rank > 0 ? follow : meet;
@@ -269,11 +270,25 @@ static nc_state read_next(nc *c)
 
 /* The handshake ------------------------------------------------------------------------------------------------- */
 
+/* Add the wait of this rank. The last rank reads no clock. */
+static void end_wait(nc *c)
+{
+    if (c->waits)
+        c->report.waited += now() - c->arrived;
+}
+
+static nc_state wait_for_others(nc *c)
+{
+    c->waits = 1;
+    return NC_NOT_YET;
+}
+
 /* Choose the algorithm from the headers of all ranks, so that all make the same choice. */
 static nc_state choose_algorithm(nc *c)
 {
     int all_flags = ~0, replicas_of_all = 0, readable = 1;
     c->most_replicas = 1;
+    end_wait(c);
     if (!all_agree(c))
         return core_end(c, NC_MISMATCH);
     for (int r = 0; r < c->ranks; r++) {
@@ -292,6 +307,8 @@ static nc_state choose_algorithm(nc *c)
     cut_stripes(c);
     if (all_flags & PUSH_CANDIDATE)
         core_update_latency(c);
+    if (!(all_flags & SHOWN))
+        c->met = now();
     if (all_flags & SHOWN) {
         c->next = finish_inline;
     } else if (moves(c) && readable) {
@@ -314,6 +331,7 @@ static nc_state choose_algorithm(nc *c)
 /* Copy the result of all nodes. The leader publishes it inline, in place of its own input. */
 static nc_state finish_over_nodes(nc *c, const char *result, int refused)
 {
+    end_wait(c);
     if (refused)
         return core_end(c, NC_MISMATCH);
     for (int i = 0; i < c->call.pieces && !(c->call.flags & NC_UNWANTED); i++)
@@ -326,7 +344,7 @@ static nc_state lead(nc *c)
     int refused;
     nc_state state = leader_go_on(c, &refused);
     if (state != NC_MOVED)
-        return state;
+        return state == NC_NOT_YET ? wait_for_others(c) : state;
     if (c->bytes && !refused) {
         if (c->call.divisor != 0)
             nc_divide(c->sum, c->count, c->call.dtype, c->call.divisor);
@@ -350,14 +368,14 @@ static nc_state begin_to_lead(nc *c)
 static nc_state follow(nc *c)
 {
     uint64_t settled = counted(c, 0, SETTLED);
-    return settled >> 1 != c->meeting ? NC_NOT_YET : finish_over_nodes(c, inline_data(c, 0), (int)(settled & 1));
+    return settled >> 1 != c->meeting ? wait_for_others(c) : finish_over_nodes(c, inline_data(c, 0), (int)(settled & 1));
 }
 
 static nc_state meet(nc *c)
 {
     for (; c->came < c->ranks; c->came++)
         if (atomic_load_explicit(&page_of(c, c->came)->met, memory_order_acquire) != c->meeting)
-            return NC_NOT_YET;
+            return wait_for_others(c);
     return is_over_nodes(c) ? begin_to_lead(c) : choose_algorithm(c);
 }
 
@@ -373,8 +391,11 @@ nc_state nc_step(nc *c, int64_t nanoseconds)
         nc_state state = c->next == NULL ? NC_DONE : c->next(c);
         if (state == NC_MOVED)
             idle = 0;
-        else if (state != NC_NOT_YET)
+        else if (state != NC_NOT_YET) {
+            if (state == NC_DONE && c->met)
+                c->report.moved += now() - c->met;
             return state;
+        }
         else if (idle == spins)
             sched_yield();
         else {

@@ -101,12 +101,14 @@ typedef struct {
     int64_t nanoseconds;
 } nc_event;
 
-/* Results of the current call, read in place. */
+/* Results of the current call and times of all calls, read in place. */
 typedef struct {
     int error;                  /* after NC_MPI or NC_LOST */
     int shares;                 /* after the handshake: whether all ranks accept a shared result */
     nc_slice slice;             /* after NC_SLICE */
     nc_event event;             /* after NC_CHUNK */
+    int64_t waited, moved;      /* nanoseconds of all calls: between this rank's arrival and the last one's, and from
+                                   there to the end of calls with data that are not inline */
 } nc_report;
 
 typedef struct nc nc;

@@ -17,6 +17,7 @@ from mpidist.collectives import FinishedWork, PartOfWork, Work
 from mpidist.core import context, nest
 from mpidist.core.context import Args, Frame, Kwargs, get_replica_context, pop, push, require_replica
 from mpidist.core.options import CallOptions, CommunicationOptions, ReduceOp, RunOptions, check_communication_options
+from mpidist.core.phases import counts
 from mpidist.cross_device_ops.local_values import destination_devices
 from mpidist.cross_device_ops.local_values import place as place_values
 from mpidist.input import Dataset, InputContext, InputOptions, ValueContext, whole_elements
@@ -147,7 +148,7 @@ class Strategy:
             raise
         if whole_elements.watch.pending and self._extended.communicator is not None:
             whole_elements.watch.look_at((args, kwargs), self._extended.input_workers())
-        context.steps_made += 1
+        counts.steps += 1
         return self._extended.run(fn, tuple(args), kwargs or {})
 
     def reduce(self, reduce_op: ReduceOp | str, value: Value, axis: int | tuple[int, ...] | None) -> Value:

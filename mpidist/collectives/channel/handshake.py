@@ -13,6 +13,7 @@ ranks).
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from mpidist.collectives.channel.operation import Operation, plan_id
 from mpidist.collectives.mpi.exchange import gather_objects
 from mpidist.collectives.mpi.waiting import Steps, until_done
 from mpidist.collectives.node.core import DONE, MISMATCH, NOT_YET, WAITING, Core
+from mpidist.collectives.node.native import CoreReport
 from mpidist.collectives.node.node import Node
 from mpidist.core.errors import MismatchError, PeerError, shared_error
 from mpidist.core.text import user_call_site
@@ -51,17 +53,20 @@ class _ByReduction:
         self._mine, self._sum = np.zeros(1), np.zeros(1)
         spec = ([self._mine, 1, mpi.DOUBLE], [self._sum, 1, mpi.DOUBLE])
         self._start: Callable[[], MPI.Request] = partial(comm.Iallreduce, *spec)
+        self.report = CoreReport()
+        self._arrived = 0
         self.state = DONE
 
     def meet(self, identity: int) -> None:
         """Send this rank's id."""
         self._mine[0] = identity & self._mask
-        self.state = NOT_YET
+        self.state, self._arrived = NOT_YET, time.perf_counter_ns()
         self._request = self._start()
 
     def go_on(self) -> Steps[None]:
         """Yield until all ids have arrived. The state becomes MISMATCH if they differ."""
         yield from until_done(self._request)
+        self.report.waited += time.perf_counter_ns() - self._arrived
         self.state = DONE if self._sum[0] == self._mine[0] * self._size else MISMATCH
 
 
@@ -73,6 +78,11 @@ class Handshake:
         self._core: Core | _ByReduction = node.core or _ByReduction(comm)
         self.has_left: list[int] = []
         """Ranks that have shut down: no exchange is possible any more."""
+
+    @property
+    def report(self) -> CoreReport:
+        """How long this rank has waited for others, and moved data."""
+        return self._core.report
 
     def begin(self, identity: int, operation: Operation[object], start: Start | None = None) -> bool:
         """Begin a handshake, and return whether it is over. If not, ``finish`` must follow (collective)."""

@@ -66,9 +66,16 @@ class ChunkEvent(Structure):
 
 
 class CoreReport(Structure):
-    """nc_report of mpidist.h: results of the current call of a core."""
+    """nc_report of mpidist.h: results of the current call of a core, and times of all calls in nanoseconds."""
 
-    _fields_ = (("error", c_int), ("shares", c_int), ("slice", Slice), ("event", ChunkEvent))
+    _fields_ = (
+        ("error", c_int),
+        ("shares", c_int),
+        ("slice", Slice),
+        ("event", ChunkEvent),
+        ("waited", c_int64),
+        ("moved", c_int64),
+    )
 
 
 class MpiFunctions(Structure):

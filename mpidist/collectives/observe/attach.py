@@ -1,4 +1,4 @@
-"""Attaches the observers to a new channel: hang reports, flight record, trace, report and status."""
+"""Attaches the observers to a new channel: hang reports, stragglers, flight record, trace, report and status."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.observe.hangs import HangObserver
 from mpidist.collectives.observe.job_status import report_channel
 from mpidist.collectives.observe.recorder import record_channel
+from mpidist.collectives.observe.stragglers import straggler_watch
 from mpidist.collectives.rpc import service
 from mpidist.core import settings
 
@@ -23,4 +24,6 @@ def observe_waits(channel: Channel) -> None:
     """
     report_channel(channel)
     if channel.size > 1 and settings.GUARD.read() and service.is_allowed():
-        channel.observers.add(HangObserver(channel))
+        observer = HangObserver(channel)
+        channel.observers.add(observer)
+        straggler_watch().add(channel, observer)

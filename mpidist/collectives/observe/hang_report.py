@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from mpidist.collectives.channel.channel import open_channels
 from mpidist.collectives.channel.executor import ChannelStatus
+from mpidist.collectives.observe.lateness import Samples
 from mpidist.core.concurrency import is_name_of_own_thread
 from mpidist.core.text import group_lines, groups_of, names_text, numbered_ranks
 from mpidist.topology import import_mpi
@@ -54,6 +55,7 @@ class Answer(NamedTuple):
     process: str = ""
     wants_report: bool = False
     printing_rank: int | None = None  # of the report that it has already
+    samples: Samples | None = None  # for a question about stragglers
 
 
 # A rank's answer, or the reason why it could not be asked.

@@ -33,6 +33,7 @@ from mpidist.collectives.observe.hang_report import (
     report_text,
     wait_state,
 )
+from mpidist.collectives.observe.lateness import Verdict, find_straggler, sampler
 from mpidist.collectives.rpc import Endpoint, Handlers, Reply, ServiceThread, service
 from mpidist.core import message_tags, settings
 from mpidist.core.concurrency import wait_at_most
@@ -40,15 +41,15 @@ from mpidist.core.errors import MismatchError
 from mpidist.core.text import cut_text, main_thread_frame, numbered_ranks, program_line, tell_user
 
 # Purposes of a question: print a report, return it for the error of a deadline, find a deadlock, or find the other
-# side of a message.
-PRINT, REPORT, DEADLOCK, MESSAGE = "print", "report", "deadlock", "message"
+# side of a message. A last one: find the ranks that the others wait for all the time.
+PRINT, REPORT, DEADLOCK, MESSAGE, STRAGGLER = "print", "report", "deadlock", "message", "straggler"
 # When the first asker, the second, the next rank and all others ask, unless they have seen the query of one before.
 # The last two expect the report of an asker first, because they reach only their own nodes.
 _TURN_SECONDS = (0.0, 0.5, ANSWER_SECONDS, ANSWER_SECONDS + 0.5)
 # After so long the second rank of a silent node is queried, and a leader stops waiting for slow ranks of its node.
 _NEXT_SECONDS = 0.5
 # A report arrives within this time, or not at all.
-_LONGEST_SECONDS = _TURN_SECONDS[-1] + ANSWER_SECONDS + 0.5
+LONGEST_SECONDS = _TURN_SECONDS[-1] + ANSWER_SECONDS + 0.5
 # When a rank that waits asks for deadlocks, first and again.
 _ASK_AFTER_SECONDS, _ASK_EVERY_SECONDS = 0.5, 1.0
 # MPI must send each message without waiting for its receiver.
@@ -77,6 +78,7 @@ class Report(NamedTuple):
     text: str = ""
     hopeless: str = ""  # reason why a message can never arrive, if so
     printing_rank: int = 0
+    verdict: Verdict | None = None
 
 
 Hear = Callable[[Report], object]
@@ -155,7 +157,7 @@ class HangObserver(Observer):
         """Return the report and the rank that prints it, if a report arrives in time."""
         reports: list[Report] = []
         self.inquire(Question(REPORT, operation.number), reports.append)
-        wait_at_most(_LONGEST_SECONDS, lambda: bool(reports), 0.01)
+        wait_at_most(LONGEST_SECONDS, lambda: bool(reports), 0.01)
         return (reports[0].text, reports[0].printing_rank) if reports else None
 
     def message_tells(self, operation: Operation[object], rank: int | None) -> bool:
@@ -199,10 +201,10 @@ class HangObserver(Observer):
         turn = 0 if question.other in self._connections.own else len(self._connections.before)
         for rank in self._connections.above if turn else ():
             self._endpoint.request(
-                rank, "inquire", question, seconds=_LONGEST_SECONDS, hear=partial(self._end, question)
+                rank, "inquire", question, seconds=LONGEST_SECONDS, hear=partial(self._end, question)
             )
         self._service.later(_TURN_SECONDS[min(turn, 3)], lambda: self._ask(question, hearers))
-        self._service.later(_LONGEST_SECONDS, lambda: self._is_open(question, hearers) and self._hearers.pop(question))
+        self._service.later(LONGEST_SECONDS, lambda: self._is_open(question, hearers) and self._hearers.pop(question))
 
     def _is_open(self, question: Question, hearers: list[Hear]) -> bool:
         return self._endpoint.is_open and self._hearers.get(question) is hearers
@@ -269,6 +271,7 @@ class HangObserver(Observer):
             f"process {os.getpid()} on {socket.gethostname()}",
             question in self._hearers,
             self._reports[question].printing_rank if question in self._reports else None,
+            sampler().samples() if question.purpose == STRAGGLER else None,
         )
         send_answers(reply, [(self._rank, answer)])
 
@@ -280,6 +283,9 @@ class HangObserver(Observer):
             if deadlock is not None:
                 self.spread(deadlock._replace(text=deadlock.text[:_LONGEST_MESSAGE]))
             return Report()
+        if question.purpose == STRAGGLER:
+            samples = {rank: each.samples for rank, each in answers.items() if each.samples is not None}
+            return Report(verdict=find_straggler(samples))
         silent = [node for node in self._connections.others if answers.keys().isdisjoint(node)]
         unasked = {rank for node in silent for rank in node} - self._connections.known
         found: dict[int, Answer | str] = dict.fromkeys(unasked, _UNASKED)

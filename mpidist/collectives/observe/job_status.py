@@ -21,8 +21,10 @@ from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.channel.shutdown import after_shutdown, on_uncaught_error
 from mpidist.collectives.observe.record import Head, RankFile, read_folder, read_head, record_thread
-from mpidist.core import context, settings
+from mpidist.collectives.observe.stragglers import straggler_watch
+from mpidist.core import settings
 from mpidist.core.files import folder_to_write, remove_unfinished, replacing
+from mpidist.core.phases import counts
 from mpidist.core.text import cut_text, error_text, is_of_package, main_thread_frame, program_line
 from mpidist.topology import import_mpi
 from mpidist.topology.exit import is_interactive
@@ -76,6 +78,7 @@ class RankReport(Head):
     activity: Activity
     totals: WorkCount
     rates: WorkCount
+    straggler: str  # on rank 0: who keeps the others waiting
 
 
 def status_path(folder: str | os.PathLike[str], rank: int) -> Path:
@@ -195,6 +198,7 @@ class StatusFile(RankFile):
                 activity=activity,
                 totals=totals,
                 rates=self._rates(totals),
+                straggler=str(straggler_watch().current or ""),
             )
             write_report(self._folder, report)
 
@@ -265,7 +269,7 @@ class _ChannelActivity(Observer):
 
 
 def _sum(*parts: WorkCount) -> WorkCount:
-    return WorkCount(context.steps_made, sum(part.collectives for part in parts), sum(part.nbytes for part in parts))
+    return WorkCount(counts.steps, sum(part.collectives for part in parts), sum(part.nbytes for part in parts))
 
 
 def report_channel(channel: Channel) -> None:

@@ -15,6 +15,7 @@ from mpidist.collectives.channel.shutdown import after_shutdown, before_shutdown
 from mpidist.collectives.mpi.exchange import Mailbox
 from mpidist.collectives.mpi.waiting import Comm
 from mpidist.collectives.observe.record import FlightFile, Kind, State, clock, record_thread
+from mpidist.collectives.observe.stragglers import straggler_watch
 from mpidist.collectives.observe.trace import TraceFile, merge
 from mpidist.collectives.reduce.registry import size_text
 from mpidist.core import message_tags, settings
@@ -84,7 +85,8 @@ class Recorder:
         by_rank = self._gather_totals()
         if self._rank == 0:
             if self._reports:
-                tell_user(report_text(by_rank, self._ranks, time.monotonic() - self._start))
+                verdicts = "".join(f"\n  {verdict}" for verdict in straggler_watch().found.values())
+                tell_user(f"{report_text(by_rank, self._ranks, time.monotonic() - self._start)}{verdicts}")
             if self.trace is not None:
                 self._merge(self.trace.folder, is_whole, by_rank)
 

@@ -1,0 +1,40 @@
+"""What this process does between its collectives: time of input and checkpoints, steps, and rows of batches."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+
+class Phase:
+    """Time that the program spends in one phase of its steps. Use it as a context manager; it nests."""
+
+    def __init__(self) -> None:
+        self._nanoseconds = self._depth = self._began = 0
+
+    @property
+    def nanoseconds(self) -> int:
+        """The time so far, with a block that is still running."""
+        began, depth = self._began, self._depth
+        return self._nanoseconds + (time.perf_counter_ns() - began if depth else 0)
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._began = time.perf_counter_ns()
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._nanoseconds += time.perf_counter_ns() - self._began
+
+
+class Counts:
+    """Counts of this process. ``steps``: calls of ``strategy.run``, or of ``step`` of a torch optimizer."""
+
+    steps = 0
+    rows = 0
+
+
+INPUT, CHECKPOINT = Phase(), Phase()
+counts = Counts()
