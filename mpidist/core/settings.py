@@ -134,6 +134,14 @@ JOBS: Setting[dict[str, int] | None] = _setting(
     "the tasks of the ranks, in rank order, for the resolvers of MPI and Slurm; all are workers by default",
     same_on_all=True,
 )
+METRICS: Setting[str | None] = _setting(
+    "MPIDIST_METRICS",
+    None,
+    str,
+    "a folder",
+    "every rank writes its metrics there as OpenMetrics text, for node_exporter's textfile collector "
+    "(docs/stragglers.md)",
+)
 NATIVE = _switch(
     "MPIDIST_NATIVE", True, "0: collectives do not use the native core, as if it was not built (docs/install.md)"
 )

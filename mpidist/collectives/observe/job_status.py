@@ -1,6 +1,7 @@
-"""Job status: where this rank is, in a file that a thread replaces each second.
+"""Job status: where this rank is, in files that a thread replaces each second.
 
-``python -m mpidist top`` reads the files of all ranks. Collectives cost as much as without it.
+``python -m mpidist top`` reads the status files of all ranks, node_exporter the metrics. Collectives cost as
+much as without them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from mpidist.collectives.channel.executor import ChannelStatus
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.channel.shutdown import after_shutdown, on_uncaught_error
+from mpidist.collectives.observe.lateness import Verdict
 from mpidist.collectives.observe.record import Head, RankFile, read_folder, read_head, record_thread
 from mpidist.collectives.observe.stragglers import straggler_watch
 from mpidist.core import settings
 from mpidist.core.files import folder_to_write, remove_unfinished, replacing
-from mpidist.core.phases import counts
+from mpidist.core.phases import CHECKPOINT, INPUT, counts
 from mpidist.core.text import cut_text, error_text, is_of_package, main_thread_frame, program_line
 from mpidist.topology import import_mpi
 from mpidist.topology.exit import is_interactive
@@ -61,6 +63,9 @@ class WorkCount:
     steps: float  # calls of strategy.run
     collectives: float
     nbytes: float  # passed into collectives, and of messages
+    waited: float  # seconds of waits for other ranks at the start of collectives
+    reading: float  # seconds that the program waited for input
+    saving: float  # seconds that it saved or restored checkpoints
 
 
 @dataclass(frozen=True)
@@ -137,16 +142,16 @@ def process_born(process: int) -> int:
 
 
 class StatusFile(RankFile):
-    """The status file of this process."""
+    """The status file and the metrics of this process."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str | None, metrics: str | None) -> None:
         world = import_mpi().COMM_WORLD
         self._rank, self._ranks = world.Get_rank(), world.Get_size()
         super().__init__(f"the status file of rank {self._rank}", max(1.0, self._ranks / _FILES_PER_SECOND))
-        self._folder = os.path.abspath(folder)
+        self._folder, self._metrics = (each and os.path.abspath(each) for each in (folder, metrics))
         self._program, self._started = " ".join(sys.argv)[:_LONGEST_TEXT], time.time()
         self._channels: tuple[_ChannelActivity, ...] = ()
-        self._closed = WorkCount(0, 0, 0)
+        self._closed = WorkCount(0, 0, 0, 0, 0, 0)
         self._samples: deque[tuple[float, WorkCount]] = deque()
         self._is_clean = False
         # State, error and activity at the end.
@@ -175,32 +180,40 @@ class StatusFile(RankFile):
             self.save(is_last=True)
 
     def write(self, is_saving: bool) -> None:
-        """Replace the file."""
-        with folder_to_write(self._folder, settings.STATUS.name, is_private=True):
-            if not self._is_clean:
-                remove_unfinished(status_path(self._folder, self._rank))
-                self._is_clean = True
-            state, error, activity = self._end or (RUNNING, "", self._activity())
-            totals = _sum(self._closed, *(each.work() for each in self._channels))
-            report = RankReport(
-                rank=self._rank,
-                ranks=self._ranks,
-                job=world_topology().job if has_world() else "",
-                host=socket.gethostname(),
-                process=os.getpid(),
-                born=process_born(os.getpid()),
-                program=self._program,
-                started=self._started,
-                written=time.time(),
-                every=self.every,
-                state=state,
-                error=error,
-                activity=activity,
-                totals=totals,
-                rates=self._rates(totals),
-                straggler=str(straggler_watch().current or ""),
-            )
-            write_report(self._folder, report)
+        """Replace the files of this rank."""
+        state, error, activity = self._end or (RUNNING, "", self._activity())
+        totals = _sum(self._closed, *(each.work() for each in self._channels))
+        report = RankReport(
+            rank=self._rank,
+            ranks=self._ranks,
+            job=world_topology().job if has_world() else "",
+            host=socket.gethostname(),
+            process=os.getpid(),
+            born=process_born(os.getpid()),
+            program=self._program,
+            started=self._started,
+            written=time.time(),
+            every=self.every,
+            state=state,
+            error=error,
+            activity=activity,
+            totals=totals,
+            rates=self._rates(totals),
+            straggler=str(straggler_watch().current or ""),
+        )
+        if self._folder is not None:
+            with folder_to_write(self._folder, settings.STATUS.name, is_private=True):
+                self._remove_unfinished(status_path(self._folder, self._rank))
+                write_report(self._folder, report)
+        if self._metrics is not None:
+            with folder_to_write(self._metrics, settings.METRICS.name):
+                self._remove_unfinished(metrics_path(self._metrics, self._rank))
+                write_metrics(self._metrics, report, straggler_watch().current)
+        self._is_clean = True
+
+    def _remove_unfinished(self, path: Path) -> None:
+        if not self._is_clean:
+            remove_unfinished(path)
 
     def _activity(self) -> Activity:
         """Return the wait of the program, or its last call."""
@@ -247,7 +260,8 @@ class _ChannelActivity(Observer):
 
     def work(self) -> WorkCount:
         executor = self._channel.executor
-        return WorkCount(0, executor.issued, executor.nbytes + self._message_bytes)
+        waited = self._channel.handshake.report.waited / 1e9
+        return WorkCount(0, executor.issued, executor.nbytes + self._message_bytes, waited, 0, 0)
 
     def activity(self, line: str, is_inside: bool) -> Activity:
         """Return the activity of this rank as far as this channel knows it.
@@ -269,20 +283,69 @@ class _ChannelActivity(Observer):
 
 
 def _sum(*parts: WorkCount) -> WorkCount:
-    return WorkCount(counts.steps, sum(part.collectives for part in parts), sum(part.nbytes for part in parts))
+    return WorkCount(
+        counts.steps,
+        sum(part.collectives for part in parts),
+        sum(part.nbytes for part in parts),
+        sum(part.waited for part in parts),
+        INPUT.nanoseconds / 1e9,
+        CHECKPOINT.nanoseconds / 1e9,
+    )
 
 
 def report_channel(channel: Channel) -> None:
-    """Report the activity on a channel if ``MPIDIST_STATUS`` is set."""
-    folder = settings.STATUS.read()
-    if folder is not None:
-        _status_file(folder).add(channel)
+    """Report the activity on a channel if ``MPIDIST_STATUS`` or ``MPIDIST_METRICS`` is set."""
+    folder, metrics = settings.STATUS.read(), settings.METRICS.read()
+    if folder is not None or metrics is not None:
+        _status_file(folder, metrics).add(channel)
 
 
 @cache
-def _status_file(folder: str) -> StatusFile:
-    file = StatusFile(folder)
+def _status_file(folder: str | None, metrics: str | None) -> StatusFile:
+    file = StatusFile(folder, metrics)
     record_thread.watch(file)
     on_uncaught_error(file.fail)
     after_shutdown(file.finish)
     return file
+
+
+# Metrics ----------------------------------------------------------------------------------------------------------
+
+_COUNTERS = {
+    "steps": ("steps", "Steps, which are calls of strategy.run or of a torch optimizer"),
+    "collectives": ("collectives", "Collectives issued"),
+    "bytes": ("nbytes", "Bytes passed into collectives, and of messages"),
+    "wait_seconds": ("waited", "Seconds of waits for other ranks at the start of collectives"),
+    "input_seconds": ("reading", "Seconds that the program waited for input"),
+    "checkpoint_seconds": ("saving", "Seconds that it saved or restored checkpoints"),
+}
+
+
+def metrics_path(folder: str | os.PathLike[str], rank: int) -> Path:
+    """Return the path of a rank's file of metrics. The textfile collector of node_exporter reads ``*.prom``.
+
+    >>> metrics_path("metrics", 3).name
+    'mpidist-rank-0003.prom'
+    """
+    return Path(folder, f"mpidist-rank-{rank:04d}.prom")
+
+
+def write_metrics(folder: str | os.PathLike[str], report: RankReport, verdict: Verdict | None) -> None:
+    """Replace the metrics of a rank, or remove them at the end of its program."""
+    path = metrics_path(folder, report.rank)
+    if report.state != RUNNING:
+        path.unlink(missing_ok=True)
+        return
+    labels = f'rank="{report.rank}",host="{report.host}"'
+    lines = []
+    for name, (field, text) in _COUNTERS.items():
+        lines += [f"# HELP mpidist_{name} {text}.", f"# TYPE mpidist_{name} counter"]
+        lines.append(f"mpidist_{name}_total{{{labels}}} {getattr(report.totals, field):.10g}")
+    if report.rank == 0:
+        lines += ["# HELP mpidist_lateness_ratio Share of the time that the other ranks wait for a late rank."]
+        lines += ["# TYPE mpidist_lateness_ratio gauge"]
+        if verdict is not None:
+            late = [f'late_rank="{rank}",phase="{verdict.phase}"' for rank in verdict.ranks]
+            lines += [f"mpidist_lateness_ratio{{{labels},{each}}} {verdict.share:.4g}" for each in late]
+    with replacing(path, mode=0o644) as descriptor, open(descriptor, "w", closefd=False) as file:
+        file.write("\n".join([*lines, "# EOF", ""]))
