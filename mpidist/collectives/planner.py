@@ -32,8 +32,10 @@ from mpidist.collectives.gpu.device_streams import DeviceCall
 from mpidist.collectives.move.move import MovePlan, Outs, check_expected, check_has_axis, cut_rows
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.reading import Given, check_writable, deliver
+from mpidist.collectives.reduce.finite import checked
 from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.collectives.reduce.registry import check_options, gpu_names
+from mpidist.core import settings
 from mpidist.core.nest import flat_kind
 from mpidist.core.options import CommunicationOptions, ReduceOp, check_communication_options
 
@@ -56,6 +58,7 @@ class Planner:
         self.options = options
         self._channel, self._engine = channel, engine
         self._plans: dict[tuple[object, ...], Any] = {}
+        self._checks_nan = settings.CHECK_NAN.read()
 
     # Reductions -------------------------------------------------------------------------------------------------
 
@@ -78,9 +81,10 @@ class Planner:
             inputs = {index: arrays[index] for index, is_on_device in enumerate(plan.on_device) if is_on_device}
             packs, seconds = choice.packs_of(plan), self._seconds(options)
             call = DeviceCall(choice.streams, seconds, inputs, plan.result_signature, outs, packs)
-        steps = self._engine.all_reduce(plan, arrays, outs, call, more)
+        steps = self._checked(plan, [arrays, *more], self._engine.all_reduce(plan, arrays, outs, call, more), call)
         operation = self._operation(steps, plan.description, options, call)
-        if options is None and plan.may_be_short and divisor == self._channel.size and not more:
+        may_be_fast = options is None and plan.may_be_short and not self._checks_nan
+        if may_be_fast and divisor == self._channel.size and not more:
             kind = flat_kind(given.structure) or 0
             cached = list(arrays) if kind or len(arrays) > 1 else arrays[0]
             operation.fast_call = FastCall("all_reduce", cached, given.signature, plan.op, plan.divisor, kind)
@@ -93,7 +97,8 @@ class Planner:
         plan = self._reduction_plan(
             "reduce", op, here, self._channel.size, options, root=root, is_copy=here is not given
         )
-        operation = self._operation(self._engine.reduce_to(plan, here.arrays, root), plan.description, options)
+        steps = self._checked(plan, [here.arrays], self._engine.reduce_to(plan, here.arrays, root))
+        operation = self._operation(steps, plan.description, options)
         return _finishing(operation, bring_back, given) if is_root else operation.then(_nothing)
 
     def reduce_scatter(
@@ -111,15 +116,17 @@ class Planner:
                 shape = (rows[rank + 1] - rows[rank], *shape[1:])
                 result = (math.prod(shape),), plan.result_dtypes[0]
                 call = self._movement_call(name, given.arrays, given.arrays, (result,), options, plan)
-                operation = self._operation(on_device.reduce_scatter(plan, call), plan.description, options, call)
+                steps = self._checked(plan, [given.arrays], on_device.reduce_scatter(plan, call), call)
+                operation = self._operation(steps, plan.description, options, call)
                 return _finishing(operation, lambda flats: [flats[0].reshape(shape)], given)
         here, bring_back = _on_host(given)
         note = "" if counts is None else f"parts of {list(counts)} rows"
         plan = self._reduction_plan(name, op, here, size, options, note, is_copy=here is not given)
         outs = _in_host_memory(given)
         steps = self._engine.reduce_scatter(plan, here.arrays[0], rows, outs[0] if outs else None)
+        steps = self._checked(plan, [here.arrays], steps)
         operation = self._operation(steps, plan.description, options)
-        if options is None and counts is None and plan.may_be_short:
+        if options is None and counts is None and plan.may_be_short and not self._checks_nan:
             operation.fast_call = FastCall(name, array, given.signature, plan.op, plan.divisor)
         return _finishing(operation, bring_back, given)
 
@@ -247,6 +254,19 @@ class Planner:
             operation.add(call.join)
             operation.release, operation.before_return = call.leave, call.wait_here
         return operation
+
+    def _checked(
+        self,
+        plan: ReductionPlan,
+        contributed: Sequence[Sequence[Array]],
+        steps: Steps[T],
+        call: DeviceCall | None = None,
+    ) -> Steps[T]:
+        """Return the steps of a reduction, with the check that ``MPIDIST_CHECK_NAN=1`` asks for."""
+        if not self._checks_nan:
+            return steps
+        on = () if call is None else (call.streams.on(), call.streams.stream)
+        return checked(self._channel.comm, plan.description.text, contributed, steps, on)
 
     def _reduction_plan(
         self,

@@ -6,6 +6,7 @@ with several ranks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
@@ -121,6 +122,38 @@ class RankLostError(PeerError):
 
 class LaunchError(RuntimeError):
     """The processes did not start as one MPI world, or MPI is not usable."""
+
+
+class NonFiniteError(ArithmeticError):
+    """The result of a reduction has NaN or infinity, and ``MPIDIST_CHECK_NAN=1`` is set. Raised on every rank.
+
+    Args:
+        operation: The reduction, as text.
+        contributions: By rank, the indices of its arrays that had such values. Empty if a sum of finite values
+            overflowed.
+        call_sites: By rank, the line of its program.
+        names: Names of the arrays, such as those of variables.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        contributions: Mapping[int, tuple[int, ...]],
+        call_sites: Mapping[int, str],
+        names: Sequence[str] = (),
+    ) -> None:
+        self.operation, self.contributions, self.call_sites = operation, contributions, call_sites
+        lines = [
+            f"  rank {rank}: {', '.join(names[index] if names else f'array {index}' for index in indices)}, at "
+            f"{call_sites[rank]}"
+            for rank, indices in contributions.items()
+        ]
+        cause = "These contributions have such values:" if lines else "All contributions are finite, so it overflowed."
+        super().__init__("\n".join([f"the result of {operation} has NaN or infinity. {cause}", *lines]))
+
+    def with_names(self, names: Sequence[str]) -> NonFiniteError:
+        """Return the error with names for the arrays."""
+        return NonFiniteError(self.operation, self.contributions, self.call_sites, names)
 
 
 class OutOfRangeError(Exception):

@@ -102,6 +102,15 @@ BUILD_NATIVE = _switch(
     True,
     "0: pip and make build mpidist without its native core, for machines without a compiler (docs/install.md)",
 )
+CHECK_NAN = _setting(
+    "MPIDIST_CHECK_NAN",
+    False,
+    _flag,
+    "0 or 1",
+    "1: a reduction whose result has NaN or infinity raises NonFiniteError, which names the ranks that contributed "
+    "them (docs/stragglers.md)",
+    same_on_all=True,
+)
 FLIGHT_RECORD: Setting[str | None] = _setting(
     "MPIDIST_FLIGHT_RECORD",
     None,
