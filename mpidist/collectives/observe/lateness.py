@@ -24,8 +24,9 @@ from mpidist.core.text import names_text, numbered_ranks
 
 KEPT_SECONDS = 128
 """How many seconds of samples each rank keeps."""
-WAIT, MOVE, READ, SAVE = range(4)
-_SHARES = 4
+WAIT, MOVE, READ, SAVE, STEPS = range(5)
+_SHARES, _KINDS = 4, 5
+_NOTHING = (0,) * _SHARES
 # Shares of a second travel as integers. A wait counts in the second in which it ends, so a share may exceed one.
 _FULL = 1000
 # Weight of a sample halves in so many groups of samples. Groups hold some steps.
@@ -42,14 +43,13 @@ INPUT_PHASE, CHECKPOINT_PHASE, COMPUTE_PHASE = "reading input", "checkpoints", "
 
 
 class Samples(NamedTuple):
-    """The samples of one rank. ``shares``: a number per kind and second, oldest second first."""
+    """The samples of one rank. ``numbers``: shares of time and steps, by second and kind."""
 
     host: str
     second: int  # the last one, of the wall clock
-    steps: int
-    steps_per_second: float
+    steps: int  # in all
     rows_per_step: float
-    shares: bytes
+    numbers: bytes
 
 
 class Verdict(NamedTuple):
@@ -99,10 +99,11 @@ class Verdict(NamedTuple):
 def find_straggler(found: Mapping[int, Samples]) -> Verdict | None:
     """Return the verdict about the samples of ranks, or None if nobody is late."""
     ranks = sorted(found)
-    shares = _aligned([found[rank] for rank in ranks])
-    if len(ranks) < 2 or shares.shape[1] == 0:
+    if len(ranks) < 2:
         return None
-    steps_per_second = float(np.median([found[rank].steps_per_second for rank in ranks]))
+    numbers = _aligned([found[rank] for rank in ranks])
+    shares, steps = numbers[:, :, :_SHARES] / _FULL, np.median(numbers[:, :, STEPS], axis=0)
+    steps_per_second = float(steps.mean()) if len(steps) else 0.0
     group = max(1, math.ceil(_STEPS_IN_GROUP / steps_per_second)) if steps_per_second else 1
     groups = shares.shape[1] // group
     if groups < _FEWEST_GROUPS:
@@ -129,9 +130,8 @@ def find_straggler(found: Mapping[int, Samples]) -> Verdict | None:
     is_host = len(set(hosts)) == 1 and len(late) == len(of_host) > 1
     # The longest time until now in which it was late mostly.
     backwards = is_late_in[worst, ::-1]
-    mostly = np.flatnonzero(np.cumsum(backwards) >= _MOSTLY * np.arange(1, groups + 1))
-    seconds = (int(mostly[-1]) + 1) * group
-    newest = found[ranks[worst]].steps
+    mostly = np.flatnonzero(backwards & (np.cumsum(backwards) >= _MOSTLY * np.arange(1, groups + 1)))
+    seconds = (int(mostly[-1]) + 1) * group if len(mostly) else 0
     return Verdict(
         ranks=tuple(ranks[index] for index in late),
         hosts=tuple(dict.fromkeys(hosts)),
@@ -140,7 +140,7 @@ def find_straggler(found: Mapping[int, Samples]) -> Verdict | None:
         share=float(mean[worst]),
         frequency=float(frequency[worst]),
         milliseconds=1e3 * float(mean[worst]) / steps_per_second if steps_per_second else 0.0,
-        since=max(0.0, newest - seconds * steps_per_second) if steps_per_second else float(seconds),
+        since=found[ranks[worst]].steps - float(steps[-seconds:].sum()) if steps_per_second else float(seconds),
         more_rows=more_rows,
     )
 
@@ -169,12 +169,12 @@ def _phase(
 
 
 def _aligned(samples: list[Samples]) -> npt.NDArray[np.float64]:
-    """Return the shares by rank, second and kind, of the seconds that all ranks have."""
+    """Return the numbers by rank, second and kind, of the seconds that all ranks have."""
     last = min(each.second for each in samples)
-    arrays = [np.frombuffer(each.shares, np.uint16).reshape(-1, _SHARES) for each in samples]
+    arrays = [np.frombuffer(each.numbers, np.uint16).reshape(-1, _KINDS) for each in samples]
     arrays = [array[: len(array) - (each.second - last)] for array, each in zip(arrays, samples, strict=True)]
     length = min(map(len, arrays))
-    return np.stack([array[len(array) - length :] for array in arrays]) / _FULL
+    return np.stack([array[len(array) - length :] for array in arrays]).astype(np.float64)
 
 
 class Sampler:
@@ -182,10 +182,9 @@ class Sampler:
 
     def __init__(self) -> None:
         self._host = socket.gethostname()
-        self._shares: deque[bytes] = deque(maxlen=KEPT_SECONDS)
+        self._numbers: deque[bytes] = deque(maxlen=KEPT_SECONDS)
         self._second, self._time = int(time.time()), time.perf_counter_ns()
-        self._before = self._totals()
-        self._steps: deque[tuple[int, int]] = deque([(counts.steps, counts.rows)], maxlen=KEPT_SECONDS)
+        self._before, self._steps = self._totals(), counts.steps
 
     def sample(self) -> bool:
         """Add a sample if a second is over. Call this a few times a second. Return whether it did."""
@@ -195,12 +194,11 @@ class Sampler:
             return False
         before, self._before = self._before, self._totals()
         length, self._second, self._time = now - self._time, second, now
-        nothing = (0,) * _SHARES
-        spent = [np.subtract(total, before.get(name, nothing)) for name, total in self._before.items()]
-        shares = np.clip(np.round(_FULL / length * np.sum(spent, axis=0)), 0, 65535).astype(np.uint16).tobytes()
-        for _ in range(min(passed, KEPT_SECONDS)):
-            self._shares.append(shares)
-            self._steps.append((counts.steps, counts.rows))
+        steps, self._steps = counts.steps - self._steps, counts.steps
+        spent = [np.subtract(total, before.get(name, _NOTHING)) for name, total in self._before.items()]
+        shares = np.round(_FULL / length * np.sum(spent, axis=0))
+        numbers = np.clip([*shares, steps / passed], 0, np.iinfo(np.uint16).max).astype(np.uint16).tobytes()
+        self._numbers.extend([numbers] * min(passed, KEPT_SECONDS))
         return True
 
     def _totals(self) -> dict[str, tuple[int, ...]]:
@@ -213,10 +211,8 @@ class Sampler:
 
     def samples(self) -> Samples:
         """Return what the other ranks need."""
-        (steps, rows), seconds = self._steps[0], max(1, len(self._steps) - 1)
-        made = counts.steps - steps
-        per_step = (counts.rows - rows) / made if made else 0.0
-        return Samples(self._host, self._second, counts.steps, made / seconds, per_step, b"".join(self._shares))
+        rows = counts.rows / counts.steps if counts.steps else 0.0
+        return Samples(self._host, self._second, counts.steps, rows, b"".join(self._numbers))
 
 
 @cache
