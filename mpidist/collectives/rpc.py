@@ -20,6 +20,7 @@ from mpidist.core.concurrency import DaemonThread, Stopwatch
 
 # More messages often follow one.
 _IDLE_SECONDS, _BUSY_SECONDS, _BUSY_FOR_SECONDS = 0.25, 0.005, 1.0
+_HURRY_SECONDS = 0.2
 # Name of replies to requests.
 _REPLY = ""
 Handlers = Mapping[str, Callable[..., object]]
@@ -38,7 +39,7 @@ class ServiceThread(DaemonThread["Endpoint"]):
         self._timers: list[tuple[float, Callable[[], object]]] = []
         # Also closed ones until MPI has sent all of their messages.
         self._endpoints: list[Endpoint] = []
-        self._busy_until = 0.0
+        self._busy_until = self._hurry_until = 0.0
         self.ticks: list[Callable[[], object]] = []
         """Functions that the thread calls a few times a second. They must be fast."""
 
@@ -62,6 +63,10 @@ class ServiceThread(DaemonThread["Endpoint"]):
         """Run ``function`` after some seconds. Call this in the thread only."""
         self._timers.append((self._stopwatch.seconds + seconds, function))
 
+    def hurry(self) -> None:
+        """Poll without a pause for a moment, because messages follow whose times count. Call this in the thread."""
+        self._hurry_until = time.monotonic() + _HURRY_SECONDS
+
     def look(self) -> float:
         """Run the requested calls, receive messages and run expired timers."""
         # Hold the lock, so that no endpoint is closed and its communicator freed in between.
@@ -78,6 +83,8 @@ class ServiceThread(DaemonThread["Endpoint"]):
             self._timers = [timer for timer in self._timers if timer[0] > now]
             for function in (*due, *self.ticks):
                 function()
+        if time.monotonic() < self._hurry_until:
+            return 0.0
         return _BUSY_SECONDS if self._timers or time.monotonic() < self._busy_until else _IDLE_SECONDS
 
 

@@ -10,8 +10,8 @@ from mpidist.collectives.observe.lateness import (
     COMPUTE_PHASE,
     INPUT_PHASE,
     KEPT_SECONDS,
+    LateRanks,
     Samples,
-    Verdict,
     find_straggler,
 )
 
@@ -121,7 +121,7 @@ def test_ranks_sampled_at_different_times_are_aligned():
 
 
 def test_a_verdict_says_what_to_do():
-    verdict = Verdict((5,), ("node03",), False, COMPUTE_PHASE, 0.18, 0.92, 11.8, 1200, 0.0)
+    verdict = LateRanks((5,), ("node03",), False, COMPUTE_PHASE, 0.18, 0.92, 11.8, 1200, 0.0)
     assert str(verdict) == (
         "rank 5 (node03) is 11.8 ms late in 92% of steps, in compute, since step 1,200: 18% of the job's time. "
         "Next: `python -m mpidist doctor --burn 30` on node03"

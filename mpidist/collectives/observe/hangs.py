@@ -14,8 +14,9 @@ import pickle
 import socket
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 from mpidist.collectives.channel.channel import Channel
@@ -33,7 +34,8 @@ from mpidist.collectives.observe.hang_report import (
     report_text,
     wait_state,
 )
-from mpidist.collectives.observe.lateness import Verdict, find_straggler, sampler
+from mpidist.collectives.observe.lateness import LateRanks, find_straggler, moving_share, sampler
+from mpidist.collectives.observe.link_probe import MOST_NODES, LinkProbe, LinkTimes
 from mpidist.collectives.rpc import Endpoint, Handlers, Reply, ServiceThread, service
 from mpidist.core import message_tags, settings
 from mpidist.core.concurrency import wait_at_most
@@ -78,7 +80,9 @@ class Report(NamedTuple):
     text: str = ""
     hopeless: str = ""  # reason why a message can never arrive, if so
     printing_rank: int = 0
-    verdict: Verdict | None = None
+    straggler: LateRanks | None = None
+    moving: float = 0.0  # share of the time in which data move in collectives
+    hosts: Mapping[int, str] = MappingProxyType({})
 
 
 Hear = Callable[[Report], object]
@@ -123,13 +127,16 @@ class HangObserver(Observer):
         self._deadlocks: dict[int, str] = {}
         # The collective that the program waits in, and when to ask for a deadlock.
         self._waits_in, self._ask_at = 0, math.inf
+        self._probe = LinkProbe(channel.rank, service)
         handlers: Handlers = {
             "inquire": lambda reply, question: self._inquire(question, reply),
             "query node": self._query_node,
             "query": self._query,
             "deadlock": lambda _, deadlock: self.spread(deadlock),
+            **self._probe.handlers,
         }
         self._endpoint = Endpoint(channel.comm, message_tags.SERVICE, handlers, service)
+        self._probe.endpoint = self._endpoint
         channel.message_counts.append(self._endpoint.mailbox.count)
         _observers.append(self)
         # Last, because messages may be waiting.
@@ -180,6 +187,14 @@ class HangObserver(Observer):
     def inquire(self, question: Question, hear: Hear) -> None:
         """Have a question asked. The service thread calls ``hear`` with the report if one arrives in time."""
         self._service.call(lambda: self._inquire(question, hear))
+
+    def probe_links(self, hear: Callable[[list[LinkTimes]], object]) -> bool:
+        """Measure the links of rank 0 to other nodes, and pass their times to ``hear``. Return whether it will."""
+        leaders = [node[0] for node in self._connections.others]
+        will_probe = 0 < len(leaders) < MOST_NODES
+        if will_probe:
+            self._service.call(lambda: self._probe.start(leaders, hear))
+        return will_probe
 
     def closed(self) -> None:
         """Stop asking and answering."""
@@ -285,7 +300,11 @@ class HangObserver(Observer):
             return Report()
         if question.purpose == STRAGGLER:
             samples = {rank: each.samples for rank, each in answers.items() if each.samples is not None}
-            return Report(verdict=find_straggler(samples))
+            return Report(
+                straggler=find_straggler(samples),
+                moving=moving_share(samples),
+                hosts={rank: each.host for rank, each in samples.items()},
+            )
         silent = [node for node in self._connections.others if answers.keys().isdisjoint(node)]
         unasked = {rank for node in silent for rank in node} - self._connections.known
         found: dict[int, Answer | str] = dict.fromkeys(unasked, _UNASKED)

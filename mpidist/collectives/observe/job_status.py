@@ -21,7 +21,7 @@ from mpidist.collectives.channel.executor import ChannelStatus
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation
 from mpidist.collectives.channel.shutdown import after_shutdown, on_uncaught_error
-from mpidist.collectives.observe.lateness import Verdict
+from mpidist.collectives.observe.lateness import LateRanks, Verdict
 from mpidist.collectives.observe.record import Head, RankFile, read_folder, read_head, record_thread
 from mpidist.collectives.observe.stragglers import straggler_watch
 from mpidist.core import settings
@@ -344,7 +344,7 @@ def write_metrics(folder: str | os.PathLike[str], report: RankReport, verdict: V
     if report.rank == 0:
         lines += ["# HELP mpidist_lateness_ratio Share of the time that the other ranks wait for a late rank."]
         lines += ["# TYPE mpidist_lateness_ratio gauge"]
-        if verdict is not None:
+        if isinstance(verdict, LateRanks):
             late = [f'late_rank="{rank}",phase="{verdict.phase}"' for rank in verdict.ranks]
             lines += [f"mpidist_lateness_ratio{{{labels},{each}}} {verdict.share:.4g}" for each in late]
     with replacing(path, mode=0o644) as descriptor, open(descriptor, "w", closefd=False) as file:

@@ -11,7 +11,7 @@ import math
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.collectives.channel.channel import open_channels
+from mpidist.collectives.observe.link_probe import LinkTimes, rate_of
 from mpidist.core.phases import CHECKPOINT, INPUT, counts
 from mpidist.core.text import names_text, numbered_ranks
 
@@ -37,8 +38,11 @@ _LEAST_LATENESS, _STANDARD_ERRORS, _LEAST_FREQUENCY = 0.1, 4.0, 0.6
 _MOSTLY = 0.8
 # A rank with so much more data is late because of it.
 _MORE_ROWS = 1.1
-# The network is slow if data move for this share of the time, at this share of the best rate.
-_MUCH_MOVING, _SLOW_RATE = 0.3, 0.5
+MUCH_MOVING = 0.3
+"""Links are compared if data move for this share of the time."""
+# A burst takes so many times as long on a slow link.
+_SLOW_LINK = 3.0
+_NO_WAY = (0.0, "", "")
 INPUT_PHASE, CHECKPOINT_PHASE, COMPUTE_PHASE = "reading input", "checkpoints", "compute"
 
 
@@ -52,7 +56,7 @@ class Samples(NamedTuple):
     numbers: bytes
 
 
-class Verdict(NamedTuple):
+class LateRanks(NamedTuple):
     """The ranks that the others wait for.
 
     Attributes:
@@ -96,7 +100,35 @@ class Verdict(NamedTuple):
         return f"{who} {late}{rows}, {since}: {self.share:.0%} of the job's time. Next: {advice}"
 
 
-def find_straggler(found: Mapping[int, Samples]) -> Verdict | None:
+class SlowLink(NamedTuple):
+    """The slowest way between two nodes, which slows down the collectives of all ranks.
+
+    Attributes:
+        source: Host that sends.
+        target: Host that receives.
+        rate: Bytes per second.
+        usual_rate: Bytes per second of the fastest way between two nodes.
+        share: Share of the job's time in which data move in collectives.
+    """
+
+    source: str
+    target: str
+    rate: float
+    usual_rate: float
+    share: float
+
+    def __str__(self) -> str:
+        return (
+            f"data travel from {self.source} to {self.target} at {self.rate / 1e6:.3g} MB/s, and at "
+            f"{self.usual_rate / 1e6:.3g} MB/s on the fastest link: moving data takes {self.share:.0%} of the job's "
+            f"time. Next: `python -m mpidist doctor` on {self.source} and {self.target}"
+        )
+
+
+Verdict = LateRanks | SlowLink
+
+
+def find_straggler(found: Mapping[int, Samples]) -> LateRanks | None:
     """Return the verdict about the samples of ranks, or None if nobody is late."""
     ranks = sorted(found)
     if len(ranks) < 2:
@@ -132,7 +164,7 @@ def find_straggler(found: Mapping[int, Samples]) -> Verdict | None:
     backwards = is_late_in[worst, ::-1]
     mostly = np.flatnonzero(backwards & (np.cumsum(backwards) >= _MOSTLY * np.arange(1, groups + 1)))
     seconds = (int(mostly[-1]) + 1) * group if len(mostly) else 0
-    return Verdict(
+    return LateRanks(
         ranks=tuple(ranks[index] for index in late),
         hosts=tuple(dict.fromkeys(hosts)),
         is_host=is_host,
@@ -143,6 +175,22 @@ def find_straggler(found: Mapping[int, Samples]) -> Verdict | None:
         since=found[ranks[worst]].steps - float(steps[-seconds:].sum()) if steps_per_second else float(seconds),
         more_rows=more_rows,
     )
+
+
+def moving_share(found: Mapping[int, Samples]) -> float:
+    """Return the share of the last seconds in which data moved in collectives."""
+    numbers = _aligned(list(found.values()))[:, -_FEWEST_GROUPS:, MOVE]
+    return float(numbers.mean()) / _FULL if numbers.size else 0.0
+
+
+def slow_link(times: Sequence[LinkTimes], hosts: Mapping[int, str], moving: float) -> SlowLink | None:
+    """Return the verdict about the links of rank 0 to other nodes, or None if all have similar rates."""
+    ways = [(each.there, hosts[0], hosts.get(each.rank, "?")) for each in times]
+    ways += [(each.back, hosts.get(each.rank, "?"), hosts[0]) for each in times]
+    usual, (slowest, source, target) = min(ways, default=_NO_WAY)[0], max(ways, default=_NO_WAY)
+    if slowest < _SLOW_LINK * usual or not usual:
+        return None
+    return SlowLink(source, target, rate_of(slowest), rate_of(usual), moving)
 
 
 def _rows(found: Mapping[int, Samples], ranks: list[int]) -> npt.NDArray[np.float64]:

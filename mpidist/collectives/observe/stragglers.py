@@ -7,11 +7,12 @@ leaders of nodes, so that no program is interrupted. It warns at most every five
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import cache
 
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.observe.hangs import LONGEST_SECONDS, STRAGGLER, HangObserver, Question, Report
-from mpidist.collectives.observe.lateness import Verdict, sampler
+from mpidist.collectives.observe.lateness import MUCH_MOVING, LateRanks, Verdict, sampler, slow_link
 from mpidist.collectives.rpc import service
 from mpidist.core.concurrency import wait_at_most
 from mpidist.core.text import tell_user
@@ -19,6 +20,7 @@ from mpidist.topology import import_mpi
 
 _ASK_EVERY_SECONDS = 10
 WARN_EVERY_SECONDS = 300.0
+Hear = Callable[[Verdict | None], object]
 
 
 class StragglerWatch:
@@ -26,12 +28,12 @@ class StragglerWatch:
 
     Attributes:
         current: The verdict on rank 0, or None.
-        found: The last verdict about each set of late ranks and phase, on rank 0.
+        found: The last verdict about each set of late ranks or link, on rank 0.
     """
 
     def __init__(self) -> None:
         self.current: Verdict | None = None
-        self.found: dict[tuple[tuple[int, ...], str], Verdict] = {}
+        self.found: dict[object, Verdict] = {}
         self._rank, self._ranks = import_mpi().COMM_WORLD.Get_rank(), import_mpi().COMM_WORLD.Get_size()
         self._observers: list[tuple[Channel, HangObserver]] = []
         self._ticks = 0
@@ -52,28 +54,44 @@ class StragglerWatch:
             self._ticks += 1
             observer = self._observer() if self._rank == 0 and self._ticks % _ASK_EVERY_SECONDS == 0 else None
             if observer is not None:
-                observer.inquire(Question(STRAGGLER), self._hear)
+                observer.inquire(Question(STRAGGLER), lambda report: self._look_into(observer, report, self._keep))
 
-    def _hear(self, report: Report) -> None:
-        before, verdict = self.current, report.verdict
-        self.current = verdict
+    def _look_into(self, observer: HangObserver, report: Report, hear: Hear) -> None:
+        """Pass the verdict about late ranks to ``hear``, or about links if data move for long and nobody is late."""
+        if report.straggler is not None or report.moving < MUCH_MOVING or self._rank != 0:
+            hear(report.straggler)
+        elif not observer.probe_links(lambda times: hear(slow_link(times, report.hosts, report.moving))):
+            hear(None)
+
+    def _keep(self, verdict: Verdict | None) -> None:
+        before, self.current = self.current, verdict
         if verdict is None:
             return
-        self.found[verdict.ranks, verdict.phase] = verdict
-        # The same ranks twice, because a pause of some seconds is no straggler.
-        is_lasting = before is not None and before.ranks == verdict.ranks
+        self.found[_subject(verdict)] = verdict
+        # Twice, because a pause of some seconds is no straggler.
+        is_lasting = before is not None and _subject(before) == _subject(verdict)
         if is_lasting and time.monotonic() - self._warned_at >= WARN_EVERY_SECONDS:
             self._warned_at = time.monotonic()
             tell_user(str(verdict))
 
     def ask(self) -> Verdict | None:
-        """Return the verdict of now, from any rank. Waits for some seconds at most, and interrupts no rank."""
-        observer, reports = self._observer(), list[Report]()
+        """Return the verdict of now, from any rank. Waits for some seconds at most, and interrupts no rank.
+
+        Only rank 0 compares links.
+        """
+        observer, verdicts = self._observer(), list[Verdict | None]()
         if observer is None:
             return None
-        observer.inquire(Question(STRAGGLER), reports.append)
-        wait_at_most(LONGEST_SECONDS, lambda: bool(reports), 0.01)
-        return reports[0].verdict if reports else None
+        observer.inquire(Question(STRAGGLER), lambda report: self._look_into(observer, report, verdicts.append))
+        wait_at_most(LONGEST_SECONDS, lambda: bool(verdicts), 0.01)
+        return verdicts[0] if verdicts else None
+
+
+def _subject(verdict: Verdict) -> object:
+    """Return what a verdict is about, without figures."""
+    if isinstance(verdict, LateRanks):
+        return verdict.ranks, verdict.phase
+    return verdict.source, verdict.target
 
 
 @cache
