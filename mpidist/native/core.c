@@ -132,7 +132,7 @@ static void publish_header(nc *c)
     p->note = c->call.note;
     p->flags = (unsigned)flags, p->kind = c->call.kind, p->replicas = (unsigned)c->call.replicas, p->bytes = c->bytes;
     c->meeting++;
-    c->waits = 0, c->met = 0, c->arrived = now();
+    c->waits = 0, c->arrived = now();
     atomic_store_explicit(&p->met, c->meeting, memory_order_release);
     c->came = 0;
     c->next = is_over_nodes(c) && c->rank > 0 ? follow : meet;
@@ -307,8 +307,6 @@ static nc_state choose_algorithm(nc *c)
     cut_stripes(c);
     if (all_flags & PUSH_CANDIDATE)
         core_update_latency(c);
-    if (!(all_flags & SHOWN))
-        c->met = now();
     if (all_flags & SHOWN) {
         c->next = finish_inline;
     } else if (moves(c) && readable) {
@@ -391,11 +389,8 @@ nc_state nc_step(nc *c, int64_t nanoseconds)
         nc_state state = c->next == NULL ? NC_DONE : c->next(c);
         if (state == NC_MOVED)
             idle = 0;
-        else if (state != NC_NOT_YET) {
-            if (state == NC_DONE && c->met)
-                c->report.moved += now() - c->met;
+        else if (state != NC_NOT_YET)
             return state;
-        }
         else if (idle == spins)
             sched_yield();
         else {

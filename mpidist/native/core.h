@@ -91,7 +91,7 @@ struct nc {
     nc_state (*next)(nc *); /* the next step of the call */
     int came, any_private, most_replicas, inputs;
     int waits;                         /* this rank arrived before others */
-    int64_t arrived, met;              /* times of this rank's arrival, and of all ranks' if data move afterwards */
+    int64_t arrived;
     size_t itemsize, count, bytes, slice;
     size_t whole;                      /* bytes of the result */
     size_t first[NC_PIECES + 1];       /* elements before each piece */

@@ -107,8 +107,7 @@ typedef struct {
     int shares;                 /* after the handshake: whether all ranks accept a shared result */
     nc_slice slice;             /* after NC_SLICE */
     nc_event event;             /* after NC_CHUNK */
-    int64_t waited, moved;      /* nanoseconds of all calls: between this rank's arrival and the last one's, and from
-                                   there to the end of calls with data that are not inline */
+    int64_t waited;             /* nanoseconds of all calls between the arrivals of this rank and of the last one */
 } nc_report;
 
 typedef struct nc nc;

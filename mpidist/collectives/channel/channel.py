@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -142,6 +143,8 @@ class Channel:
             enter(current, OTHERS)
         if not self.handshake.begin(description.id, current, start):
             yield from self.handshake.finish(description.text, current)
+        if not self.node.is_alone:
+            self.executor.met_at = time.perf_counter_ns()
         for tell in self.observers.met:
             tell(current)
 

@@ -84,6 +84,8 @@ class Executor:
         # Stands for no operation, so that finished ones and their arrays are freed.
         self._nothing = Operation(_no_steps(), describe("nothing"))
         self.current: Operation[object] = self._nothing
+        # Nanoseconds between the arrival of all ranks and the end of operations, if there are several nodes.
+        self.moved = self.met_at = 0
         # Number and text of the last operation that the program has waited for, and the start of that wait.
         self._last = (0, "")
         self._since = 0.0
@@ -319,6 +321,11 @@ class Executor:
         finally:
             operation.error = None
 
+    def _add_moved(self) -> None:
+        if self.met_at:
+            self.moved += time.perf_counter_ns() - self.met_at
+            self.met_at = 0
+
     def _step_oldest(self) -> None:
         if not self._works:
             return
@@ -330,6 +337,7 @@ class Executor:
         try:
             if work.step():
                 self._works.popleft()
+                self._add_moved()
         except BaseException as error:
             self.fail_in(work.text, error)
         finally:
@@ -368,6 +376,7 @@ class Executor:
         finally:
             self._waits = False
             self.current = self._nothing
+            self._add_moved()
 
     def _deadline(self, steps: Steps[object], operation: Operation[object], timeout: float) -> Deadline:
         def meanwhile() -> None:

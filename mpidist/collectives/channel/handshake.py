@@ -81,7 +81,7 @@ class Handshake:
 
     @property
     def report(self) -> CoreReport:
-        """How long this rank has waited for others, and moved data."""
+        """How long this rank has waited for others."""
         return self._core.report
 
     def begin(self, identity: int, operation: Operation[object], start: Start | None = None) -> bool:

@@ -66,7 +66,7 @@ class ChunkEvent(Structure):
 
 
 class CoreReport(Structure):
-    """nc_report of mpidist.h: results of the current call of a core, and times of all calls in nanoseconds."""
+    """nc_report of mpidist.h: results of the current call of a core, and the wait for other ranks in nanoseconds."""
 
     _fields_ = (
         ("error", c_int),
@@ -74,7 +74,6 @@ class CoreReport(Structure):
         ("slice", Slice),
         ("event", ChunkEvent),
         ("waited", c_int64),
-        ("moved", c_int64),
     )
 
 

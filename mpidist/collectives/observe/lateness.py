@@ -253,8 +253,7 @@ class Sampler:
         """Return nanoseconds by communicator and kind. Closed communicators drop out."""
         found: dict[str, tuple[int, ...]] = {"": (0, 0, INPUT.nanoseconds, CHECKPOINT.nanoseconds)}
         for channel in list(open_channels):
-            report = channel.handshake.report
-            found[channel.name] = (report.waited, report.moved, 0, 0)
+            found[channel.name] = (channel.handshake.report.waited, channel.executor.moved, 0, 0)
         return found
 
     def samples(self) -> Samples:
