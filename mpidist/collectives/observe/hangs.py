@@ -35,7 +35,7 @@ from mpidist.collectives.observe.hang_report import (
     wait_state,
 )
 from mpidist.collectives.observe.lateness import LateRanks, find_straggler, moving_share, sampler
-from mpidist.collectives.observe.link_probe import MOST_NODES, LinkProbe, LinkTimes
+from mpidist.collectives.observe.link_probe import MOST_NODES, LinkProbe, LinkTime
 from mpidist.collectives.rpc import Endpoint, Handlers, Reply, ServiceThread, service
 from mpidist.core import message_tags, settings
 from mpidist.core.concurrency import wait_at_most
@@ -188,7 +188,7 @@ class HangObserver(Observer):
         """Have a question asked. The service thread calls ``hear`` with the report if one arrives in time."""
         self._service.call(lambda: self._inquire(question, hear))
 
-    def probe_links(self, hear: Callable[[list[LinkTimes]], object]) -> bool:
+    def probe_links(self, hear: Callable[[list[LinkTime]], object]) -> bool:
         """Measure the links of rank 0 to other nodes, and pass their times to ``hear``. Return whether it will."""
         leaders = [node[0] for node in self._connections.others]
         will_probe = 0 < len(leaders) < MOST_NODES

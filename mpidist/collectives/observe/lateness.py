@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidist.collectives.channel.channel import open_channels
-from mpidist.collectives.observe.link_probe import LinkTimes, rate_of
+from mpidist.collectives.observe.link_probe import LinkTime, rate_of
 from mpidist.core.phases import CHECKPOINT, INPUT, counts
 from mpidist.core.text import names_text, numbered_ranks
 
@@ -42,7 +42,6 @@ MUCH_MOVING = 0.3
 """Links are compared if data move for this share of the time."""
 # A burst takes so many times as long on a slow link.
 _SLOW_LINK = 3.0
-_NO_WAY = (0.0, "", "")
 INPUT_PHASE, CHECKPOINT_PHASE, COMPUTE_PHASE = "reading input", "checkpoints", "compute"
 
 
@@ -107,7 +106,7 @@ class SlowLink(NamedTuple):
         source: Host that sends.
         target: Host that receives.
         rate: Bytes per second.
-        usual_rate: Bytes per second of the fastest way between two nodes.
+        usual_rate: Bytes per second of a typical way.
         share: Share of the job's time in which data move in collectives.
     """
 
@@ -120,7 +119,7 @@ class SlowLink(NamedTuple):
     def __str__(self) -> str:
         return (
             f"data travel from {self.source} to {self.target} at {self.rate / 1e6:.3g} MB/s, and at "
-            f"{self.usual_rate / 1e6:.3g} MB/s on the fastest link: moving data takes {self.share:.0%} of the job's "
+            f"{self.usual_rate / 1e6:.3g} MB/s on other links: moving data takes {self.share:.0%} of the job's "
             f"time. Next: `python -m mpidist doctor` on {self.source} and {self.target}"
         )
 
@@ -183,14 +182,15 @@ def moving_share(found: Mapping[int, Samples]) -> float:
     return float(numbers.mean()) / _FULL if numbers.size else 0.0
 
 
-def slow_link(times: Sequence[LinkTimes], hosts: Mapping[int, str], moving: float) -> SlowLink | None:
+def slow_link(times: Sequence[LinkTime], hosts: Mapping[int, str], moving: float) -> SlowLink | None:
     """Return the verdict about the links of rank 0 to other nodes, or None if all have similar rates."""
-    ways = [(each.there, hosts[0], hosts.get(each.rank, "?")) for each in times]
-    ways += [(each.back, hosts.get(each.rank, "?"), hosts[0]) for each in times]
-    usual, (slowest, source, target) = min(ways, default=_NO_WAY)[0], max(ways, default=_NO_WAY)
-    if slowest < _SLOW_LINK * usual or not usual:
+    ways = sorted(times)
+    if not ways or ways[-1].seconds < _SLOW_LINK * ways[(len(ways) - 1) // 2].seconds:
         return None
-    return SlowLink(source, target, rate_of(slowest), rate_of(usual), moving)
+    worst = ways[-1]
+    ends = hosts[0], hosts.get(worst.rank, "?")
+    source, target = reversed(ends) if worst.is_back else ends
+    return SlowLink(source, target, rate_of(worst.seconds), rate_of(ways[(len(ways) - 1) // 2].seconds), moving)
 
 
 def _rows(found: Mapping[int, Samples], ranks: list[int]) -> npt.NDArray[np.float64]:

@@ -1,7 +1,9 @@
 """The search for slow links between nodes, when moving data takes much of a job's time and no rank is late.
 
 A slow link slows down a collective for all ranks alike. So rank 0 exchanges bursts of small messages with the first
-rank of each other node, one node after the other, and compares the rates of all directions.
+rank of each other node, one node after the other, and compares the times of both ways. A time is that of a burst and a
+short answer, or of a short request and a burst. It is the shortest of some rounds, because a thread that waits for a
+core makes it longer, and nothing makes it shorter.
 """
 
 from __future__ import annotations
@@ -13,26 +15,26 @@ from typing import NamedTuple
 from mpidist.collectives.rpc import Endpoint, Handlers, ServiceThread
 
 # Small enough for MPI's eager messages, so that no thread waits for the rest of a message.
-_BLOCK_BYTES, _BLOCKS = 7000, 128
-_BURST_SECONDS = 3.0
+_BLOCK_BYTES, _BLOCKS, _ROUNDS = 7000, 64, 5
+_ROUND_SECONDS = 3.0
 MOST_NODES = 64
 """Larger jobs are not probed, because the probe of each node takes milliseconds of rank 0."""
 
 
-class LinkTimes(NamedTuple):
-    """Seconds of a burst from rank 0 to a rank, and back."""
+class LinkTime(NamedTuple):
+    """Seconds of a burst from rank 0 to another rank, or from there to rank 0."""
 
+    seconds: float
     rank: int
-    there: float
-    back: float
-
-
-Hear = Callable[[list[LinkTimes]], object]
+    is_back: bool
 
 
 def rate_of(seconds: float) -> float:
     """Return the bytes per second of a burst."""
-    return _BLOCK_BYTES * (_BLOCKS - 1) / seconds
+    return _BLOCK_BYTES * _BLOCKS / seconds
+
+
+Hear = Callable[[list[LinkTime]], object]
 
 
 class LinkProbe:
@@ -42,50 +44,49 @@ class LinkProbe:
         self.handlers: Handlers = {"burst": lambda _, *args: self._receive(*args)}
         self.endpoint: Endpoint | None = None
         self._rank, self._service = rank, service
-        self._began: dict[int, float] = {}
-        # On rank 0: the rank whose burst it awaits, and the results.
-        self._awaited = -1
-        self._results: list[LinkTimes] = []
+        # On rank 0: the shortest time of each way, and the current round.
+        self._shortest: dict[tuple[int, bool], float] | None = None
+        self._has_answer = False
 
     def start(self, ranks: Sequence[int], hear: Hear) -> None:
         """Exchange bursts with ``ranks`` in turn, and pass the results to ``hear``."""
-        if self._awaited != -1:  # another probe is running
+        if self._shortest is not None:  # another probe is running
             hear([])
             return
-        self._results = []
-        self._next(iter(ranks), hear)
+        self._shortest = {}
+        self._next(iter([(rank, way) for rank in ranks for way in (False, True) for _ in range(_ROUNDS)]), hear)
 
-    def _next(self, ranks: Iterator[int], hear: Hear) -> None:
-        rank = next(ranks, None)
-        if rank is None:
-            self._awaited = -1
-            hear(self._results)
+    def _next(self, rounds: Iterator[tuple[int, bool]], hear: Hear) -> None:
+        following = next(rounds, None)
+        if following is None:
+            found, self._shortest = self._shortest or {}, None
+            hear([LinkTime(seconds, *way) for way, seconds in found.items()])
             return
-        known, deadline = len(self._results), time.monotonic() + _BURST_SECONDS
+        rank, is_back = following
+        began = time.perf_counter()
+        self._has_answer = False
 
         def wait() -> None:
-            if len(self._results) > known or time.monotonic() > deadline:
-                self._next(ranks, hear)
+            took = time.perf_counter() - began
+            if self._has_answer and self._shortest is not None:
+                self._shortest[following] = min(took, self._shortest.get(following, took))
+            if self._has_answer or took > _ROUND_SECONDS:
+                self._next(rounds, hear)
             else:
                 self._service.later(0.0, wait)
 
-        self._awaited = rank
-        self._send(rank, 0.0)
+        self._send(rank, *((1, _BLOCKS) if is_back else (_BLOCKS, 1)))
         self._service.later(0.0, wait)
 
-    def _send(self, rank: int, seconds: float) -> None:
+    def _send(self, rank: int, blocks: int, answer: int) -> None:
+        """Send so many blocks. The receiver answers with so many."""
         assert self.endpoint is not None
-        for block in range(_BLOCKS):
-            self.endpoint.notify(rank, "burst", self._rank, block, seconds, bytes(_BLOCK_BYTES))
+        for block in range(blocks):
+            self.endpoint.notify(rank, "burst", self._rank, block == blocks - 1, answer, bytes(_BLOCK_BYTES))
 
-    def _receive(self, source: int, block: int, seconds: float, _: bytes) -> None:
+    def _receive(self, source: int, is_last: bool, answer: int, _: bytes) -> None:
         self._service.hurry()
-        now = time.perf_counter()
-        if block == 0:
-            self._began[source] = now
-        elif block == _BLOCKS - 1:
-            took = now - self._began.pop(source, now)
-            if source == self._awaited:
-                self._results.append(LinkTimes(source, seconds, took))
-            else:
-                self._send(source, took)
+        if is_last and answer:
+            self._send(source, answer, 0)
+        elif is_last:
+            self._has_answer = True

@@ -33,6 +33,7 @@ class StragglerWatch:
 
     def __init__(self) -> None:
         self.current: Verdict | None = None
+        self._last: Verdict | None = None
         self.found: dict[object, Verdict] = {}
         self._rank, self._ranks = import_mpi().COMM_WORLD.Get_rank(), import_mpi().COMM_WORLD.Get_size()
         self._observers: list[tuple[Channel, HangObserver]] = []
@@ -64,15 +65,16 @@ class StragglerWatch:
             hear(None)
 
     def _keep(self, verdict: Verdict | None) -> None:
-        before, self.current = self.current, verdict
-        if verdict is None:
-            return
-        self.found[_subject(verdict)] = verdict
+        before, self._last = self._last, verdict
         # Twice, because a pause of some seconds is no straggler.
-        is_lasting = before is not None and _subject(before) == _subject(verdict)
-        if is_lasting and time.monotonic() - self._warned_at >= WARN_EVERY_SECONDS:
+        is_lasting = before is not None and verdict is not None and _subject(before) == _subject(verdict)
+        self.current = verdict if is_lasting else None
+        if self.current is None:
+            return
+        self.found[_subject(self.current)] = self.current
+        if time.monotonic() - self._warned_at >= WARN_EVERY_SECONDS:
             self._warned_at = time.monotonic()
-            tell_user(str(verdict))
+            tell_user(str(self.current))
 
     def ask(self) -> Verdict | None:
         """Return the verdict of now, from any rank. Waits for some seconds at most, and interrupts no rank.
