@@ -1,4 +1,4 @@
-"""What this process does between its collectives: time of input and checkpoints, steps, and rows of batches."""
+"""Phases: time of input and checkpoints, and counts of steps and rows."""
 
 from __future__ import annotations
 

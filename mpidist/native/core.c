@@ -46,6 +46,7 @@ nc *nc_open(void *control, int rank, int ranks, int spins, const int32_t *pids, 
     size_t offset = (PAGE - (uintptr_t)c->memory % PAGE + SKEW) % PAGE;
     c->scratch = c->memory + offset;
     c->rows = control;
+    c->opened = now(), c->opened_ticks = ticks();
     c->rank = rank, c->ranks = ranks, c->spins = spins, c->on_wire = on_wire, c->rails = rails;
     if (pids != NULL) {
         memcpy(c->pid, pids, sizeof *pids * (size_t)ranks);
@@ -132,7 +133,7 @@ static void publish_header(nc *c)
     p->note = c->call.note;
     p->flags = (unsigned)flags, p->kind = c->call.kind, p->replicas = (unsigned)c->call.replicas, p->bytes = c->bytes;
     c->meeting++;
-    c->waits = 0, c->arrived = now();
+    c->waits = 0, c->arrived = ticks();
     atomic_store_explicit(&p->met, c->meeting, memory_order_release);
     c->came = 0;
     c->next = is_over_nodes(c) && c->rank > 0 ? follow : meet;
@@ -274,7 +275,13 @@ static nc_state read_next(nc *c)
 static void end_wait(nc *c)
 {
     if (c->waits)
-        c->report.waited += now() - c->arrived;
+        c->waited += ticks() - c->arrived;
+}
+
+int64_t nc_waited(const nc *c)
+{
+    double opened = (double)(ticks() - c->opened_ticks);
+    return opened > 0 ? (int64_t)((double)c->waited * ((double)(now() - c->opened) / opened)) : 0;
 }
 
 static nc_state wait_for_others(nc *c)

@@ -91,7 +91,8 @@ struct nc {
     nc_state (*next)(nc *); /* the next step of the call */
     int came, any_private, most_replicas, inputs;
     int waits;                         /* this rank arrived before others */
-    int64_t arrived;
+    int64_t arrived, waited;           /* in ticks: arrival at the current handshake, waits in all */
+    int64_t opened, opened_ticks;      /* nanoseconds and ticks when the core was opened */
     size_t itemsize, count, bytes, slice;
     size_t whole;                      /* bytes of the result */
     size_t first[NC_PIECES + 1];       /* elements before each piece */
@@ -118,6 +119,20 @@ static inline int64_t now(void)
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* A clock with the least cost, about 10 ns. Its unit is unknown, see nc_waited. */
+static inline int64_t ticks(void)
+{
+#if defined(__x86_64__)
+    return (int64_t)__builtin_ia32_rdtsc();
+#elif defined(__aarch64__)
+    int64_t t;
+    __asm__ volatile("mrs %0, cntvct_el0" : "=r"(t));
+    return t;
+#else
+    return now();
+#endif
 }
 
 /* End the call. */

@@ -101,13 +101,12 @@ typedef struct {
     int64_t nanoseconds;
 } nc_event;
 
-/* Results of the current call and times of all calls, read in place. */
+/* Results of the current call, read in place. */
 typedef struct {
     int error;                  /* after NC_MPI or NC_LOST */
     int shares;                 /* after the handshake: whether all ranks accept a shared result */
     nc_slice slice;             /* after NC_SLICE */
     nc_event event;             /* after NC_CHUNK */
-    int64_t waited;             /* nanoseconds of all calls between the arrivals of this rank and of the last one */
 } nc_report;
 
 typedef struct nc nc;
@@ -213,6 +212,7 @@ nc_state nc_step(nc *core, int64_t nanoseconds);
 void nc_targets(nc *core, char *shared);
 
 NC_EXPORT const nc_report *nc_report_of(const nc *core);
+NC_EXPORT int64_t nc_waited(const nc *core); /* nanoseconds of all calls from this rank's arrival to the last one's */
 NC_EXPORT void nc_crossed(nc *core, size_t chunk); /* other nodes have reduced the slice, in the order of chunks */
 
 /* Results of the last handshake. */

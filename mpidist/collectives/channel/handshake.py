@@ -25,7 +25,6 @@ from mpidist.collectives.channel.operation import Operation, plan_id
 from mpidist.collectives.mpi.exchange import gather_objects
 from mpidist.collectives.mpi.waiting import Steps, until_done
 from mpidist.collectives.node.core import DONE, MISMATCH, NOT_YET, WAITING, Core
-from mpidist.collectives.node.native import CoreReport
 from mpidist.collectives.node.node import Node
 from mpidist.core.errors import MismatchError, PeerError, shared_error
 from mpidist.core.text import user_call_site
@@ -53,8 +52,7 @@ class _ByReduction:
         self._mine, self._sum = np.zeros(1), np.zeros(1)
         spec = ([self._mine, 1, mpi.DOUBLE], [self._sum, 1, mpi.DOUBLE])
         self._start: Callable[[], MPI.Request] = partial(comm.Iallreduce, *spec)
-        self.report = CoreReport()
-        self._arrived = 0
+        self.waited = self._arrived = 0
         self.state = DONE
 
     def meet(self, identity: int) -> None:
@@ -66,7 +64,7 @@ class _ByReduction:
     def go_on(self) -> Steps[None]:
         """Yield until all ids have arrived. The state becomes MISMATCH if they differ."""
         yield from until_done(self._request)
-        self.report.waited += time.perf_counter_ns() - self._arrived
+        self.waited += time.perf_counter_ns() - self._arrived
         self.state = DONE if self._sum[0] == self._mine[0] * self._size else MISMATCH
 
 
@@ -80,9 +78,9 @@ class Handshake:
         """Ranks that have shut down: no exchange is possible any more."""
 
     @property
-    def report(self) -> CoreReport:
-        """How long this rank has waited for others."""
-        return self._core.report
+    def waited(self) -> int:
+        """Nanoseconds in which this rank waited for others to arrive."""
+        return self._core.waited
 
     def begin(self, identity: int, operation: Operation[object], start: Start | None = None) -> bool:
         """Begin a handshake, and return whether it is over. If not, ``finish`` must follow (collective)."""

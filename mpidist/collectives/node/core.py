@@ -171,6 +171,12 @@ class Core:
         self.resume(self._calls["meet"](0, 0))
         yield from self.go_on()
 
+    @property
+    def waited(self) -> int:
+        """Nanoseconds in which this rank waited for others to arrive. Any thread may ask; 0 after the close."""
+        address = self._address
+        return cast(int, self._library.nc_waited(address)) if address else 0
+
     def ping(self, other: int, limit_seconds: float = _PING_SECONDS) -> int:
         """Return the latency to ``other`` in nanoseconds, or 0 after a timeout (collective, see nc_ping)."""
         nanoseconds: int = self._library.nc_ping(self._address, other, _PING_BATCHES, int(limit_seconds * 1e9))

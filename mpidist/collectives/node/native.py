@@ -66,15 +66,9 @@ class ChunkEvent(Structure):
 
 
 class CoreReport(Structure):
-    """nc_report of mpidist.h: results of the current call of a core, and the wait for other ranks in nanoseconds."""
+    """nc_report of mpidist.h: results of the current call of a core."""
 
-    _fields_ = (
-        ("error", c_int),
-        ("shares", c_int),
-        ("slice", Slice),
-        ("event", ChunkEvent),
-        ("waited", c_int64),
-    )
+    _fields_ = (("error", c_int), ("shares", c_int), ("slice", Slice), ("event", ChunkEvent))
 
 
 class MpiFunctions(Structure):
@@ -105,6 +99,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "nc_segment": (c_int, c_void_p, POINTER(c_void_p), c_size_t),
     "nc_segment_bytes": (c_size_t, POINTER(SlotSizes)),
     "nc_report_of": (POINTER(CoreReport), c_void_p),
+    "nc_waited": (c_int64, c_void_p),
     "nc_write": (c_int, c_int, c_void_p, c_void_p, c_size_t),
 }
 

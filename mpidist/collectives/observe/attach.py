@@ -1,4 +1,4 @@
-"""Attaches the observers to a new channel: hang reports, stragglers, flight record, trace, report and status."""
+"""Attaches the observers to a new channel."""
 
 from __future__ import annotations
 

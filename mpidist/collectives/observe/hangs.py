@@ -14,9 +14,8 @@ import pickle
 import socket
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple
 
 from mpidist.collectives.channel.channel import Channel
@@ -82,7 +81,6 @@ class Report(NamedTuple):
     printing_rank: int = 0
     straggler: LateRanks | None = None
     moving: float = 0.0  # share of the time in which data move in collectives
-    hosts: Mapping[int, str] = MappingProxyType({})
 
 
 Hear = Callable[[Report], object]
@@ -118,6 +116,8 @@ class HangObserver(Observer):
     def __init__(self, channel: Channel, service: ServiceThread = service) -> None:
         self._channel, self._service = channel, service
         self._rank, self._size = channel.rank, channel.size
+        self.hosts: dict[int, str] = {}
+        """Hosts of the ranks that this rank has asked about stragglers."""
         self._connections = Connections(channel.rank, channel.node.ranks)
         # Functions that want the report of an open question, and questions asked by a rank before this one.
         self._hearers: dict[Question, list[Hear]] = {}
@@ -300,11 +300,8 @@ class HangObserver(Observer):
             return Report()
         if question.purpose == STRAGGLER:
             samples = {rank: each.samples for rank, each in answers.items() if each.samples is not None}
-            return Report(
-                straggler=find_straggler(samples),
-                moving=moving_share(samples),
-                hosts={rank: each.host for rank, each in samples.items()},
-            )
+            self.hosts = {rank: each.host for rank, each in samples.items()}
+            return Report(straggler=find_straggler(samples), moving=moving_share(samples))
         silent = [node for node in self._connections.others if answers.keys().isdisjoint(node)]
         unasked = {rank for node in silent for rank in node} - self._connections.known
         found: dict[int, Answer | str] = dict.fromkeys(unasked, _UNASKED)

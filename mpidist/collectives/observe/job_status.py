@@ -260,7 +260,7 @@ class _ChannelActivity(Observer):
 
     def work(self) -> WorkCount:
         executor = self._channel.executor
-        waited = self._channel.handshake.report.waited / 1e9
+        waited = self._channel.handshake.waited / 1e9
         return WorkCount(0, executor.issued, executor.nbytes + self._message_bytes, waited, 0, 0)
 
     def activity(self, line: str, is_inside: bool) -> Activity:

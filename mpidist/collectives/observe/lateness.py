@@ -1,4 +1,4 @@
-"""Who keeps the others waiting: samples of each rank's time, and the verdict about the samples of all ranks.
+"""Lateness: samples of each rank's time, and the verdict about all samples.
 
 The core adds up how long each rank waits in handshakes. A late rank waits little while the others wait for it, so its
 lateness is the wait of a typical rank less its own. Each rank samples its waits once a second. No clock is compared
@@ -183,7 +183,7 @@ def moving_share(found: Mapping[int, Samples]) -> float:
 
 
 def slow_link(times: Sequence[LinkTime], hosts: Mapping[int, str], moving: float) -> SlowLink | None:
-    """Return the verdict about the links of rank 0 to other nodes, or None if all have similar rates."""
+    """Return the verdict about links to rank 0, or None if their rates are similar."""
     ways = sorted(times)
     if not ways or ways[-1].seconds < _SLOW_LINK * ways[(len(ways) - 1) // 2].seconds:
         return None
@@ -205,7 +205,7 @@ def _phase(
     lateness: float,
     rows: npt.NDArray[np.float64],
 ) -> tuple[str, float]:
-    """Return the phase in which ranks are late, and by how much they have more rows."""
+    """Return the phase in which ranks are late, and their share of additional rows."""
     means = np.einsum("rgs,g->rs", shares, weights)
     excess = means[late].mean(axis=0) - np.median(means[others], axis=0)
     for kind, name in ((READ, INPUT_PHASE), (SAVE, CHECKPOINT_PHASE)):
@@ -253,7 +253,7 @@ class Sampler:
         """Return nanoseconds by communicator and kind. Closed communicators drop out."""
         found: dict[str, tuple[int, ...]] = {"": (0, 0, INPUT.nanoseconds, CHECKPOINT.nanoseconds)}
         for channel in list(open_channels):
-            found[channel.name] = (channel.handshake.report.waited, channel.executor.moved, 0, 0)
+            found[channel.name] = (channel.handshake.waited, channel.executor.moved, 0, 0)
         return found
 
     def samples(self) -> Samples:

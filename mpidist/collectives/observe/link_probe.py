@@ -1,6 +1,6 @@
-"""The search for slow links between nodes, when moving data takes much of a job's time and no rank is late.
+"""The search for slow links between nodes.
 
-A slow link slows down a collective for all ranks alike. So rank 0 exchanges bursts of small messages with the first
+It runs when moving data takes much of a job's time and no rank is late. A slow link slows down a collective for all ranks alike. So rank 0 exchanges bursts of small messages with the first
 rank of each other node, one node after the other, and compares the times of both ways. A time is that of a burst and a
 short answer, or of a short request and a burst. It is the shortest of some rounds, because a thread that waits for a
 core makes it longer, and nothing makes it shorter.
@@ -18,11 +18,11 @@ from mpidist.collectives.rpc import Endpoint, Handlers, ServiceThread
 _BLOCK_BYTES, _BLOCKS, _ROUNDS = 7000, 64, 5
 _ROUND_SECONDS = 3.0
 MOST_NODES = 64
-"""Larger jobs are not probed, because the probe of each node takes milliseconds of rank 0."""
+"""Larger jobs are not probed. Each node takes milliseconds of rank 0."""
 
 
 class LinkTime(NamedTuple):
-    """Seconds of a burst from rank 0 to another rank, or from there to rank 0."""
+    """Seconds of a burst from rank 0 to another rank, or back."""
 
     seconds: float
     rank: int

@@ -58,10 +58,13 @@ class StragglerWatch:
                 observer.inquire(Question(STRAGGLER), lambda report: self._look_into(observer, report, self._keep))
 
     def _look_into(self, observer: HangObserver, report: Report, hear: Hear) -> None:
-        """Pass the verdict about late ranks to ``hear``, or about links if data move for long and nobody is late."""
+        """Pass the verdict about late ranks to ``hear``, or else about links.
+
+        Links are compared if nobody is late and data move for long.
+        """
         if report.straggler is not None or report.moving < MUCH_MOVING or self._rank != 0:
             hear(report.straggler)
-        elif not observer.probe_links(lambda times: hear(slow_link(times, report.hosts, report.moving))):
+        elif not observer.probe_links(lambda times: hear(slow_link(times, observer.hosts, report.moving))):
             hear(None)
 
     def _keep(self, verdict: Verdict | None) -> None:

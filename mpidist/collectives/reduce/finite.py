@@ -21,7 +21,9 @@ Contexts = Sequence[AbstractContextManager[object]]
 def checked(
     comm: Comm, text: str, contributed: Sequence[Sequence[Array]], steps: Steps[T], on: Contexts = ()
 ) -> Steps[T]:
-    """Return the steps of a reduction that raise NonFiniteError on all ranks if a result has NaN or infinity.
+    """Return the steps of a reduction, with a check of its results.
+
+    All ranks raise NonFiniteError if a result has NaN or infinity.
 
     ``contributed`` has the arrays of each replica of this rank. ``on`` are contexts for work on the results.
     """
