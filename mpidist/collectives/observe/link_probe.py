@@ -1,9 +1,10 @@
 """The search for slow links between nodes.
 
-It runs when moving data takes much of a job's time and no rank is late. A slow link slows down a collective for all ranks alike. So rank 0 exchanges bursts of small messages with the first
-rank of each other node, one node after the other, and compares the times of both ways. A time is that of a burst and a
-short answer, or of a short request and a burst. It is the shortest of some rounds, because a thread that waits for a
-core makes it longer, and nothing makes it shorter.
+It runs when moving data takes much of a job's time and no rank is late. A slow link slows down a collective for all
+ranks alike. So rank 0 exchanges bursts of small messages with the first rank of each other node, one node after the
+other, and compares the times of both ways. A time is that of a burst and a short answer, or of a short request and a
+burst. It is the shortest of some rounds, because a thread that waits for a core makes it longer, and nothing makes it
+shorter.
 """
 
 from __future__ import annotations
