@@ -217,7 +217,7 @@ def test_the_format(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["ckpt-1"]
     manifest = json.loads((path / "manifest.json").read_text())
     assert (manifest["format"], manifest["version"], manifest["mpidist"]) == (
-        "mpidist checkpoint", 3, mpidist.__version__,
+        "mpidist checkpoint", 4, mpidist.__version__,
     )  # fmt: skip
     assert (manifest["number"], manifest["sequence"], manifest["values"]) == (1, 1, {"epoch": 2})
     assert manifest["tensors"]["v"] == {

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import mpidist
 from mpidist import Checkpoint
 from mpidist.checkpoint import DamagedCheckpointError
-from mpidist.checkpoint.formats import Manifest
+from mpidist.checkpoint.format import Manifest
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
 from tests.support.ranks.layouts import layouts

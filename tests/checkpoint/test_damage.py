@@ -15,7 +15,8 @@ import pytest
 
 import mpidist
 from mpidist import Checkpoint
-from mpidist.checkpoint import DamagedCheckpointError, formats, latest_checkpoint, storage
+from mpidist.checkpoint import DamagedCheckpointError, directory, latest_checkpoint
+from mpidist.checkpoint import format as files
 
 FILES = ("data.safetensors", "manifest.json")
 
@@ -139,7 +140,7 @@ def test_one_without_a_manifest_is_damaged_and_other_directories_are_nothing(tmp
 
 def test_one_that_is_removed_while_it_is_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, first, second = two_checkpoints(tmp_path)
-    read, read_manifest = formats.read_segment, storage.read_manifest
+    read, read_manifest = files.read_segment, directory.read_manifest
 
     def too_late(path: Path, *args: Any) -> Any:
         # The manager of the program that trains, which another one looks at.
@@ -148,7 +149,7 @@ def test_one_that_is_removed_while_it_is_read_is_not_damaged(tmp_path: Path, mon
             shutil.rmtree(path)
         return read(path, *args)
 
-    monkeypatch.setattr(formats, "read_segment", too_late)
+    monkeypatch.setattr(files, "read_segment", too_late)
     status = Checkpoint(v=checkpoint.v, w=checkpoint.w, step=0).restore_latest(tmp_path)
     assert status is not None
     assert status.assert_consumed().path == str(tmp_path / "ckpt-3")
@@ -158,7 +159,7 @@ def test_one_that_is_removed_while_it_is_read_is_not_damaged(tmp_path: Path, mon
             shutil.rmtree(path)
         return read_manifest(path)
 
-    monkeypatch.setattr(storage, "read_manifest", listed_too_late)
+    monkeypatch.setattr(directory, "read_manifest", listed_too_late)
     assert latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-3")
     assert not first.exists()
 

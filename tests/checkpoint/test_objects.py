@@ -19,7 +19,7 @@ import pytest
 
 import mpidist
 from mpidist import Checkpoint
-from mpidist.checkpoint import collecting
+from mpidist.checkpoint import objects
 from mpidist.core.errors import PeerError
 from mpidist.experimental import ShardedVariable
 from mpidist.metrics import Mean
@@ -420,13 +420,13 @@ def test_what_waits_is_looked_for_past_long_lists(monkeypatch: pytest.MonkeyPatc
     Checkpoint(model=fresh).restore(path)
     fresh.v = mpidist.Variable(0.0)
 
-    look_at = collecting._Collector._look_at
+    look_at = objects._Traversal._look_at
 
     def counted(collector: Any, found: Any) -> None:
         looked_at.append(found.key)
         look_at(collector, found)
 
-    monkeypatch.setattr(collecting._Collector, "_look_at", counted)
+    monkeypatch.setattr(objects._Traversal, "_look_at", counted)
     assert fresh.v.numpy() == 1.0
     assert {"model/words", "model/counts/a", "model/deep/0", "model/v"} <= set(looked_at)
     assert not {"model/words/0", "model/counts/a/1", "model/deep/0/0"} & set(looked_at)
