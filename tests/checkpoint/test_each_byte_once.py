@@ -265,7 +265,7 @@ def test_segments_are_whole_pieces_with_whole_heads(sizes: list[tuple[int, int, 
         heads = {f"{index}": min(head, size) for index, (size, head, _) in enumerate(sizes)}
         segments = plan_segments(records, heads, range(readers))
         longest = max(record.piece_bytes for record in records.values())
-    assert [reader for reader, _ in segments] == sorted(reader for reader, _ in segments)
+    assert [rank for rank, _ in segments] == sorted(rank for rank, _ in segments)
     for name, group in itertools.groupby([segment for _, segment in segments], key=lambda segment: segment.file):
         theirs = [*group]
         assert [segment.start for segment in theirs] == [0, *[segment.stop for segment in theirs[:-1]]]
@@ -273,6 +273,6 @@ def test_segments_are_whole_pieces_with_whole_heads(sizes: list[tuple[int, int, 
         assert all(segment.start % (40 if sizes[int(name)][2] else sizes[int(name)][0]) == 0 for segment in theirs)
     assert {segment.file for _, segment in segments} == set(records)
     share = sum(record.bytes for record in records.values()) / readers
-    for reader in range(readers):
-        read = sum(segment.stop - segment.start for other, segment in segments if other == reader)
+    for rank in range(readers):
+        read = sum(segment.stop - segment.start for other, segment in segments if other == rank)
         assert read <= share + longest + max(heads.values()) + 40
