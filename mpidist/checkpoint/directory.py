@@ -22,8 +22,6 @@ from mpidist.core.context import StrategyLike, get_strategy
 from mpidist.core.files import NotAFileError, open_regular
 
 _OUR_MANIFEST = re.compile(rb'"format":\s*"%b"' % files.FORMAT.encode())
-# The checksum and the format are at the beginning of a manifest.
-_FIRST_BYTES = 1000
 _SMALLEST_FILE = 8  # the length of a header
 _NUMBERED = re.compile(r".+-\d+")
 # Directories being written (tmp), replaced by a new one of the name (old), and removed (del).
@@ -102,8 +100,7 @@ def checkpoints_in(directory: Path, accepts: Callable[[str], object] = bool) -> 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a directory has a manifest of mpidist, damaged or not. Other programs use the name too."""
     try:
-        with files.open_to_read(path / MANIFEST) as file:
-            return _OUR_MANIFEST.search(file.read(_FIRST_BYTES)) is not None
+        return _OUR_MANIFEST.search(_first_bytes(path)) is not None
     except (FileNotFoundError, NotADirectoryError, DamagedCheckpointError):
         return False
 
@@ -131,10 +128,15 @@ def read_manifest(path: Path) -> Manifest:
 def mark_of(path: Path) -> int | None:
     """Return a checksum that identifies a checkpoint, or None if this rank does not see it."""
     try:
-        with files.open_to_read(path / MANIFEST) as file:
-            return zlib.crc32(file.read(_FIRST_BYTES))
+        return zlib.crc32(_first_bytes(path))
     except (OSError, DamagedCheckpointError):
         return None
+
+
+def _first_bytes(path: Path) -> bytes:
+    """Return the beginning of a manifest, which has the checksum and the format."""
+    with files.open_to_read(path / MANIFEST) as file:
+        return file.read(1000)
 
 
 def with_sizes(path: Path, manifest: Manifest) -> Manifest:

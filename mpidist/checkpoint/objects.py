@@ -76,46 +76,50 @@ class ValueRef:
     put: Callable[[object], None]
 
 
+def _inner_ref(
+    outer: ValueRef | None, get: Callable[[Any], object], rebuild: Callable[[Any, object], object]
+) -> ValueRef | None:
+    """Return a reference to a part of an immutable object at ``outer``, which is replaced with it."""
+    if outer is None:
+        return None
+    return ValueRef(lambda: get(outer.get()), lambda value: outer.put(rebuild(outer.get(), value)))
+
+
 def _entry_ref(container: object, name: str | int, outer: ValueRef | None) -> ValueRef | None:
-    """Return a reference to an entry of a container at ``outer``, if it can be replaced."""
+    """Return a reference to an entry of a container, if it can be replaced."""
     if isinstance(container, (dict, list)):
         return ValueRef(partial(operator.getitem, container, name), partial(operator.setitem, container, name))
-    if not isinstance(container, tuple) or not isinstance(name, int) or outer is None:
+    if not isinstance(container, tuple) or not isinstance(name, int):
         return None
 
-    def put(value: object) -> None:
-        before = outer.get()
+    def rebuild(before: Any, value: object) -> object:
         entries = [*before[:name], value, *before[name + 1 :]]
-        outer.put(before._make(entries) if hasattr(before, "_make") else type(before)(entries))
+        return before._make(entries) if hasattr(before, "_make") else type(before)(entries)
 
-    return ValueRef(lambda: outer.get()[name], put)
+    return _inner_ref(outer, operator.itemgetter(name), rebuild)
 
 
 def _child_ref(kind: NestKind, index: int, outer: ValueRef | None) -> ValueRef | None:
-    """Return a reference to a child of an immutable structure at ``outer``, if it can be replaced."""
-    if outer is None:
-        return None
+    """Return a reference to a child of a structure of another library."""
 
-    def children() -> list[Any]:
-        return [child for _, child in kind.children(outer.get())]
+    def children(tree: object) -> list[Any]:
+        return [child for _, child in kind.children(tree)]
 
-    return ValueRef(
-        lambda: children()[index],
-        lambda value: outer.put(kind.rebuild(outer.get(), [*children()[:index], value, *children()[index + 1 :]])),
-    )
+    def rebuild(tree: Any, value: object) -> object:
+        before = children(tree)
+        return kind.rebuild(tree, [*before[:index], value, *before[index + 1 :]])
+
+    return _inner_ref(outer, lambda tree: children(tree)[index], rebuild)
 
 
 def _attribute_ref(holder: Any, name: str, outer: ValueRef | None) -> ValueRef | None:
-    """Return a reference to an attribute of an object at ``outer``, if it can be replaced."""
+    """Return a reference to an attribute of an object, if it can be replaced."""
     params = getattr(holder, "__dataclass_params__", None)
     if params is None or not params.frozen:
         return ValueRef(lambda: vars(holder)[name], partial(setattr, holder, name))
-    if outer is None or not any(field.name == name and field.init for field in dataclasses.fields(holder)):
+    if not any(field.name == name and field.init for field in dataclasses.fields(holder)):
         return None
-    return ValueRef(
-        lambda: getattr(outer.get(), name),
-        lambda value: outer.put(dataclasses.replace(outer.get(), **{name: value})),
-    )
+    return _inner_ref(outer, operator.attrgetter(name), lambda before, value: replace(before, **{name: value}))
 
 
 @dataclass
@@ -188,17 +192,8 @@ class Leaves:
     def manifest(self, tensors: dict[str, Tensor], values: dict[str, object], number: int, run_calls: int) -> Manifest:
         """Return the manifest of the objects, without sequence and files."""
         containers = {key: describe_container(container) for key, container in self.containers.items()}
-        return Manifest(
-            0,
-            number,
-            tensors,
-            values,
-            containers,
-            tuple(self.iterators),
-            run_calls=run_calls,
-            classes=self.classes(),
-            links=self.links,
-        )
+        known = Manifest(0, number, tensors, values, containers, tuple(self.iterators), run_calls=run_calls)
+        return replace(known, classes=self.classes(), links=self.links)
 
     def names_of_all_ranks(self) -> list[str]:
         """Return the keys that every rank must have, because their values travel between ranks.
@@ -225,8 +220,8 @@ class Leaves:
 
     def add(self, kind: str, key: str, value: object) -> None:
         """Add a part of one kind; raise ValueError if its name is in use."""
-        is_leaf = key in self.variables or key in self.arrays or key in self.places or key in self.iterators
-        if is_leaf or key in self.containers or key in self.links:
+        kinds = self.variables, self.arrays, self.places, self.iterators, self.containers, self.links
+        if any(key in known for known in kinds):
             raise ValueError(f"two checkpoint objects are called {key!r}; expected dict keys that differ as text")
         getattr(self, kind)[key] = value
 
@@ -268,7 +263,7 @@ def keys_above(key: str) -> set[str]:
 
 
 def is_within(key: str, outer: str) -> bool:
-    """Return whether ``key`` is ``outer``, or within it."""
+    """Return whether ``key`` is ``outer`` or within it."""
     return key == outer or key.startswith(f"{outer}/")
 
 
@@ -404,7 +399,8 @@ class _Traversal:
         elif isinstance(value, np.ndarray) or is_device_array(value) or is_torch(value) or is_jax(value):
             self._look_at_array(found)
         elif _has_methods(value, "_checkpoint_children") and not isinstance(value, type):
-            self._look_at_children(found)
+            if self._is_new(found):
+                self._look_at_children(found)
         elif (kind := nest.registered_kind(value)) is not None:
             self._look_at_tree(found, kind)
         elif isinstance(value, (Mapping, list, tuple)):
@@ -413,14 +409,16 @@ class _Traversal:
             if not found.is_optional:
                 self._take("places", found, _required(found))
         elif convert.is_torch_module(value):
-            self._look_at_module(found)
+            if self._is_new(found):
+                self._look_at_module(found)
         elif convert.is_torch_scheduler(value):
             states = imported("mpidist.torch.optimizer_state")
             self._take("iterators", found, states.SchedulerState(value))
         elif _has_methods(value, "state", "restore"):
             self._take("iterators", found, value)
         elif _is_walked(value):
-            self._look_at_attributes(found)
+            if self._is_new(found):
+                self._look_at_attributes(found)
         elif not found.is_optional or (found.lost is None and convert.is_torch_optimizer(value)):
             raise _wrong_object(key, value)
 
@@ -465,8 +463,6 @@ class _Traversal:
 
     def _look_at_children(self, found: _Found) -> None:
         value, key = found.value, found.key
-        if not self._is_new(found):
-            return
         if found.lost is not None:
             raise found.lost
         if hasattr(value, "_checkpoint_defer"):
@@ -508,23 +504,23 @@ class _Traversal:
             self.add(part if found.lost else replace(part, key=f"{found.key}/{name}"))
 
     def _look_at_module(self, found: _Found) -> None:
-        if not self._is_new(found):
-            return
         if found.lost is None:
             for name, tensor in found.value.state_dict().items():
                 self.add(found.part(tensor, name))
         for name, other in convert.others_of_module(found.value):
             part = found.part(other, name, is_optional=True)
-            self.add(part if found.lost else replace(part, lost=_beside_state_dict(part.key)))
+            error = TypeError(
+                f"checkpoint object {part.key!r} is an attribute of a torch module with a variable in it, which "
+                "state_dict() of the module leaves out; give the variable to Checkpoint(name=variable), too"
+            )
+            self.add(part if found.lost else replace(part, lost=error))
 
     def _look_at_attributes(self, found: _Found) -> None:
-        value, key = found.value, found.key
-        if not self._is_new(found):
-            return
+        value = found.value
         if found.lost is None:
-            self._leaves.objects[key] = value
+            self._leaves.objects[found.key] = value
         if not found.is_optional:
-            self._leaves.given.add(key)
+            self._leaves.given.add(found.key)
         for name in sorted(vars(value).keys() - {WAITING_ATTRIBUTE}):
             place = _attribute_ref(value, name, found.place)
             self.add(found.part(vars(value)[name], name, place, is_optional=True))
@@ -590,13 +586,6 @@ def _wrong_object(key: str, value: object) -> TypeError:
         f"checkpoint object {key!r} is a {type(value).__name__}; expected a variable, an optimizer, a metric, an array "
         "of NumPy, CuPy, PyTorch or JAX, a torch module, a number, a string, an iterator with state() and restore(), "
         "an object with these in its attributes, or a dict, list or tuple of them"
-    )
-
-
-def _beside_state_dict(key: str) -> TypeError:
-    return TypeError(
-        f"checkpoint object {key!r} is an attribute of a torch module with a variable in it, which state_dict() of the "
-        "module leaves out; give the variable to Checkpoint(name=variable), too"
     )
 
 
