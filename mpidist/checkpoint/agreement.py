@@ -1,4 +1,4 @@
-"""Act on a checkpoint with all ranks: who writes what, and errors of one rank that all ranks raise."""
+"""Act on a checkpoint with all ranks, which raise the errors of one together."""
 
 from __future__ import annotations
 

@@ -378,7 +378,7 @@ def _check_context(method: str) -> bool:
 
 
 def _strategy_of(leaves: Leaves, method: str) -> StrategyLike:
-    """Return the strategy of variables and models, or the one in scope, if it supports checkpoints."""
+    """Return the strategy of variables and models, or else the one in scope."""
     strategies = {get_strategy()} if _check_context(method) else set()
     for variable in leaves.variables.values():
         strategies.add(variable.distribute_strategy)

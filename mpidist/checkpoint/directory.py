@@ -40,7 +40,7 @@ _held: set[tuple[int, int]] = set()
 
 @dataclass
 class Found:
-    """The checkpoints of a directory in the order they were saved, and why others are unusable, by path."""
+    """The checkpoints of a directory as they were saved. ``unusable`` has reasons by path."""
 
     checkpoints: list[tuple[Path, Manifest]] = field(default_factory=list)
     unusable: dict[str, str] = field(default_factory=dict)
@@ -126,7 +126,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def mark_of(path: Path) -> int | None:
-    """Return a checksum that identifies a checkpoint, or None if this rank does not see it."""
+    """Return a checksum that identifies a checkpoint, or None if it is not seen."""
     try:
         return zlib.crc32(_first_bytes(path))
     except (OSError, DamagedCheckpointError):
@@ -140,7 +140,7 @@ def _first_bytes(path: Path) -> bytes:
 
 
 def with_sizes(path: Path, manifest: Manifest) -> Manifest:
-    """Return the manifest with records of exactly the files in use; none of them is read.
+    """Return the manifest with records of exactly the files in use. No file is read.
 
     Raises:
         DamagedCheckpointError: A file is missing or has another size, or the parts of a tensor do not fit.

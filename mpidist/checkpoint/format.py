@@ -153,13 +153,13 @@ class Manifest:
     classes: dict[str, str] = field(default_factory=dict)
     links: dict[str, str] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the manifest as types that JSON can hold."""
         return {"format": FORMAT, "version": VERSION, "mpidist": __version__, **asdict(self)}
 
     @staticmethod
-    def from_json(content: Any, source: str) -> Manifest:
-        """Return the manifest in the result of :meth:`to_json`, by this or an earlier version of the format.
+    def from_json(content: object, source: str) -> Manifest:
+        """Return the manifest in the result of :meth:`to_json`, of this or an earlier version.
 
         Raises:
             DamagedCheckpointError: It was altered.
@@ -284,7 +284,7 @@ def _check(is_right: bool, name: str, content: Mapping[str, object], source: str
         )
 
 
-def _is_valid(name: str, value: Any) -> bool:
+def _is_valid(name: str, value: object) -> bool:
     """Return whether ``value`` is valid as the field ``name`` of a manifest."""
     match name:
         case "sequence" | "number" | "run_calls":
@@ -302,15 +302,15 @@ def _is_valid(name: str, value: Any) -> bool:
         case "classes":
             return _is_dict(value, _is_text)
         case "links":
-            return _is_dict(value, _is_key) and not _leads_further(value)
+            return _is_dict(value, _is_key) and isinstance(value, dict) and not _leads_further(value)
         case "iterators":
             return _is_list(value, _is_key)
         case "files":
-            return _is_dict(value, is_record) and all(map(_is_file_name, value))
+            return _is_dict(value, is_record) and isinstance(value, dict) and all(map(_is_file_name, value))
         case "kept":
-            return value is None or (_is_pair(value) and _is_time(value[0]) and _is_list(value[1], _is_text))
+            return value is None or _is_pair(value, _is_time, lambda names: _is_list(names, _is_text))
         case _:  # writer
-            return value is None or (_is_pair(value) and _is_text(value[0]) and _is_count(value[1]))
+            return value is None or _is_pair(value, _is_text, _is_count)
 
 
 def _is_text(value: object) -> bool:
@@ -333,26 +333,26 @@ def _is_key(value: object) -> bool:
     return type(value) is str and value.count("/") < DEEPEST
 
 
-def _is_list(value: object, is_valid: Callable[[Any], bool]) -> bool:
+def _is_list(value: object, is_valid: Callable[[object], bool]) -> bool:
     return isinstance(value, list) and all(map(is_valid, value))
 
 
-def _is_pair(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2
+def _is_pair(value: object, is_first: Callable[[object], bool], is_second: Callable[[object], bool]) -> bool:
+    return isinstance(value, list) and len(value) == 2 and is_first(value[0]) and is_second(value[1])
 
 
-def _is_dict(value: object, is_valid: Callable[[Any], bool]) -> bool:
+def _is_dict(value: object, is_valid: Callable[[object], bool]) -> bool:
     return isinstance(value, dict) and all(map(_is_key, value)) and all(map(is_valid, value.values()))
 
 
 def is_state(value: object, depth: int = 0) -> bool:
-    """Return whether ``value`` can be the state of an iterator, in types that JSON can hold."""
+    """Return whether ``value`` can be the state of an iterator."""
     if isinstance(value, (list, dict)) and depth < DEEPEST:
         return all(is_state(inner, depth + 1) for inner in (value.values() if isinstance(value, dict) else value))
     return _is_plain(value)
 
 
-def is_record(value: Any) -> bool:
+def is_record(value: object) -> bool:
     """Return whether ``value`` is a FileRecord as JSON."""
     if not isinstance(value, dict) or value.keys() != {"bytes", "crc32"} or not _is_count(value["bytes"]):
         return False
@@ -367,15 +367,16 @@ def _is_file_name(value: object) -> bool:
     return type(value) is str and re.fullmatch(r"data(-[0-9]{5,10}-of-[0-9]{5,10})?\.safetensors", value) is not None
 
 
-def _is_shape(value: Any) -> bool:
+def _is_shape(value: object) -> bool:
     return (
-        _is_list(value, _is_count)
+        isinstance(value, list)
+        and all(map(_is_count, value))
         and len(value) <= _MOST_DIMENSIONS
         and math.prod(max(1, extent) for extent in value) < _END_OF_ELEMENTS
     )
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     names = {"shape", "dtype", "stored_as", "synchronization", "aggregation"}
     if not isinstance(value, dict) or not value.keys() > names or not _is_shape(value["shape"]):
         return False
@@ -394,20 +395,20 @@ def _is_tensor(value: Any) -> bool:
     return location == {"parts"} and _is_list(value["parts"], _is_part)
 
 
-def _is_part(value: Any) -> bool:
+def _is_part(value: object) -> bool:
     if not isinstance(value, dict) or value.keys() != {"file", "start", "stop"}:
         return False
     return _is_file_name(value["file"]) and _is_count(value["start"]) and _is_count(value["stop"])
 
 
-def _is_container(value: Any) -> bool:
-    if not _is_pair(value):
+def _is_container(value: object) -> bool:
+    if not isinstance(value, list) or len(value) != 2:
         return False
     kind, content = value
     if kind != "dict":
         return kind in ("list", "tuple") and _is_count(content)
     # Keys that are equal as text would be one location.
-    is_named = _is_list(content, lambda name: type(name) in (str, int, bool))
+    is_named = isinstance(content, list) and all(type(name) in (str, int, bool) for name in content)
     return is_named and len({str(name) for name in content}) == len(content)
 
 
@@ -421,9 +422,10 @@ def _leads_further(links: dict[str, str]) -> bool:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Array]) -> FileRecord:
-    """Write a new file of arrays on the host or a device, and wait until it is on the disk.
+    """Write a new file of arrays, and wait until it is on the disk.
 
-    Arrays that are not contiguous, or on a device, are copied in small steps. An OSError leaves an unfinished file.
+    Arrays on a device, and arrays that are not contiguous, are copied in small steps. An OSError leaves an unfinished
+    file.
     """
     header, end = {}, 0
     for key, array in tensors.items():
@@ -499,7 +501,7 @@ def read_segment(path: Path, segment: Segment, record: FileRecord) -> Array:
 
 
 def entries_of(data: Array, size: int, path: Path) -> dict[str, tuple[DType, int, int]]:
-    """Return dtype, first byte and end of each tensor of a file, by the file's first bytes and size.
+    """Return dtype, first byte and end of each tensor of a file from its header.
 
     Raises:
         DamagedCheckpointError: The header is invalid, or longer than ``data``.
@@ -528,12 +530,11 @@ def entries_of(data: Array, size: int, path: Path) -> dict[str, tuple[DType, int
     return entries
 
 
-def _is_header_entry(value: Any) -> bool:
+def _is_header_entry(value: object) -> bool:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         return False
-    offsets = value["data_offsets"]
     is_stored = _is_text(value["dtype"]) and value["dtype"] in _STORED_DTYPES
-    return is_stored and _is_shape(value["shape"]) and _is_pair(offsets) and all(map(_is_count, offsets))
+    return is_stored and _is_shape(value["shape"]) and _is_pair(value["data_offsets"], _is_count, _is_count)
 
 
 def _write_all(file: FileIO, data: memoryview) -> None:
@@ -576,7 +577,7 @@ def open_to_read(path: Path) -> FileIO:
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a file without opening it; raise DamagedCheckpointError if it is no regular file."""
+    """Return the size of a file without opening it. Raise DamagedCheckpointError if it is no regular file."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise DamagedCheckpointError(f"{path} is damaged: {NotAFileError(path)}")

@@ -263,7 +263,7 @@ def _whole(value: Variable | SupportsIndex) -> int:
 
 
 class _Retention:
-    """The checkpoints that a manager may remove, the newest last, and when it last kept one for good."""
+    """The checkpoints that a manager may remove, and those kept for good."""
 
     def __init__(self, found: Found, max_to_keep: int | None, keep_every_hours: float | None) -> None:
         self._max_to_keep = max_to_keep

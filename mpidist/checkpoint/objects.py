@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -40,6 +40,7 @@ _PLAIN_TYPES = {bool, int, float, str, type(None)}
 _NOT_WALKED = {*sys.stdlib_module_names, "builtins", "mpidist", "torch", "jax", "jaxlib", "numpy", "cupy"}
 
 
+V = TypeVar("V")
 Container: TypeAlias = Mapping[str | int, object] | list[object] | tuple[object, ...]
 
 
@@ -70,16 +71,16 @@ class Owned(Protocol):
 
 @dataclass(frozen=True)
 class ValueRef:
-    """The location of a number or an immutable array, with functions that read and replace it."""
+    """The location of a number or an immutable array."""
 
     get: Callable[[], Any]
     put: Callable[[object], None]
 
 
 def _inner_ref(
-    outer: ValueRef | None, get: Callable[[Any], object], rebuild: Callable[[Any, object], object]
+    outer: ValueRef | None, get: Callable[[V], object], rebuild: Callable[[V, object], object]
 ) -> ValueRef | None:
-    """Return a reference to a part of an immutable object at ``outer``, which is replaced with it."""
+    """Return a reference to a part of an immutable object, which is replaced too."""
     if outer is None:
         return None
     return ValueRef(lambda: get(outer.get()), lambda value: outer.put(rebuild(outer.get(), value)))
@@ -92,9 +93,10 @@ def _entry_ref(container: object, name: str | int, outer: ValueRef | None) -> Va
     if not isinstance(container, tuple) or not isinstance(name, int):
         return None
 
-    def rebuild(before: Any, value: object) -> object:
-        entries = [*before[:name], value, *before[name + 1 :]]
-        return before._make(entries) if hasattr(before, "_make") else type(before)(entries)
+    def rebuild(before: tuple[object, ...], value: object) -> object:
+        # Named tuples have another constructor.
+        make: Callable[[list[object]], object] = getattr(before, "_make", type(before))
+        return make([*before[:name], value, *before[name + 1 :]])
 
     return _inner_ref(outer, operator.itemgetter(name), rebuild)
 
@@ -102,10 +104,10 @@ def _entry_ref(container: object, name: str | int, outer: ValueRef | None) -> Va
 def _child_ref(kind: NestKind, index: int, outer: ValueRef | None) -> ValueRef | None:
     """Return a reference to a child of a structure of another library."""
 
-    def children(tree: object) -> list[Any]:
+    def children(tree: object) -> list[object]:
         return [child for _, child in kind.children(tree)]
 
-    def rebuild(tree: Any, value: object) -> object:
+    def rebuild(tree: object, value: object) -> object:
         before = children(tree)
         return kind.rebuild(tree, [*before[:index], value, *before[index + 1 :]])
 
@@ -119,7 +121,11 @@ def _attribute_ref(holder: Any, name: str, outer: ValueRef | None) -> ValueRef |
         return ValueRef(lambda: vars(holder)[name], partial(setattr, holder, name))
     if not any(field.name == name and field.init for field in dataclasses.fields(holder)):
         return None
-    return _inner_ref(outer, operator.attrgetter(name), lambda before, value: replace(before, **{name: value}))
+
+    def rebuild(before: Any, value: object) -> object:
+        return replace(before, **{name: value})
+
+    return _inner_ref(outer, operator.attrgetter(name), rebuild)
 
 
 @dataclass
@@ -164,7 +170,7 @@ class Leaves:
         yield from (*self, *self.deferring)
 
     def values(self) -> dict[str, object]:
-        """Return numbers, strings, None and states of iterators; raise TypeError if JSON cannot hold a state."""
+        """Return numbers, strings, None and states. Raise TypeError if JSON cannot hold a state."""
         values = {}
         for key, place in self.places.items():
             value = place.get()
@@ -423,7 +429,7 @@ class _Traversal:
             raise _wrong_object(key, value)
 
     def _pass_over(self, found: _Found, error: Exception) -> None:
-        """Queue an object without a key; in an attribute, only a variable in it is an error."""
+        """Queue an object without a key. In an attribute, only a variable in it is an error."""
         if not found.is_optional:
             raise error
         self.add(replace(found, lost=error))
@@ -551,14 +557,14 @@ def _has_methods(value: object, *names: str) -> bool:
 
 
 def _is_setting(value: object) -> bool:
-    """Return whether an attribute's array cannot be saved or filled, such as text or a constant."""
+    """Return whether an attribute's array, such as text, cannot be saved or filled."""
     if isinstance(value, np.ndarray) and (isinstance(value, np.ma.MaskedArray) or not is_transportable(value.dtype)):
         return True
     return (is_torch(value) and convert.is_sparse(value)) or (not is_jax(value) and not convert.is_writable(value))
 
 
 def _is_walked(value: object) -> bool:
-    """Return whether to descend into the attributes of an object: its class is one of the program."""
+    """Return whether to descend into the attributes of an object."""
     if isinstance(value, (type, ModuleType, FunctionType, MethodType)) or not hasattr(value, "__dict__"):
         return False
     return type(value) is SimpleNamespace or type(value).__module__.partition(".")[0] not in _NOT_WALKED

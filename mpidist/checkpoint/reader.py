@@ -1,4 +1,4 @@
-"""Read the files of a checkpoint with all ranks, each byte once, and find the newest whole checkpoint."""
+"""Find the newest undamaged checkpoint, and read it with all ranks, each byte once."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mpidist.arrays.dtypes import Array
+from mpidist.arrays.dtypes import Array, DType
 from mpidist.checkpoint import directory
 from mpidist.checkpoint import format as files
 from mpidist.checkpoint.agreement import Agreement, spread
@@ -83,7 +83,7 @@ def _in_order(data: Array, holders: Sequence[tuple[int, int]]) -> Array:
 def plan_segments(
     records: Mapping[str, FileRecord], heads: Mapping[str, int], readers: Sequence[int]
 ) -> list[tuple[int, Segment]]:
-    """Divide whole pieces of files over the readers; the first ``heads`` bytes of a file go to one reader.
+    """Divide whole pieces of files over the readers. A header goes to one reader.
 
     >>> plan_segments({"a": FileRecord(100, ""), "b": FileRecord(300, "")}, {"a": 10, "b": 10}, [0, 2])
     [(0, Segment(file='a', start=0, stop=100)), (2, Segment(file='b', start=0, stop=300))]
@@ -175,9 +175,12 @@ def _read_by(readers: list[int], agreement: Agreement, path: Path, manifest: Man
 
 
 def _begins(
-    parts: Sequence[tuple[str, TensorPart]], entries: Mapping[str, tuple[Any, int, int]], manifest: Manifest, path: Path
+    parts: Sequence[tuple[str, TensorPart]],
+    entries: Mapping[str, tuple[DType, int, int]],
+    manifest: Manifest,
+    path: Path,
 ) -> list[int]:
-    """Return the first byte of each part in a file, which must have all of them."""
+    """Return the first byte of each part in a file."""
     begins = []
     for key, part in parts:
         tensor, count = manifest.tensors[key], part.stop - part.start
@@ -194,7 +197,7 @@ def _begins(
 
 
 def _overlaps(shares: Sequence[tuple[int, Segment]], begin: int, end: int) -> Iterator[tuple[int, Segment, int, int]]:
-    """Yield the readers and segments of bytes ``[begin:end]`` of a file, with the bytes of each."""
+    """Yield the reader, segment, first byte and end of each overlap with ``[begin:end]``."""
     index = bisect_right(shares, begin, key=lambda share: share[1].start) - 1
     while begin < end:
         reader, segment = shares[index]
@@ -244,7 +247,7 @@ def newest(find: Callable[[], Found]) -> Candidates:
 
 @dataclass
 class Whole:
-    """An undamaged checkpoint, as all ranks know it: path on the first rank, content, and unusable newer ones."""
+    """An undamaged checkpoint. ``unusable`` has the newer ones, with reasons."""
 
     path: str
     manifest: Manifest
@@ -262,7 +265,7 @@ def find_whole(candidates: Candidates, agreement: Agreement, check: StateCheck) 
     """Return the first undamaged candidate of the first rank, or None without candidates (collective)."""
     damage: str | None = None
 
-    def propose() -> tuple[str, dict[str, Any], dict[str, str]] | None:
+    def propose() -> tuple[str, dict[str, object], dict[str, str]] | None:
         reason = damage
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Restore objects from a checkpoint: match its keys, check that it fits, fill, and keep values for later variables."""
+"""Restore objects from a checkpoint: match keys, check, fill, and keep values for later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from mpidist.arrays.convert import fill_torch, is_writable, jax_makes, like_jax
 from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint.agreement import Agreement, digest
-from mpidist.checkpoint.format import MANIFEST, DamagedCheckpointError, Manifest, dtype_of
+from mpidist.checkpoint.format import MANIFEST, DamagedCheckpointError, Manifest, Tensor, dtype_of
 from mpidist.checkpoint.objects import (
     WAITING_ATTRIBUTE,
     Container,
@@ -140,7 +140,7 @@ def _merge(tables: _Tables, leaves: Leaves, aligned: Aligned) -> None:
             table.setdefault(held, entry)
 
 
-def _match_slots(tensors: dict[str, Any], leaves: Leaves, aligned: Aligned) -> None:
+def _match_slots(tensors: dict[str, Tensor], leaves: Leaves, aligned: Aligned) -> None:
     """Rename the slots of the checkpoint to the keys that they have here."""
     paths, paths_there = leaves.paths(), aligned.paths(leaves)
     moved: dict[str, str] = {}
@@ -174,7 +174,7 @@ class _CannotBeMadeError(Exception):
 
 
 def give_shape(leaves: Leaves, manifest: Manifest) -> bool:
-    """Add and remove entries of lists and dicts as in a checkpoint; return whether anything changed.
+    """Resize lists and dicts as in a checkpoint. Return whether anything changed.
 
     Lists get their length and dicts their missing keys, if the entries are values, arrays or containers of them.
     Variables and arrays are never removed.
@@ -499,7 +499,7 @@ class Waiting:
                 raise self._misfit(source, variable)
 
     def look_at_all(self) -> None:
-        """Assign the values of new variables, raise any error, and stop waiting if nothing is left."""
+        """Assign the values of new variables, raise any error, and stop if nothing waits."""
         if self._values:
             for source, variable in self._give(collect(self._objects)).items():
                 raise self._misfit(source, variable)
@@ -544,7 +544,7 @@ class Waiting:
         )
 
     def add_to(self, leaves: Leaves) -> None:
-        """Add the values to the parts that are saved, so that the next checkpoint keeps them."""
+        """Add the values to the parts to save, so that a checkpoint keeps them."""
         there = {*leaves.saved(), *leaves.links}
         lacking = [key for key in self.open if follow(key, leaves.links) not in there]
         for key in lacking:

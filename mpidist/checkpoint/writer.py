@@ -1,4 +1,4 @@
-"""Write a checkpoint: all or nothing, by one writer per name, on one rank or on all, in a thread or not."""
+"""Write a checkpoint, all or nothing, on one rank or on all, possibly in threads."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class SaveOptions:
 
 
 class Save:
-    """One save on one rank: ``start`` and then ``settle``, both collective, in the scope of the strategy.
+    """One save on one rank: ``start`` and then ``settle``, both collective.
 
     It takes two collectives, and two more if several ranks or a thread write. ``path`` is the first rank's path once
     it has begun to write, ``counter_before`` the save counter to restore after a failure.
@@ -202,7 +202,7 @@ class Save:
                 job.start_thread()
 
     def settle(self) -> None:
-        """Write, or wait for the thread; raise its exception, or PeerError for that of another rank."""
+        """Write or wait for the thread. Raise its exception, or PeerError for another rank."""
         agreement, job, options = self._agreement, self._job, self._options
         try:
             records = agreement.every_rank_does(job.part) if job is not None and self._is_divided else None
@@ -262,7 +262,7 @@ def _file_names(ranks: int) -> list[str]:
 
 
 class Job:
-    """The share of a rank in writing one checkpoint, without MPI calls and forks, possibly in a thread.
+    """The share of a rank in writing one checkpoint, without MPI calls and forks.
 
     The thread is no daemon: the interpreter waits for it before it exits.
 
@@ -337,7 +337,7 @@ class Job:
         return self._result
 
     def settle(self, failed: bool) -> None:
-        """End the thread and, after a failure, remove all files, once all ranks know the outcome."""
+        """End the thread and, after a failure, remove all files."""
         if failed:
             self._gave_up.set()
         self._join()
@@ -461,7 +461,7 @@ def _read_note(path: Path) -> Record:
 
 
 def finish_writing() -> None:
-    """Wait until all saves in threads of this process are on the disk, and raise an error of one; local."""
+    """Wait until all saves in threads are on the disk. Raise an error of one; local."""
     for job in list(_unsettled):
         try:
             job.result()
