@@ -193,7 +193,8 @@ def test_dtypes_and_shapes(dtype: str, shape: tuple[int, ...], tmp_path: Path) -
 def test_the_format(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.numpy")
     v = mpidist.Variable(np.float32([1, 2]), aggregation=AGGREGATION.MEAN)
-    path = Path(Checkpoint(v=v, z=np.array([1 + 2j]), epoch=2).save(tmp_path / "deep" / "ckpt"))
+    arrays = {"a/b": np.array(2, np.float16), "d": np.zeros((0, 3), bool), "ü": np.int8([[1], [2]])}
+    path = Path(Checkpoint(v=v, z=np.array([1 + 2j]), epoch=2, x=arrays).save(tmp_path / "deep" / "ckpt"))
     assert path == tmp_path / "deep" / "ckpt-1"
     assert sorted(p.name for p in path.iterdir()) == ["data.safetensors", "manifest.json"]
     assert [p.name for p in path.parent.iterdir()] == ["ckpt-1"]
@@ -213,6 +214,9 @@ def test_the_format(tmp_path: Path) -> None:
     data = safetensors.load_file(path / "data.safetensors")
     assert data["v"].tolist() == [1, 2]
     assert data["z"].view("complex128").tolist() == [1 + 2j]
+    for name, array in arrays.items():
+        other = data[f"x/{name.replace('/', '%2F')}"]
+        assert (other.dtype, other.shape, other.tolist()) == (array.dtype, array.shape, array.tolist())
 
 
 def test_numbers_go_on_and_the_latest_is_the_one_saved_last(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import mpidist
 from mpidist import Checkpoint
 from mpidist.checkpoint import DamagedCheckpointError, directory, latest_checkpoint
 from mpidist.checkpoint import format as files
+from tests.checkpoint.shared_folder import damage
 
 FILES = ("data.safetensors", "manifest.json")
 
@@ -79,12 +80,6 @@ def test_files_of_others_and_missing_ones(tmp_path: Path) -> None:
     (path / FILES[1]).unlink()
     with pytest.raises(FileNotFoundError, match="is no checkpoint"):
         checkpoint.restore(path)
-
-
-def damage(path: Path, name: str = FILES[0]) -> None:
-    content = bytearray((path / name).read_bytes())
-    content[-20] ^= 4
-    (path / name).write_bytes(content)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -202,20 +197,3 @@ def test_version_1_is_read(tmp_path: Path) -> None:
     # What is saved next is the later one.
     assert latest_checkpoint(tmp_path) == str(path)
     assert checkpoint.save(tmp_path / "ckpt") == latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-5")
-
-
-def test_what_is_written_other_programs_read(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.numpy", reason="it is the other program")
-    arrays = {
-        "a": np.arange(6.0).reshape(2, 3),
-        "b/c": np.array(2, np.float16),
-        "d": np.zeros((0, 3), bool),
-        "ü": np.int8([1]),
-    }
-    path = Path(Checkpoint(x=arrays).save(tmp_path / "ckpt"))
-    read = safetensors.load_file(path / FILES[0])
-    assert sorted(read) == ["x/a", "x/b%2Fc", "x/d", "x/ü"]
-    for name, array in arrays.items():
-        other = read["x/" + name.replace("/", "%2F")]
-        assert (other.dtype, other.shape) == (np.asarray(array).dtype, np.shape(array))
-        np.testing.assert_array_equal(other, array)

@@ -35,6 +35,7 @@ def model(strategy: mpidist.Strategy, start: float, rows: int = 1000) -> dict[st
     with strategy.scope():
         return {
             "v": mpidist.Variable(np.arange(200.0 * rows).reshape(rows, 200) + start),
+            "complex": mpidist.Variable(np.arange(20.0 * rows) * 1j + start),
             "mean": mpidist.Variable(
                 np.full(10 * rows, start),
                 synchronization=mpidist.VariableSynchronization.ON_READ,

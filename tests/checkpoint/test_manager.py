@@ -22,6 +22,7 @@ from mpidist.checkpoint import DamagedCheckpointError
 from mpidist.checkpoint import directory as on_disk
 from mpidist.checkpoint import format as files
 from mpidist.core.errors import PeerError
+from tests.checkpoint.shared_folder import damage
 from tests.support.ranks.jobs import child_environment
 from tests.support.ranks.layouts import layouts
 from tests.support.speed import scaled
@@ -230,12 +231,6 @@ def test_init_fn_and_damaged_checkpoints(strategy: mpidist.Strategy, tmp_path: P
     with pytest.raises(DamagedCheckpointError if is_chief else PeerError, match="none of the checkpoints"):
         manager.restore_or_initialize()
     assert calls == [1]
-
-
-def damage(path: Path) -> None:
-    content = bytearray((path / "data.safetensors").read_bytes())
-    content[-20] ^= 4
-    (path / "data.safetensors").write_bytes(content)
 
 
 UUID = "0123456789abcdef0123456789abcdef"
