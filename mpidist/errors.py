@@ -27,13 +27,13 @@ from mpidist.core.lazy import on_first_use
 from mpidist.topology.launchers import LauncherVariableError
 
 if TYPE_CHECKING:
-    from mpidist.checkpoint.format_rules import DamagedCheckpointError
+    from mpidist.checkpoint.format import DamagedCheckpointError
     from mpidist.parameter_server.pickling import CannotTravelError
 else:
     __getattr__, __dir__ = on_first_use(
         __name__,
         {
-            "mpidist.checkpoint.format_rules": "DamagedCheckpointError",
+            "mpidist.checkpoint.format": "DamagedCheckpointError",
             "mpidist.parameter_server.pickling": "CannotTravelError",
         },
     )

@@ -15,9 +15,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mpidist.checkpoint.interval import daly_interval
-from mpidist.core import settings
-
 _SECONDS_PER_HOUR, _SECONDS_PER_DAY = 3600.0, 86400.0
 _NODES = (1, 16, 128, 1250, 10_000)
 
@@ -66,6 +63,18 @@ class Line:
     predicted: float
     hourly: float
     elastic: float
+
+
+def daly_interval(save: float, mtbf: float) -> float:
+    """Return the seconds of work between two saves that lose the least time (Young and Daly).
+
+    >>> round(daly_interval(30.0, 24 * 3600.0))
+    2257
+    """
+    if save >= 2 * mtbf:
+        return mtbf
+    ratio = save / (2 * mtbf)
+    return math.sqrt(2 * save * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
 
 
 def predicted_share(interval: float, mtbf: float, costs: Costs) -> float:
@@ -146,8 +155,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--node-mtbf-days",
         type=float,
-        default=settings.NODE_MTBF_DAYS.read(),
-        help="mean days between two failures of a node (MPIDIST_NODE_MTBF_DAYS, or 154)",
+        default=154.0,
+        help="mean days between two failures of a node (154)",
     )
     for name, value in asdict(Costs()).items():
         top.add_argument(f"--{name.replace('_', '-')}", type=float, default=value, help=f"seconds ({value:g})")

@@ -1,7 +1,4 @@
-"""Act on a checkpoint with all ranks.
-
-Ranks learn who writes what, and errors of one are raised on all.
-"""
+"""Act on a checkpoint with all ranks, which raise the errors of one together."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ if TYPE_CHECKING:
     from mpidist.strategies import StrategyExtended
 
 T = TypeVar("T")
-# Of the names that a message shows.
-_MOST_NAMES = 10
+_MOST_NAMES = 10  # in a message
 
 
 def extended_of(strategy: StrategyLike) -> StrategyExtended:
@@ -27,17 +23,25 @@ def extended_of(strategy: StrategyLike) -> StrategyExtended:
     return cast("StrategyExtended", strategy.extended)
 
 
+def spread(ranks: int, count: int) -> list[int]:
+    """Return ``count`` of the ranks, at least one, evenly spaced over the nodes.
+
+    >>> spread(8, 4), spread(8, 0), spread(2, 5)
+    ([0, 2, 4, 6], [0], [0, 1])
+    """
+    count = min(max(count, 1), ranks)
+    return [ranks * i // count for i in range(count)]
+
+
 class Agreement:
     """An action of all ranks on a checkpoint, in steps of one collective each.
 
-    Args:
-        strategy: Its ranks take part; its first rank is the chief.
-        action: Its name in one word; ranks that name different ones all raise MismatchError.
-        subject: The name of its object, for messages; paths in it may differ from rank to rank.
+    Functions that it calls return types that JSON can hold.
 
-    Attributes:
-        extended: Of the strategy, for library writers.
-        is_chief: Whether this rank writes for all.
+    Args:
+        strategy: Strategy of the ranks. Its first rank is the chief.
+        action: Name of the action, equal on all ranks.
+        subject: Name of the object in messages. Its paths may differ from rank to rank.
     """
 
     def __init__(self, strategy: StrategyLike, action: str, subject: str) -> None:
@@ -49,12 +53,7 @@ class Agreement:
     def chief_does(self, work: Callable[[], T]) -> T:
         """Call ``work`` on the chief and return its result on every rank (collective).
 
-        Args:
-            work: Returns something that JSON has.
-
-        Raises:
-            Exception: That of ``work``, on the chief.
-            PeerError: The same as text, on the other ranks.
+        Its exception is raised on the chief, and as PeerError on the other ranks.
         """
         answer = self._exchange(work if self.is_chief else None)[0]
         if "error" in answer:
@@ -65,49 +64,35 @@ class Agreement:
     def every_rank_does(self, work: Callable[[], T]) -> list[T]:
         """Call ``work`` on every rank and return all results in rank order (collective).
 
-        Args:
-            work: Returns something that JSON has. If it communicates, it does so on all ranks alike.
-
-        Raises:
-            Exception: That of ``work``, on the ranks where it failed.
-            PeerError: The same as text, on the other ranks; it names the ranks that failed.
+        An exception is raised on the ranks where it occurred, and as PeerError on the other ranks.
         """
         answers = self._exchange(work)
-        results, errors = [], {}
-        for rank, answer in enumerate(answers):
-            if "error" in answer:
-                errors[rank] = answer["error"]
-            else:
-                results.append(answer["result"])
+        errors = {rank: answer["error"] for rank, answer in enumerate(answers) if "error" in answer}
         if errors:
-            told = "; ".join(said_lines(errors.items()))
-            raise PeerError(f"{self._doing} failed on {numbered_ranks(errors)} of {len(answers)}, with {told}")
-        return results
+            reasons = "; ".join(said_lines(errors.items()))
+            raise PeerError(f"{self._doing} failed on {numbered_ranks(errors)} of {len(answers)}, with {reasons}")
+        return [answer["result"] for answer in answers]
 
     def check_same(self, names: Sequence[str], digests: Sequence[int]) -> None:
-        """Raise ValueError on every rank unless all have the same names (collective if not).
-
-        Args:
-            names: Of the objects that this rank saves or restores.
-            digests: ``digest(names)`` of every rank; all ranks were told the same.
-        """
+        """Raise ValueError on every rank unless ``digest(names)`` is the same on all (collective if not)."""
         if len(set(digests)) == 1:
             return
-        told = self.every_rank_does(lambda: sorted(names))
+        names_of_ranks = self.every_rank_does(lambda: sorted(names))
         holders: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(told):
+        for rank, theirs in enumerate(names_of_ranks):
             for name in theirs:
                 holders.setdefault(name, []).append(rank)
-        partial = sorted((name, ranks) for name, ranks in holders.items() if len(ranks) < len(told))
+        count = len(names_of_ranks)
+        partial = sorted((name, ranks) for name, ranks in holders.items() if len(ranks) < count)
         shown = "; ".join(f"{name!r} only on {numbered_ranks(ranks)}" for name, ranks in partial[:_MOST_NAMES])
         more = f"; and {len(partial) - _MOST_NAMES} more" if len(partial) > _MOST_NAMES else ""
         raise ValueError(
-            f"{self._doing}: the ranks hold different objects: {shown}{more}; expected the same on each of {len(told)} "
+            f"{self._doing}: the ranks hold different objects: {shown}{more}; expected the same on each of {count} "
             "ranks: give Checkpoint(...) the same objects on every rank"
         )
 
     def _exchange(self, work: Callable[[], object] | None) -> list[dict[str, Any]]:
-        """Return the results or errors of all ranks; raise an own error afterwards."""
+        """Return the results or errors of all ranks; raise this rank's error afterwards."""
         failure: Exception | None = None
         try:
             answer = {"result": None if work is None else work()}
@@ -121,5 +106,5 @@ class Agreement:
 
 
 def digest(names: Sequence[str]) -> int:
-    """Return a number that tells one set of names from another."""
+    """Return a checksum of a set of names."""
     return zlib.crc32(json.dumps(sorted(names)).encode())

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from mpidist.arrays.dtypes import Array
-from mpidist.checkpoint.agreement import Agreement, digest, extended_of
-from mpidist.checkpoint.alignment import Aligned, align, describe_container, find_paths, give_shape
-from mpidist.checkpoint.candidates import Newest, OneCheckpoint, Source, find_whole
-from mpidist.checkpoint.collecting import Leaves, Owned, collect, is_on_read
-from mpidist.checkpoint.formats import Manifest, Tensor, describe
-from mpidist.checkpoint.parts import Extent, Plan, deal, elements_of, plan_parts
-from mpidist.checkpoint.restoring import check_fit_of_all, check_states, fill, restore_iterators
-from mpidist.checkpoint.status import LoadStatus, Waiting
-from mpidist.checkpoint.storage import checkpoints_in
-from mpidist.checkpoint.writer import Job, Pending
+from mpidist.checkpoint import reader
+from mpidist.checkpoint.agreement import Agreement, extended_of
+from mpidist.checkpoint.directory import checkpoints_in
+from mpidist.checkpoint.objects import Leaves, Owned, collect
+from mpidist.checkpoint.restoring import (
+    Aligned,
+    LoadStatus,
+    Waiting,
+    align,
+    check_fit_of_all,
+    check_states,
+    fill,
+    find_paths,
+    give_shape,
+    restore_iterators,
+)
+from mpidist.checkpoint.writer import Save, SaveOptions
 from mpidist.core.context import (
     StrategyLike,
     get_replica_context,
@@ -34,29 +37,28 @@ from mpidist.core.context import (
     outside,
 )
 from mpidist.values.composite import is_by_position
-from mpidist.values.placement import on_host
 
 
 class Checkpoint:
     """Named objects that are saved and restored together (tf.train.Checkpoint).
 
-    Objects are variables, optimizers, metrics, arrays (filled in place; those of JAX are replaced), torch modules,
-    numbers, strings and None, iterators, dicts, lists and tuples of them, and any object of the program that has such
-    things in its attributes, at any depth: numbers and strings there are its settings, and not saved.
+    Objects are variables, optimizers, metrics, arrays (filled in place, but JAX arrays are replaced), torch modules,
+    numbers, strings and None, iterators, dicts, lists and tuples of them, and any object of the program with such
+    objects in its attributes, at any depth. Numbers and strings in attributes are settings, and not saved.
 
     The named objects are attributes of the checkpoint: ``checkpoint.epoch += 1`` changes the number that is saved next,
-    and after ``restore`` it is the one that was saved. Of an iterator the state is saved, which ``state()`` returns and
-    ``restore(state)`` takes; any object with these two methods will do.
+    and ``restore`` sets it to the saved one. The saved state of an iterator is the result of ``state()``, and
+    ``restore(state)`` receives it. Any object can have these two methods.
 
-    A checkpoint is a directory with ``manifest.json`` and safetensors files. It holds one value per variable,
-    so it can be restored on another number of ranks and replicas: ON_READ variables are saved as the aggregate over
-    all replicas, and the restored sum is shared out. Of anything but variables, the first rank's is saved.
+    A checkpoint is a directory with ``manifest.json`` and safetensors files. It holds one value per variable, so you
+    can restore it on another number of ranks and replicas: ON_READ variables are saved as the aggregate over all
+    replicas, and a restored sum is divided over them. Of all other objects, the first rank's values are saved.
 
     Args:
-        objects: Those to save, by name.
+        objects: Objects to save, by name.
 
     Raises:
-        TypeError: Something that a checkpoint cannot hold.
+        TypeError: An object that a checkpoint cannot hold.
         ValueError: A name that is a method of this class, or an ON_READ variable without aggregation.
 
     >>> import tempfile
@@ -108,54 +110,52 @@ class Checkpoint:
         """Number of saves so far, those before ``restore`` included."""
         return self._tracked.save_counter
 
-    # Saving -------------------------------------------------------------------------------------------------------
-
     def save(self, prefix: str | os.PathLike[str], *, sharded: bool = False, async_save: bool = False) -> str:
-        """Write a numbered checkpoint: ``save("out/ckpt")`` gives ``out/ckpt-1``, then ``out/ckpt-2``.
+        """Write a numbered checkpoint: ``save("out/ckpt")`` writes ``out/ckpt-1``, then ``out/ckpt-2``.
 
         Collective over the ranks of the strategy whose variables are saved: call it on every rank, in the same
-        order. ON_READ variables are aggregated over all replicas; the first rank writes; all return once the
-        checkpoint is on the disk. It is written under another name and renamed, so a crash leaves no half
-        checkpoint under its name; one of the same name is replaced. Under the default strategy, OneDeviceStrategy
-        and MirroredStrategy of one process each process is for itself: in a job of several ranks call it on one
-        of them, or with a prefix of each one's own. Two processes that save to one name is an error, where it shows.
+        order. The first rank writes, and all ranks return when the checkpoint is on the disk. It is written under
+        another name and renamed, so a crash leaves no unfinished checkpoint under its name. A checkpoint of the same
+        name is replaced. Under the default strategy, OneDeviceStrategy and MirroredStrategy of one process, each
+        process saves alone: in a job of several ranks call it on one of them, or with another prefix on each. If two
+        processes save to one name, it is an error as soon as it is detected.
 
         Args:
-            prefix: Directory and name; the directory is made where it is missing.
-            sharded: Every rank writes a part, all at the same time, for models that take long to write. The directory
-                must be one that all ranks share. Extension.
-            async_save: Return as soon as the values are copied; a thread writes. The next ``save``, ``restore`` or
-                ``wait`` waits for it and raises its error, on all ranks; so does the end of the program, by
-                itself. Extension.
+            prefix: Directory and name. A missing directory is created.
+            sharded: Let every rank write a part at the same time, for models that take long to write. All ranks must
+                share the directory. Extension.
+            async_save: Return when the values are copied, and write in a thread. The next ``save``, ``restore`` or
+                ``wait`` waits for it and raises its error, on all ranks. The end of the program also waits. Extension.
 
         Returns:
             The path, on every rank.
 
         Raises:
-            OSError: It could not be written; on the rank where that was. The others raise PeerError. Nothing of it is
-                left, and the checkpoints that were there are.
+            OSError: The checkpoint could not be written. Raised on the rank where this occurred, and as PeerError on
+                the others. No file of it remains, and earlier checkpoints are unchanged.
             RuntimeError: Called inside ``strategy.run``.
-            TypeError: An iterator whose state JSON cannot hold, or an object with nothing to save in its attributes.
-            ValueError: Variables of several strategies, objects that not all ranks have, or a prefix without a name.
+            TypeError: The state of an iterator that JSON cannot hold, or an object with nothing to save in its
+                attributes.
+            ValueError: Variables of several strategies, objects that are not on all ranks, or a prefix without a name.
         """
-        _check_name(prefix)  # an argument error comes before any communication
+        _check_name(prefix)  # argument errors come before any communication
         tracked = self._tracked
         tracked.wait()
         number = tracked.save_counter + 1
         return tracked.save(Path(f"{os.fspath(prefix)}-{number}"), number, SaveOptions(sharded, async_save))
 
     def write(self, path: str | os.PathLike[str], *, sharded: bool = False, async_save: bool = False) -> str:
-        """Write a checkpoint under the very name ``path``; ``save_counter`` stays. Otherwise as :meth:`save`."""
+        """Write a checkpoint under exactly the name ``path``, and keep ``save_counter``. Otherwise as :meth:`save`."""
         _check_name(path)
         tracked = self._tracked
         tracked.wait()
         return tracked.save(Path(path), tracked.save_counter, SaveOptions(sharded, async_save))
 
     def wait(self) -> None:
-        """Return once the last asynchronous save is on the disk; collective as ``save``. Extension.
+        """Return when the last asynchronous save is on the disk; collective as ``save``. Extension.
 
         Raises:
-            OSError: It could not be written; on the rank where that was. The others raise PeerError.
+            OSError: It could not be written. Raised on the rank where this occurred, and as PeerError on the others.
         """
         self._tracked.wait()
 
@@ -163,29 +163,27 @@ class Checkpoint:
         """Wait as :meth:`wait` does (tf.train.Checkpoint.sync)."""
         self.wait()
 
-    # Restoring ----------------------------------------------------------------------------------------------------
-
     def restore(self, path: str | os.PathLike[str]) -> LoadStatus:
-        """Give the objects the values of a checkpoint.
+        """Restore the objects from a checkpoint.
 
         Collective over the ranks of the strategy whose variables are restored: call it on every rank. Ranks that see
-        the files share the reading, each byte once, and hand on what they have read; only the first has to see them.
-        Everything is checked before anything is changed. Iterators come first: if one raises, nothing else has changed.
-        Slots of an optimizer that has not made them yet are kept for when it does, and so are values of variables of an
-        object: each gets its own at its first use.
+        the files share the reading, each byte once, and send each other the tensors. Only the first rank must see
+        them. Everything is checked before anything is changed. Iterators come first: if one raises an error, no other
+        object has changed. Slots that an optimizer has not created yet, and values of variables that an object has
+        not created yet, are kept. Each variable receives its value before its first use.
 
         Args:
-            path: The result of ``save``. That of the first rank counts.
+            path: The result of ``save``. The first rank's counts.
 
         Returns:
-            A status that says whether everything matched; ``restore(path).assert_consumed()`` insists on it.
+            A status that tells whether everything matched. ``restore(path).assert_consumed()`` requires it.
 
         Raises:
-            FileNotFoundError: No checkpoint is there; on the first rank. The others raise PeerError for this and
-                whatever else goes wrong there.
-            DamagedCheckpointError: Something was altered or is missing; a ValueError.
-            ValueError: Shapes or dtypes that differ, read-only arrays, objects that not all ranks have, or a checkpoint
-                that has none of the objects. The objects keep their values.
+            FileNotFoundError: The checkpoint is missing. Errors of reading are raised on the first rank, and as
+                PeerError on the others.
+            DamagedCheckpointError: The checkpoint was altered, or a part is missing; a ValueError.
+            ValueError: Other shapes or dtypes, read-only arrays, objects that are not on all ranks, or a checkpoint
+                with none of the objects. The objects keep their values.
             RuntimeError: Called inside ``strategy.run``.
         """
         if path is None:
@@ -193,22 +191,22 @@ class Checkpoint:
                 "path is None, as latest_checkpoint() returns where there is no checkpoint; expected the path of one: "
                 "start from scratch, or use restore_latest(directory), which returns None then"
             )
-
-        status, _ = self._tracked.restore(OneCheckpoint(Path(path)), f"checkpoint {os.fspath(path)}")
+        source = partial(reader.find_whole, reader.only(Path(path)))
+        status, _ = self._tracked.restore(source, f"checkpoint {os.fspath(path)}")
         assert status is not None
         return status
 
     def restore_latest(self, directory: str | os.PathLike[str]) -> LoadStatus | None:
-        """Restore the checkpoint of ``directory`` that was saved last; None where there is none. Extension.
+        """Restore the checkpoint of ``directory`` that was saved last, or return None without one. Extension.
 
-        Collective as ``restore``; the first rank looks for all, so ranks cannot find different ones. Instead of a
-        damaged checkpoint the one before it is restored, on all ranks; the first rank warns of that, and says why.
+        Collective as ``restore``. The first rank looks for all, so all ranks restore the same one. If it is damaged,
+        all ranks restore the one before, and the first rank warns and says why.
 
         Raises:
-            DamagedCheckpointError: There are checkpoints, and all are damaged.
+            DamagedCheckpointError: All checkpoints are damaged.
         """
-        newest = Newest(lambda: checkpoints_in(Path(directory)))
-        status, unusable = self._tracked.restore(newest, f"the latest checkpoint of {os.fspath(directory)}")
+        source = partial(reader.find_whole, reader.newest(lambda: checkpoints_in(Path(directory))))
+        status, unusable = self._tracked.restore(source, f"the latest checkpoint of {os.fspath(directory)}")
         if status is not None:
             self._tracked.warn_of_unusable(unusable, status.path)
         return status
@@ -220,17 +218,12 @@ def tracked_by(checkpoint: Checkpoint) -> TrackedObjects:
 
 
 class TrackedObjects:
-    """The objects of a Checkpoint, and the calls that its manager makes.
-
-    Most methods are collective.
-
-    Args:
-        objects: By name.
+    """The objects of a Checkpoint, and its collective calls, without the names of the program.
 
     Attributes:
-        objects: By name, as the program has set them.
+        objects: Objects by name.
         save_counter: Number of saves so far, those before a restore included.
-        run_calls: Counted by PreemptionCheckpointHandler, in all runs of the program.
+        run_calls: Steps counted by PreemptionCheckpointHandler, in all runs of the program.
     """
 
     def __init__(self, objects: dict[str, object]) -> None:
@@ -244,46 +237,38 @@ class TrackedObjects:
         self._last_leaves = collect(objects)
 
     def set(self, name: str, value: object) -> None:
-        """Let ``value`` be the object of a name, if a checkpoint can hold it."""
+        """Replace the object of a name, if a checkpoint can hold ``value``."""
         collect({name: value})
         self.objects[name] = value
 
     def strategy(self, method: str) -> StrategyLike:
-        """Return the strategy that the objects are saved or restored under, after checking the context."""
+        """Return the strategy of the objects, after checking the context."""
         return _strategy_of(self.collect("using"), method)
 
     def collect(self, action: str, *, is_to_save: bool = False) -> Leaves:
         """Return all parts; to save, also the values that wait for further parts."""
-        try:
+        with self.shared_errors(action):
             self._last_leaves = leaves = collect(self.objects)
             if is_to_save:
                 if self._waiting is not None:
                     self._waiting.look_at_all()
                     self._waiting.add_to(leaves)
                 leaves.check_given()
-        except Exception as error:
-            self._announce(error, action)
-            raise
         return leaves
 
     @contextmanager
     def shared_errors(self, action: str) -> Iterator[None]:
-        """Tell the other ranks of an error in the block, before it is raised here."""
+        """Announce an error of the block to the other ranks, before it is raised here."""
         try:
             yield
         except Exception as error:
-            self._announce(error, action)
+            # Lists and dicts may have changed on this rank alone. The strategy is that of the last time.
+            strategy = _strategy_of(self._last_leaves, f"{action} a checkpoint")
+            extended_of(strategy).announce(error, action)
             raise
 
-    def _announce(self, error: Exception, action: str) -> None:
-        # Lists and dicts may have changed on this rank alone; the others are those of the last time.
-        strategy = _strategy_of(self._last_leaves, f"{action} a checkpoint")
-        extended_of(strategy).announce(error, action)
-
-    # Saving -------------------------------------------------------------------------------------------------------
-
     def save(self, path: Path, number: int, options: SaveOptions) -> str:
-        """Save a checkpoint, or begin to, and return its path on the chief."""
+        """Save a checkpoint, or begin to, and return its path on the first rank."""
         leaves = self.collect("saving", is_to_save=True)
         strategy = _strategy_of(leaves, "save()")
         agreement = Agreement(strategy, "saving", f"checkpoint {path}")
@@ -318,21 +303,14 @@ class TrackedObjects:
         self._sequences[directory] += 1
         return self._sequences[directory]
 
-    # Restoring ----------------------------------------------------------------------------------------------------
-
-    def restore(self, source: Source, subject: str) -> tuple[LoadStatus | None, dict[str, str]]:
-        """Return the status, or None without a checkpoint, and the unusable ones.
-
-        Args:
-            source: Knows, on the chief, which checkpoint is wanted.
-            subject: Names the checkpoint, for messages.
-        """
+    def restore(self, source: reader.Source, subject: str) -> tuple[LoadStatus | None, dict[str, str]]:
+        """Return the status, or None without a checkpoint, and the unusable checkpoints."""
         self.wait()
         leaves = self.collect("restoring")
         strategy = _strategy_of(leaves, "restore()")
         agreement = Agreement(strategy, "restoring", subject)
         with in_scope_of(strategy):
-            found = find_whole(agreement, source, partial(check_states, leaves))
+            found = source(agreement, partial(check_states, leaves))
             if found is None:
                 return None, {}
             path, manifest = found.path, found.manifest
@@ -356,7 +334,7 @@ class TrackedObjects:
         return LoadStatus(path, tuple(unused), missing, deferred, self._waiting, is_any), found.unusable
 
     def warn_of_unusable(self, unusable: dict[str, str], used: str) -> None:
-        """Let the chief warn of checkpoints that were passed over, at the caller's line."""
+        """Warn about skipped checkpoints on the first rank, at the caller's line."""
         if unusable and self.strategy("restore()").extended.should_checkpoint:
             reasons = "; ".join(f"{path} ({reason})" for path, reason in unusable.items())
             warnings.warn(f"checkpoints that cannot be used: {reasons}; restored {used} instead", stacklevel=3)
@@ -380,7 +358,7 @@ def _warn_of_positions(optimizers: set[str], aligned: Aligned, unused: list[str]
 
 
 def _check_name(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError for a checkpoint without a name, or with that of an unfinished one."""
+    """Raise ValueError if a path has no name, or the name of an unfinished checkpoint."""
     text = os.fspath(path)
     folder, name = os.path.split(text)
     if not name or name.startswith("."):
@@ -400,11 +378,11 @@ def _check_context(method: str) -> bool:
 
 
 def _strategy_of(leaves: Leaves, method: str) -> StrategyLike:
-    """Return the strategy of variables and models, or that in scope, if it has checkpoints."""
+    """Return the strategy of variables and models, or else the one in scope."""
     strategies = {get_strategy()} if _check_context(method) else set()
     for variable in leaves.variables.values():
         strategies.add(variable.distribute_strategy)
-    # Those of other libraries that were made for the replicas of a strategy.
+    # Objects of other libraries that were created for the replicas of a strategy.
     strategies.update(owner.distribute_strategy for owner in leaves.deferring.values() if isinstance(owner, Owned))
     if len(strategies) > 1:
         strategies = {strategy for strategy in strategies if not is_default(strategy)}
@@ -421,189 +399,3 @@ def _strategy_of(leaves: Leaves, method: str) -> StrategyLike:
             strategy = get_strategy()
     extended_of(strategy).require_checkpoints(method if method[0].isupper() else f"Checkpoint.{method}")
     return strategy
-
-
-# One save ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SaveOptions:
-    """The way to save.
-
-    Attributes:
-        is_sharded: Whether all ranks write.
-        is_async: Whether a thread writes.
-        kept: For the manifest; that of the first rank counts.
-        finish: Called on the first rank when the checkpoint is there, in the thread that wrote it.
-        told: Called on every rank with the result of ``finish``.
-        failed: Called on every rank where it fails, once that is known.
-    """
-
-    is_sharded: bool = False
-    is_async: bool = False
-    kept: tuple[float, tuple[str, ...]] | None = None
-    finish: Callable[[Manifest], list[str]] | None = None
-    told: Callable[[list[str]], None] | None = None
-    failed: Callable[[], None] | None = None
-
-
-class Save:
-    """One save, on one rank: ``start`` and then ``settle``, both collective.
-
-    All agree on the objects; a rank that writes has a job, for this thread or one of its own; all learn how
-    that went. So a save is two collectives, and two more where several ranks write or a thread does.
-
-    Args:
-        agreement: Of the ranks that save; their strategy is in scope.
-        leaves: The objects.
-        path: The directory to be.
-        options: The way to save.
-
-    Attributes:
-        path: The directory to be, as the first rank has it as soon as that has begun to write.
-        counter_before: The save counter where it fails after it was started.
-    """
-
-    def __init__(self, agreement: Agreement, leaves: Leaves, path: Path, options: SaveOptions) -> None:
-        self._agreement, self._leaves, self._options = agreement, leaves, options
-        self.path = str(path)
-        self.counter_before = 0
-        self._is_divided = False
-        self._job: Job | None = None
-        self._pending: Pending | None = None
-
-    def start(self, next_sequence: Callable[[], int], number: int, run_calls: int) -> None:
-        """Collect all values, and begin to write where several ranks or a thread write.
-
-        Args:
-            next_sequence: Called on the first rank.
-            number: Of the save.
-            run_calls: For the manifest.
-        """
-        agreement, leaves, options = self._agreement, self._leaves, self._options
-        values: dict[str, object] = {}
-        tensors: dict[str, Tensor] = {}
-        names: list[str] = []
-        own_id = agreement.extended.local_replica_ids[0] if options.is_sharded else 0
-
-        def look() -> list[int]:
-            values.update(leaves.values())
-            tensors.update(describe_tensors(leaves))
-            if options.is_sharded:  # who writes what depends on all sizes
-                names.extend(f"{key} of shape {those.shape} and dtype {those.dtype}" for key, those in tensors.items())
-            else:
-                names.extend(leaves.names_of_all_ranks())
-            return [own_id, digest(names)]
-
-        told = agreement.every_rank_does(look)
-        agreement.check_same(names, [theirs for _, theirs in told])
-        self._is_divided = options.is_sharded and len(told) > 1
-        rank, ranks, plan = 0, 1, {key: [(0, 0, tensor.size)] for key, tensor in tensors.items()}
-        if self._is_divided:
-            rank, ranks = [first for first, _ in told].index(own_id), len(told)
-            sizes = {key: value.dtype.itemsize for key, value in (*leaves.variables.items(), *leaves.arrays.items())}
-            plan = plan_parts({key: Extent(tensor.size, sizes[key]) for key, tensor in tensors.items()}, ranks)
-        is_writer = agreement.is_chief or self._is_divided
-        # There may be no memory for a copy on this rank.
-        with agreement.extended.shared_errors("saving"):
-            arrays = self._read(plan, rank if is_writer else None)
-
-        def manifest() -> Manifest:
-            sequence, is_shared = next_sequence(), agreement.extended.spans_ranks
-            known = manifest_of(leaves, {}, values, number, run_calls)
-            return replace(known, sequence=sequence, kept=options.kept, is_shared=is_shared)
-
-        if is_writer:
-            self._job = Job(Path(self.path), rank, ranks, plan, tensors, arrays, manifest, options.finish)
-        if self._is_divided or options.is_async:
-            self._begin_on_all_ranks()
-
-    def _begin_on_all_ranks(self) -> None:
-        """Tell all ranks where to write, and start threads."""
-        job = self._job
-        try:
-            self.path, directory = self._agreement.chief_does(lambda: [self.path, job.begin() if job else ""])
-        except BaseException:
-            if job is not None:
-                job.discard()
-            raise
-        if job is not None:
-            job.directory = Path(directory)
-            if self._options.is_async:
-                self._pending = Pending(job, self.path)
-
-    def settle(self) -> None:
-        """Write, or wait for the thread that does, and tell each other.
-
-        Raises:
-            Exception: That of this rank.
-            PeerError: That of another.
-        """
-        agreement, writer, options = self._agreement, self._pending or self._job, self._options
-        try:
-            records = agreement.every_rank_does(writer.part) if writer is not None and self._is_divided else None
-            self.path, result = agreement.chief_does(lambda: (self.path, writer.result(records) if writer else None))
-        except BaseException:
-            if self._pending is not None:
-                self._pending.settle(failed=True)
-            elif self._job is not None:
-                self._job.discard()
-            if options.failed is not None:
-                options.failed()
-            raise
-        if self._pending is not None:
-            self._pending.settle(failed=False)
-        if options.told is not None and result is not None:
-            options.told(result)
-
-    def _read(self, plan: Plan, writer: int | None) -> dict[str, Array]:
-        """Return the parts that rank ``writer`` writes.
-
-        Reading an ON_READ variable takes all ranks, and so does an array in parts, as the first rank's counts.
-        """
-        comm = self._agreement.extended.communicator
-        wanted = {key: (start, stop) for key, parts in plan.items() for rank, start, stop in parts if rank == writer}
-        arrays = {}
-        for key, variable in self._leaves.variables.items():
-            if key in wanted or is_on_read(variable):
-                array = variable.as_array()
-                if key in wanted:
-                    arrays[key] = self._part_of(array, *wanted[key], is_on_read(variable))
-        for key, array in sorted(self._leaves.arrays.items()):
-            is_dealt = comm is not None and plan[key] != [(0, 0, array.size)]
-            part = deal(comm, array, plan[key]) if comm is not None and is_dealt else array
-            if key in wanted:
-                arrays[key] = part if is_dealt else self._part_of(array, *wanted[key])
-        return arrays
-
-    def _part_of(self, array: Array, start: int, stop: int, is_temporary: bool = False) -> Array:
-        if stop - start < array.size:
-            part = elements_of(array, start, stop)
-            # A view would keep all of an array that nobody else keeps.
-            array = part.copy() if is_temporary else part
-        if not self._options.is_async:
-            return array
-        copied = array if isinstance(array, np.ndarray) else on_host(array)
-        # The program may change it while a thread writes; what came from a device is a copy already.
-        needs_copy = copied is array
-        return np.array(copied) if needs_copy else copied
-
-
-def manifest_of(
-    leaves: Leaves, tensors: dict[str, Tensor], values: dict[str, object], number: int, run_calls: int
-) -> Manifest:
-    """Return the manifest of objects, as far as they tell."""
-    containers = {key: describe_container(container) for key, container in leaves.containers.items()}
-    iterators, classes = tuple(leaves.iterators), leaves.classes()
-    return Manifest(
-        0, number, tensors, values, containers, iterators, run_calls=run_calls, classes=classes, links=leaves.links
-    )
-
-
-def describe_tensors(leaves: Leaves) -> dict[str, Tensor]:
-    """Return the manifest's entries for the variables and arrays, as yet without parts."""
-    policies = dict(leaves.awaited)
-    for key, variable in leaves.variables.items():
-        policies[key] = variable.synchronization.name, variable.aggregation.name
-    those = {**leaves.variables, **leaves.arrays}
-    return {key: describe(each.shape, each.dtype, *policies.get(key, ())) for key, each in those.items()}

@@ -1,7 +1,4 @@
-"""Save on all ranks after the same step when the job is about to end.
-
-A thread watches for the notice.
-"""
+"""Save on all ranks after the same step when the job is about to end."""
 
 from __future__ import annotations
 
@@ -29,31 +26,31 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _SAVE, _FINAL = "save", "final"
-# The last save begins so many mean steps before the end of the grace period.
+# Start the final save this many average step times before the grace period ends.
 _STEPS_BEFORE_END = 6
-# What a scheduler takes as: start this job again.
+# Exit code that asks the scheduler to start this job again.
 EXIT_CODE = 42
-_LOOK_SECONDS = 1.0
-# How long the end of the program waits for a termination_watcher_fn to return.
+_POLL_SECONDS = 1.0
+# Time that the end of the program waits for a termination_watcher_fn to return.
 _CLOSE_SECONDS = 2.0
 
 
 class TerminationConfig:
-    """The way PreemptionCheckpointHandler learns that the job is to end, and ends it.
+    """How PreemptionCheckpointHandler detects that the job must end, and ends it.
 
     Args:
-        termination_watcher_fn: Asked once a second, in a thread, on every rank; returns at once, True when the job is
-            to end. By default signals say so.
-        exit_fn: Called on all ranks after the last save; by default ``sys.exit(42)``.
+        termination_watcher_fn: Called once a second, in a thread, on every rank. It returns at once, True if the job
+            must end. By default signals are watched.
+        exit_fn: Called on all ranks after the last save. By default ``sys.exit(42)``.
         grace_period: Seconds between the notice and the end. With it the job saves at once, trains on, and saves again
-            shortly before the end. None and 0: it saves and exits.
+            shortly before the end. With None or 0 it saves and exits.
         save_fn: Called instead of ``save`` of the checkpoint manager, on all ranks.
-        signals: Those taken as the notice: SIGTERM, and SIGUSR1, which Slurm sends with ``--signal=USR1@120``.
+        signals: Signals that give the notice: SIGTERM, and SIGUSR1, which Slurm sends with ``--signal=USR1@120``.
             Extension.
 
     Raises:
-        TypeError: Something is no function, no number of seconds, or no sequence of signal numbers.
-        ValueError: A negative grace period, no signals, or one that a program cannot take.
+        TypeError: An argument is no function, no number of seconds, or no sequence of signal numbers.
+        ValueError: A negative grace period, no signals, or a signal that a program cannot handle.
 
     Source: ``tf.distribute.experimental.TerminationConfig``.
 
@@ -114,15 +111,7 @@ def _exit() -> None:
 
 
 class TerminationWatch:
-    """A thread that waits for the notice, also inside calls that Python cannot interrupt.
-
-    Args:
-        config: The notices to watch for.
-        on_notice: Called in the thread, once, with the notice as text.
-
-    Raises:
-        ValueError: Signals are to be watched, and this is not the main thread.
-    """
+    """A thread that calls ``on_notice`` with the notice, also during calls that Python cannot interrupt."""
 
     def __init__(self, config: TerminationConfig, on_notice: Callable[[str], None]) -> None:
         self._on_notice = on_notice
@@ -132,20 +121,25 @@ class TerminationWatch:
         self._signals = () if self._ask is not None else config.signals
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
+        # Raised by termination_watcher_fn.
         self.error: Exception | None = None
-        """The error of ``termination_watcher_fn``."""
         self._previous_handlers: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         self._previous_fd = -1
-        if self._signals:
-            self._take_signals()
+        try:
+            if self._signals:
+                self._take_signals()
+        except BaseException:
+            os.close(self._reader)
+            os.close(self._writer)
+            raise
         self._thread = threading.Thread(target=self._run, name="mpidist-termination", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no more, and give the signals back; a function that hangs is left behind."""
+        """Stop watching, and restore the signal handlers. A hanging function is left behind."""
         self._is_closed = True
         if self._signals:
-            self._give_signals_back()
+            self._restore_signals()
         os.close(self._writer)
         self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
@@ -158,86 +152,78 @@ class TerminationWatch:
 
     def _take_signals(self) -> None:
         try:
-            # Python itself writes the number of each signal there at once; its handlers wait for the main thread.
+            # Python writes the number of each signal there at once. Its handlers wait for the main thread.
             self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         except ValueError as error:
-            self._close_pipe()
             raise ValueError(
                 "signals can only be watched by the main thread; make PreemptionCheckpointHandler there, or give "
                 "TerminationConfig a termination_watcher_fn"
             ) from error
         try:
             for number in self._signals:
-                self._previous_handlers[number] = signal.signal(number, _nothing)
+                self._previous_handlers[number] = signal.signal(number, _do_nothing)
         except BaseException:
-            self._give_signals_back()
-            self._close_pipe()
+            self._restore_signals()
             raise
 
-    def _give_signals_back(self) -> None:
+    def _restore_signals(self) -> None:
         signal.set_wakeup_fd(self._previous_fd, warn_on_full_buffer=False)
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
-    def _close_pipe(self) -> None:
-        os.close(self._reader)
-        os.close(self._writer)
-
     def _run(self) -> None:
+        timeout = None if self._ask is None else _POLL_SECONDS
         try:
-            self._watch()
+            while True:
+                readable, _, _ = select.select([self._reader], [], [], timeout)
+                received = os.read(self._reader, 256) if readable else b""
+                if readable and not received:  # closed
+                    return
+                if self._previous_fd >= 0:
+                    os.write(self._previous_fd, received)
+                reason = self._notice(received)
+                if reason is not None and not self._is_closed:
+                    self._on_notice(reason)
         finally:
-            # Here, where nothing reads from it any more, however late that is.
+            # Closed by its only reader, however late it ends.
             os.close(self._reader)
 
-    def _watch(self) -> None:
-        while True:
-            readable, _, _ = select.select([self._reader], [], [], None if self._ask is None else _LOOK_SECONDS)
-            numbers = os.read(self._reader, 256) if readable else b""
-            if readable and not numbers:  # closed
-                return
-            if self._previous_fd >= 0:
-                os.write(self._previous_fd, numbers)
-            reason = self._notice(numbers)
-            if reason is not None and not self._is_closed:
-                self._on_notice(reason)
-
-    def _notice(self, numbers: bytes) -> str | None:
-        for number in numbers:
+    def _notice(self, received: bytes) -> str | None:
+        for number in received:
             if number in self._signals:
                 return f"signal {signal.Signals(number).name}"
         if self._ask is None:
             return None
         try:
             return f"{self._name}()" if self._ask() else None
-        except Exception as error:  # for the program, at the end of its step
+        except Exception as error:  # raised in the program, at the end of its step
             self.error = error
             self._ask = None
             return None
 
 
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """Handle a signal: the thread has been told already."""
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Handle a signal: the thread has received its number."""
 
 
 class PreemptionCheckpointHandler:
-    """Saves after the same step on all ranks when the job is to end.
+    """Saves after the same step on all ranks when the job must end.
 
-    It then exits with code 42, and goes on in the next run. Make it on every rank, in the main thread, in the same
-    order (collective); it restores the newest checkpoint. The notice may reach any rank: a signal by default, see
-    ``TerminationConfig``. No message travels with the steps: ranks agree in threads of their own, so a rank gets the
-    notice inside a call that Python cannot interrupt, too.
+    It then exits with code 42, and resumes in the next run. Create it on every rank, in the main thread, in the same
+    order (collective). It restores the newest checkpoint. Any rank may receive the notice: a signal by default, see
+    ``TerminationConfig``. Steps send no messages: the ranks agree in threads, so a rank receives the notice also
+    during a call that Python cannot interrupt.
 
     Args:
-        cluster_resolver: As in TensorFlow; not needed here, None will do.
-        checkpoint_or_checkpoint_manager: The objects to save.
-        checkpoint_dir: Where, for a Checkpoint; a manager has its own directory.
-        termination_config: A TerminationConfig; signals by default.
+        cluster_resolver: As in TensorFlow. It is not used, so None is fine.
+        checkpoint_or_checkpoint_manager: Objects to save.
+        checkpoint_dir: Directory, for a Checkpoint. A manager has its own.
+        termination_config: A TerminationConfig. Signals by default.
 
     Raises:
-        TypeError: Neither a Checkpoint nor a CheckpointManager.
-        ValueError: A Checkpoint without ``checkpoint_dir``, or a manager with one; not in the main thread.
-        RuntimeError: MPI was started without threads, or there are several ranks, and no strategy that they share.
+        TypeError: The second argument is no Checkpoint and no CheckpointManager.
+        ValueError: A Checkpoint without ``checkpoint_dir``, a manager with one, or not in the main thread.
+        RuntimeError: MPI was started without threads, or several ranks share no strategy.
 
     Source: ``tf.distribute.experimental.PreemptionCheckpointHandler``.
 
@@ -284,17 +270,17 @@ class PreemptionCheckpointHandler:
     def run(self, distributed_train_function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a training step; save and exit after it if the ranks agreed to.
 
-        Call it on every rank, equally often. An exception of the step goes through; the step then does not count.
+        Call it on every rank, equally often. An exception of the step is raised unchanged, and the step does not count.
 
         Args:
-            distributed_train_function: Called with the other arguments; most often it calls ``strategy.run``.
-            args, kwargs: Of the function.
+            distributed_train_function: Function to call, which usually calls ``strategy.run``.
+            args, kwargs: Arguments of the function.
 
         Returns:
             The result of the function.
 
         Raises:
-            SystemExit: The job has saved and is to end (code 42), by default.
+            SystemExit: The job has saved and must end (code 42), by default.
             CollectiveTimeoutError: The ranks could not agree on a step.
         """
         self._check_open()
@@ -309,7 +295,7 @@ class PreemptionCheckpointHandler:
         Call it on every rank after each step, inside :meth:`watch_preemption_scope`.
 
         Args:
-            args, kwargs: For ``save``, or for ``save_fn``.
+            args, kwargs: Arguments of ``save``, or of ``save_fn``.
         """
         self._check_open()
         self._tracked.run_calls += 1
@@ -319,7 +305,7 @@ class PreemptionCheckpointHandler:
     def watch_preemption_scope(self) -> Iterator[None]:
         """Return the block around a loop that calls :meth:`save_checkpoint_if_preempted`.
 
-        At its end a notice that came in the last step is acted on. An exception goes through.
+        At its end it handles a notice that arrived in the last step. An exception is raised unchanged.
         """
         self._check_open()
         yield
@@ -327,14 +313,14 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """Number of steps counted so far, those before a restart included.
+        """Number of steps so far, those before a restart included.
 
         Deprecated in TensorFlow: keep a step in the checkpoint.
         """
         return self._tracked.run_calls
 
     def close(self) -> None:
-        """Watch no more; once. Collective: call it on every rank, before the strategy is closed."""
+        """Stop watching. Collective: call it on every rank, before the strategy is closed. Further calls do nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -348,7 +334,7 @@ class PreemptionCheckpointHandler:
         if kind is None:
             self.close()
         else:
-            # Other ranks may be anywhere: what takes all of them is left to the end of the program.
+            # Other ranks may be anywhere, so nothing collective is done here.
             self._stop_watching()
 
     def _stop_watching(self) -> None:
@@ -363,7 +349,7 @@ class PreemptionCheckpointHandler:
             raise RuntimeError("this PreemptionCheckpointHandler has been closed; make another one")
 
     def _on_notice(self, reason: str) -> None:
-        """Take the notice; in the thread that watches."""
+        """Ask all ranks to save; in the thread that watches."""
         if self._reason is None:
             self._reason = reason
             received = time.monotonic()

@@ -1,11 +1,10 @@
-"""Write a checkpoint on one rank, without MPI: all or nothing, by one writer."""
+"""Write a checkpoint, all or nothing, on one rank or on all, possibly in threads."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -14,253 +13,340 @@ import socket
 import sys
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mpidist.arrays.dtypes import Array
-from mpidist.checkpoint import formats
-from mpidist.checkpoint.format_rules import FILE, DamagedCheckpointError, parse
-from mpidist.checkpoint.formats import MANIFEST, FileRecord, Manifest, Tensor
-from mpidist.checkpoint.parts import Plan
-from mpidist.checkpoint.storage import is_checkpoint, read_manifest
+from mpidist.checkpoint import format as files
+from mpidist.checkpoint.agreement import Agreement, digest, spread
+from mpidist.checkpoint.directory import WriterLock, hidden_name, is_checkpoint, is_locked_here, read_manifest
+from mpidist.checkpoint.format import MANIFEST, DamagedCheckpointError, FileRecord, Manifest, Tensor, TensorPart
+from mpidist.checkpoint.objects import Leaves, is_on_read
 from mpidist.core import settings
 from mpidist.core.concurrency import Stopwatch
 from mpidist.core.errors import PeerError
-from mpidist.core.files import open_regular
 from mpidist.core.text import numbered_ranks
+from mpidist.values.placement import on_host
+
+if TYPE_CHECKING:
+    from mpidist.collectives import Communicator
 
 _log = logging.getLogger("mpidist")
-_LONGEST_NAP_SECONDS = 0.1
+# Smaller tensors than twice this are not cut: many small parts cost more than they save.
+SMALLEST_PART_BYTES = 1 << 16
+# With less than this for each rank, only some of them write: many small files cost more than they save.
+SMALLEST_FILE_BYTES = 1 << 20
+# Step in which an array travels if only the first rank's value counts.
+_WINDOW_BYTES = 2 << 20
+_LONGEST_POLL_SECONDS = 0.1
 _IMPORTED = time.time()
-_untold: set[Pending] = set()
-# A forked child has none of their threads and would wait for them at its end.
-os.register_at_fork(after_in_child=_untold.clear)
-# A FileRecord in types that JSON has, or None where a rank had nothing to write.
+_unsettled: set[Job] = set()
+# A forked child has none of the threads, and would wait for them at its end.
+os.register_at_fork(after_in_child=_unsettled.clear)
+# Who writes which elements of each tensor: (rank, start, stop).
+Plan = dict[str, list[tuple[int, int, int]]]
+# A FileRecord as JSON, or None if a rank had nothing to write.
 Record = dict[str, Any] | None
-# The errors of a file system without locks. Writers of one name are not kept apart there, and leftovers left alone.
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-# The files of the locks that this process has.
-_held: set[tuple[int, int]] = set()
 
 
-@dataclass
+# Parts ------------------------------------------------------------------------------------------------------------
+
+
+def plan_parts(extents: Mapping[str, tuple[int, int]], ranks: int) -> Plan:
+    """Divide tensors, given by number and size of their elements, over the ranks by bytes.
+
+    >>> plan_parts({"w": (300000, 8), "b": (10, 8)}, 2)
+    {'w': [(0, 0, 150005), (1, 150005, 300000)], 'b': [(1, 0, 10)]}
+    """
+    total = sum([size * itemsize for size, itemsize in extents.values()])
+    writers = spread(ranks, total // SMALLEST_FILE_BYTES)
+    cuts = [total * i // len(writers) for i in range(1, len(writers))]
+    plan: Plan = {}
+    begin = 0
+    for key, (size, itemsize) in extents.items():
+        end = begin + size * itemsize
+        if end - begin < 2 * SMALLEST_PART_BYTES:
+            plan[key] = [(writers[bisect_right(cuts, (begin + end) // 2)], 0, size)]
+        else:
+            first = bisect_right(cuts, begin)
+            inner = [(cut - begin) // itemsize for cut in cuts[first : bisect_left(cuts, end)]]
+            parts = zip(writers[first:], pairwise([0, *inner, size]), strict=False)
+            plan[key] = [(rank, start, stop) for rank, (start, stop) in parts if stop > start]
+        begin = end
+    return plan
+
+
+def _elements_of(array: Array, start: int, stop: int) -> Array:
+    """Return elements of an array as a vector: a view if the array is contiguous."""
+    is_in_order = not isinstance(array, np.ndarray) or array.flags.c_contiguous
+    return (array.reshape(-1) if is_in_order else array.flat)[start:stop]
+
+
+def _deal(comm: Communicator, array: Array, parts: Sequence[tuple[int, int, int]]) -> Array:
+    """Return this rank's part of the first rank's array (collective).
+
+    It travels in steps, so that no rank needs memory for more than its part.
+    """
+    start, stop = next(((start, stop) for rank, start, stop in parts if rank == comm.rank), (0, 0))
+    mine = np.empty(stop - start, array.dtype)
+    step = _WINDOW_BYTES // array.dtype.itemsize
+    for begin in range(0, array.size, step):
+        end = min(begin + step, array.size)
+        counts = [0] * comm.size
+        for rank, first, last in parts:
+            counts[rank] = max(0, min(last, end) - max(first, begin))
+        sent = on_host(_elements_of(array, begin, end)) if comm.rank == 0 else np.empty(0, array.dtype)
+        offset = max(start, begin) - start
+        comm.scatter(sent, counts=counts, out=mine[offset : offset + counts[comm.rank]])
+    return mine.reshape(array.shape) if mine.size == array.size else mine
+
+
+# One save, with all ranks -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Options of a save.
+
+    Attributes:
+        is_sharded: Whether all ranks write.
+        is_async: Whether a thread writes.
+        kept: The field of the manifest. The first rank's counts.
+        finish: Called on the first rank when the checkpoint is on the disk, in the thread that wrote it.
+        finished: Called on every rank with the result of ``finish``.
+        failed: Called on every rank after a failure.
+    """
+
+    is_sharded: bool = False
+    is_async: bool = False
+    kept: tuple[float, tuple[str, ...]] | None = None
+    finish: Callable[[Manifest], list[str]] | None = None
+    finished: Callable[[list[str]], None] | None = None
+    failed: Callable[[], None] | None = None
+
+
+class Save:
+    """One save on one rank: ``start`` and then ``settle``, both collective.
+
+    It takes two collectives, and two more if several ranks or a thread write. ``path`` is the first rank's path once
+    it has begun to write, ``counter_before`` the save counter to restore after a failure.
+    """
+
+    def __init__(self, agreement: Agreement, leaves: Leaves, path: Path, options: SaveOptions) -> None:
+        self._agreement, self._leaves, self._options = agreement, leaves, options
+        self.path = str(path)
+        self.counter_before = 0
+        self._is_divided = False
+        self._job: Job | None = None
+
+    def start(self, next_sequence: Callable[[], int], number: int, run_calls: int) -> None:
+        """Copy all values, and begin to write if several ranks or a thread write."""
+        agreement, leaves, options = self._agreement, self._leaves, self._options
+        values: dict[str, object] = {}
+        tensors: dict[str, Tensor] = {}
+        names: list[str] = []
+        own_id = agreement.extended.local_replica_ids[0] if options.is_sharded else 0
+
+        def describe() -> list[int]:
+            values.update(leaves.values())
+            tensors.update(leaves.describe())
+            if options.is_sharded:  # the plan depends on all sizes
+                names.extend(f"{key} of shape {each.shape} and dtype {each.dtype}" for key, each in tensors.items())
+            else:
+                names.extend(leaves.names_of_all_ranks())
+            return [own_id, digest(names)]
+
+        answers = agreement.every_rank_does(describe)
+        agreement.check_same(names, [theirs for _, theirs in answers])
+        self._is_divided = options.is_sharded and len(answers) > 1
+        rank, ranks, plan = 0, 1, {key: [(0, 0, tensor.size)] for key, tensor in tensors.items()}
+        if self._is_divided:
+            rank, ranks = [first for first, _ in answers].index(own_id), len(answers)
+            itemsizes = {key: each.dtype.itemsize for key, each in (*leaves.variables.items(), *leaves.arrays.items())}
+            plan = plan_parts({key: (tensor.size, itemsizes[key]) for key, tensor in tensors.items()}, ranks)
+        is_writer = agreement.is_chief or self._is_divided
+        # A rank may lack the memory for a copy.
+        with agreement.extended.shared_errors("saving"):
+            arrays = self._read(plan, rank if is_writer else None)
+
+        def manifest() -> Manifest:
+            names = _file_names(ranks)
+            for key, parts in plan.items():
+                locations = tuple([TensorPart(names[rank], start, stop) for rank, start, stop in parts])
+                tensors[key] = replace(tensors[key], parts=locations)
+            known = leaves.manifest(tensors, values, number, run_calls)
+            return replace(known, sequence=next_sequence(), kept=options.kept, is_shared=agreement.extended.spans_ranks)
+
+        if is_writer:
+            self._job = Job(Path(self.path), rank, ranks, arrays, manifest, options.finish)
+        if self._is_divided or options.is_async:
+            self._begin_on_all_ranks()
+
+    def _begin_on_all_ranks(self) -> None:
+        job = self._job
+        try:
+            self.path, directory = self._agreement.chief_does(lambda: [self.path, job.begin() if job else ""])
+        except BaseException:
+            if job is not None:
+                job.discard()
+            raise
+        if job is not None:
+            job.directory = Path(directory)
+            if self._options.is_async:
+                job.start_thread()
+
+    def settle(self) -> None:
+        """Write or wait for the thread. Raise its exception, or PeerError for another rank."""
+        agreement, job, options = self._agreement, self._job, self._options
+        try:
+            records = agreement.every_rank_does(job.part) if job is not None and self._is_divided else None
+            self.path, result = agreement.chief_does(lambda: (self.path, job.result(records) if job else None))
+        except BaseException:
+            if job is not None:
+                job.settle(failed=True)
+            if options.failed is not None:
+                options.failed()
+            raise
+        if job is not None:
+            job.settle(failed=False)
+        if options.finished is not None and result is not None:
+            options.finished(result)
+
+    def _read(self, plan: Plan, writer: int | None) -> dict[str, Array]:
+        """Return the parts that rank ``writer`` writes.
+
+        Collective for ON_READ variables, and for divided arrays, because the first rank's value counts.
+        """
+        comm = self._agreement.extended.communicator
+        wanted = {key: (start, stop) for key, parts in plan.items() for rank, start, stop in parts if rank == writer}
+        arrays = {}
+        for key, variable in self._leaves.variables.items():
+            if key in wanted or is_on_read(variable):
+                array = variable.as_array()
+                if key in wanted:
+                    arrays[key] = self._part_of(array, *wanted[key], is_on_read(variable))
+        for key, array in sorted(self._leaves.arrays.items()):
+            is_dealt = comm is not None and plan[key] != [(0, 0, array.size)]
+            part = _deal(comm, array, plan[key]) if comm is not None and is_dealt else array
+            if key in wanted:
+                arrays[key] = part if is_dealt else self._part_of(array, *wanted[key])
+        return arrays
+
+    def _part_of(self, array: Array, start: int, stop: int, is_temporary: bool = False) -> Array:
+        if stop - start < array.size:
+            part = _elements_of(array, start, stop)
+            # A view would keep all of an array that nobody else needs.
+            array = part.copy() if is_temporary else part
+        if not self._options.is_async:
+            return array
+        copied = array if isinstance(array, np.ndarray) else on_host(array)
+        # The program may change it while a thread writes. An array from a device is a copy already.
+        needs_copy = copied is array
+        return np.array(copied) if needs_copy else copied
+
+
+# One save, on one rank --------------------------------------------------------------------------------------------
+
+
+def _file_names(ranks: int) -> list[str]:
+    """Return the names of the files of all ranks that write."""
+    if ranks == 1:
+        return [files.DATA]
+    return [f"data-{rank + 1:05d}-of-{ranks:05d}.safetensors" for rank in range(ranks)]
+
+
 class Job:
     """The share of a rank in writing one checkpoint, without MPI calls and forks.
 
-    Attributes:
-        path: The directory to be.
-        rank: Of this process.
-        ranks: How many write.
-        plan: The parts of each tensor that each rank writes.
-        tensors: Those of the manifest, without their parts.
-        arrays: Those that this rank writes, by key: whole, or as a vector its part of it; on the host or a device.
-        describe: Called on the first rank; returns the manifest as it is known before the files are written.
-        finish: Called on the first rank when the checkpoint is there; its result is that of the job.
-        directory: Where the files go for now, once the first rank has begun.
-    """
-
-    path: Path
-    rank: int
-    ranks: int
-    plan: Plan
-    tensors: Mapping[str, Tensor]
-    arrays: dict[str, Array]
-    describe: Callable[[], Manifest]
-    finish: Callable[[Manifest], list[str]] | None = None
-    directory: Path = field(default=Path(), init=False)
-    _begun: tuple[Writing, Manifest] | None = field(default=None, init=False)
-
-    def begin(self) -> str:
-        """Make the directory for the files and return its path; on the first rank."""
-        manifest = self.describe()
-        writing = Writing(self.path, manifest.is_shared)
-        self._begun, self.directory = (writing, manifest), writing.directory
-        return str(self.directory)
-
-    def part(self) -> Record:
-        """Write the file of this rank, and wait until it is on the disk."""
-        if not self.arrays and self.ranks > 1:
-            return None
-        if not self.directory.is_dir():
-            raise FileNotFoundError(
-                f"{self.directory}, which the first rank has made, is not there where this rank looks; expected a "
-                "directory that all ranks share: save to one, or without sharded=True"
-            )
-        return asdict(formats.write_tensors(self.directory / self._file_names()[self.rank], self.arrays))
-
-    def result(self, records: list[Record] | None) -> list[str] | None:
-        """Make a checkpoint of the files of all ranks; on the first rank.
-
-        Args:
-            records: Of all ranks; None where this one writes everything, which it then does first.
-        """
-        if self._begun is None:
-            self.begin()
-        assert self._begun is not None
-        writing, manifest = self._begun
-        records = [self.part()] if records is None else records
-        names = self._file_names()
-        tensors = {}
-        for key, tensor in self.tensors.items():
-            parts = tuple([formats.TensorPart(names[rank], start, stop) for rank, start, stop in self.plan[key]])
-            tensors[key] = replace(tensor, parts=parts)
-        files = {name: FileRecord(**record) for name, record in zip(names, records, strict=True) if record}
-        manifest = replace(manifest, tensors=tensors, files=files, saved_at=time.time(), writer=this_writer())
-        writing.publish(manifest)
-        return None if self.finish is None else self.finish(manifest)
-
-    def discard(self) -> None:
-        """Remove all files, on the first rank."""
-        if self._begun is not None:
-            notes = [note.name for rank in range(self.ranks) for note in (self._note(rank), self._draft(rank))]
-            self._begun[0].discard((*self._file_names(), *notes))
-
-    def _file_names(self) -> list[str]:
-        """Return the names of the files of all ranks."""
-        if self.ranks == 1:
-            return [formats.DATA]
-        return [f"data-{rank + 1:05d}-of-{self.ranks:05d}.safetensors" for rank in range(self.ranks)]
-
-    # Without the other ranks at hand, the file system carries the news -----------------------------------------------
-
-    def leave_note(self, record: Record) -> None:
-        """Tell the first rank that this rank's file is safe."""
-        with open(self._draft(self.rank), "x") as file:  # never what a planted link leads to
-            file.write(json.dumps(record))
-        os.replace(self._draft(self.rank), self._note(self.rank))
-
-    def await_notes(self, own: Record, gave_up: Callable[[float], bool]) -> list[Record] | None:
-        """Return the records of all ranks once they are there, or None if given up.
-
-        Args:
-            own: Of this rank, the first.
-            gave_up: Sleeps for some seconds, or until it is known that a rank failed.
-
-        Raises:
-            TimeoutError: They do not come; the deadline is that of collectives.
-            DamagedCheckpointError: One was not written by a rank.
-        """
-        records, missing = {0: own}, set(range(1, self.ranks))
-        stopwatch, limit, nap = Stopwatch(), settings.TIMEOUT.read(), 0.001
-        while missing:
-            arrived = {rank for rank in missing if os.path.lexists(self._note(rank))}
-            for rank in arrived:
-                records[rank] = _read_note(self._note(rank))
-                self._note(rank).unlink()
-            missing -= arrived
-            if stopwatch.seconds > limit:
-                late = numbered_ranks(sorted(missing))
-                raise TimeoutError(f"{late} did not write its part of {self.directory} in time")
-            if missing and gave_up(nap):
-                return None
-            nap = min(2 * nap, _LONGEST_NAP_SECONDS)
-        return [records[rank] for rank in range(self.ranks)]
-
-    def _note(self, rank: int) -> Path:
-        return self.directory / f"rank-{rank}.json"
-
-    def _draft(self, rank: int) -> Path:
-        return self.directory / f"rank-{rank}.json.part"
-
-
-def _read_note(path: Path) -> Record:
-    with formats.named(path), formats.open_to_read(path) as file:
-        record: Record = parse(file.read(), str(path))
-    if record is not None and not FILE(record):
-        raise DamagedCheckpointError(f"{path} is damaged: it is no record of a file")
-    return record
-
-
-# In a thread ------------------------------------------------------------------------------------------------------
-
-
-class Pending:
-    """A job in a thread of its own.
-
-    The thread is none of the daemons: the interpreter waits for it before it ends.
+    The thread is no daemon: the interpreter waits for it before it exits.
 
     Args:
-        job: The job.
-        path: The checkpoint, for messages.
+        path: Final directory.
+        rank: Rank of this process among the writers. The first one publishes.
+        ranks: Number of writers.
+        arrays: Arrays that this rank writes by key: whole, or its part as a vector, on the host or a device.
+        describe: Called on the first rank. Returns the manifest as far as it is known before writing.
+        finish: Called on the first rank after publishing. Its result is that of the job.
     """
 
-    def __init__(self, job: Job, path: str) -> None:
-        self.job, self.path = job, path
-        self._part_is_done = threading.Event()
-        self._gave_up = threading.Event()
+    def __init__(
+        self,
+        path: Path,
+        rank: int,
+        ranks: int,
+        arrays: dict[str, Array],
+        describe: Callable[[], Manifest],
+        finish: Callable[[Manifest], list[str]] | None = None,
+    ) -> None:
+        self.path, self._rank, self._ranks = path, rank, ranks
+        self._arrays, self._describe, self._finish = arrays, describe, finish
+        # Where the files are written, once the first rank has begun.
+        self.directory = Path()
+        self._begun: tuple[_Writing, Manifest] | None = None
+        self._thread: threading.Thread | None = None
+        self._part_is_done, self._gave_up = threading.Event(), threading.Event()
         self._record: Record = None
         self._result: list[str] | None = None
         self._is_whole = False
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._work, name=f"mpidist-checkpoint {path}")
-        _untold.add(self)
+
+    def begin(self) -> str:
+        """Create the directory for the files and return its path; on the first rank."""
+        manifest = self._describe()
+        writing = _Writing(self.path, manifest.is_shared)
+        self._begun, self.directory = (writing, manifest), writing.directory
+        return str(self.directory)
+
+    def start_thread(self) -> None:
+        """Write in a thread."""
+        self._thread = threading.Thread(target=self._work, name=f"mpidist-checkpoint {self.path}")
+        _unsettled.add(self)
         try:
             self._thread.start()
-        except RuntimeError as error:  # the system has no more threads; told to all ranks when they settle
+        except RuntimeError as error:  # no more threads; all ranks raise an error when they settle
             self._error = error
             self._part_is_done.set()
-
-    def _work(self) -> None:
-        job = self.job
-        try:
-            try:
-                self._record = job.part()
-                if job.rank > 0:
-                    job.leave_note(self._record)
-            finally:
-                self._part_is_done.set()
-            records = job.await_notes(self._record, self._gave_up.wait) if job.rank == 0 else None
-            if records is not None:
-                self._result = job.result(records)
-                self._is_whole = True
-        except Exception as error:  # raised by result() or part(), or printed at exit
-            self._error = error
-            # Where other ranks may still be writing, settle() does it.
-            if job.ranks == 1:
-                job.discard()
-        finally:
-            self._part_is_done.set()
-            job.arrays.clear()
 
     def part(self) -> Record:
-        """Wait until this rank's part is written.
-
-        Raises:
-            Exception: That of the thread.
-        """
+        """Write this rank's file, or wait until the thread has written it."""
+        if self._thread is None:
+            return self._write()
         self._part_is_done.wait()
-        if self.job.rank > 0:
+        if self._rank > 0:
             self._join()
         if self._error is not None:
             raise self._error
         return self._record
 
     def result(self, records: list[Record] | None = None) -> list[str] | None:
-        """Wait until the checkpoint is there; on the first rank, which knows the records.
+        """Publish the checkpoint, or wait until the thread has; on the first rank.
 
-        Raises:
-            Exception: That of the thread.
+        ``records`` are those of all ranks, or None if this rank writes everything.
         """
-        del records
+        if self._thread is None:
+            return self._publish(records)
         self._join()
         if self._error is not None:
             raise self._error
         return self._result
 
     def settle(self, failed: bool) -> None:
-        """End the thread, once all ranks know how it went."""
+        """End the thread and, after a failure, remove all files."""
         if failed:
             self._gave_up.set()
         self._join()
         if failed:
-            self.job.discard()
-        _untold.discard(self)
+            self.discard()
+        _unsettled.discard(self)
 
     def give_up(self) -> None:
-        """End the thread without waiting for other ranks, and discard unfinished files; local."""
+        """End the thread without waiting for other ranks, and remove unfinished files; local."""
         self._gave_up.set()
         self._join()
         if self._is_whole:
@@ -268,49 +354,140 @@ class Pending:
         else:
             reason = self._error or PeerError("it was given up, as ranks that were to write parts of it are lost")
             self._error = reason
-            self.job.discard()
-            if self.job.rank == 0:
+            self.discard()
+            if self._rank == 0:
                 _log.warning("mpidist: checkpoint %s was not written: %s", self.path, reason)
-        _untold.discard(self)
+        _unsettled.discard(self)
+
+    def discard(self) -> None:
+        """Remove all files, on the first rank."""
+        if self._begun is not None:
+            notes = [note.name for rank in range(self._ranks) for note in self._notes(rank)]
+            self._begun[0].discard((*_file_names(self._ranks), *notes))
 
     def _join(self) -> None:
-        if self._thread.ident is not None:
+        if self._thread is not None and self._thread.ident is not None:
             self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            try:
+                self._record = self._write()
+                if self._rank > 0:
+                    self.leave_note(self._record)
+            finally:
+                self._part_is_done.set()
+            records = self.await_notes(self._record, self._gave_up.wait) if self._rank == 0 else None
+            if records is not None:
+                self._result = self._publish(records)
+                self._is_whole = True
+        except Exception as error:  # raised by result() or part(), or printed at exit
+            self._error = error
+            # While other ranks may still be writing, settle() discards.
+            if self._ranks == 1:
+                self.discard()
+        finally:
+            self._arrays.clear()
+
+    def _write(self) -> Record:
+        """Write the file of this rank, and wait until it is on the disk."""
+        if not self._arrays and self._ranks > 1:
+            return None
+        if not self.directory.is_dir():
+            raise FileNotFoundError(
+                f"{self.directory}, which the first rank has made, is not there where this rank looks; expected a "
+                "directory that all ranks share: save to one, or without sharded=True"
+            )
+        return asdict(files.write_tensors(self.directory / _file_names(self._ranks)[self._rank], self._arrays))
+
+    def _publish(self, records: list[Record] | None) -> list[str] | None:
+        if self._begun is None:
+            self.begin()
+        assert self._begun is not None
+        writing, manifest = self._begun
+        records = [self._write()] if records is None else records
+        written = zip(_file_names(self._ranks), records, strict=True)
+        found = {name: FileRecord(**record) for name, record in written if record}
+        manifest = replace(manifest, files=found, saved_at=time.time(), writer=_this_writer())
+        writing.publish(manifest)
+        return None if self._finish is None else self._finish(manifest)
+
+    # A thread makes no MPI calls: ranks send their records through the file system -----------------------------------
+
+    def leave_note(self, record: Record) -> None:
+        """Publish the record of this rank's file, which is on the disk."""
+        note, draft = self._notes(self._rank)
+        with open(draft, "x") as file:  # never follows a link
+            file.write(json.dumps(record))
+        os.replace(draft, note)
+
+    def await_notes(self, own: Record, gave_up: Callable[[float], bool]) -> list[Record] | None:
+        """Return the records of all ranks, or None if given up; on the first rank.
+
+        ``gave_up`` sleeps for some seconds, or until a rank is known to have failed.
+
+        Raises:
+            TimeoutError: They did not arrive within the deadline of collectives.
+            DamagedCheckpointError: A note was not written by a rank.
+        """
+        records, missing = {0: own}, set(range(1, self._ranks))
+        stopwatch, limit, seconds = Stopwatch(), settings.TIMEOUT.read(), 0.001
+        while missing:
+            arrived = {rank for rank in missing if os.path.lexists(self._notes(rank)[0])}
+            for rank in arrived:
+                note = self._notes(rank)[0]
+                records[rank] = _read_note(note)
+                note.unlink()
+            missing -= arrived
+            if stopwatch.seconds > limit:
+                late = numbered_ranks(sorted(missing))
+                raise TimeoutError(f"{late} did not write its part of {self.directory} in time")
+            if missing and gave_up(seconds):
+                return None
+            seconds = min(2 * seconds, _LONGEST_POLL_SECONDS)
+        return [records[rank] for rank in range(self._ranks)]
+
+    def _notes(self, rank: int) -> tuple[Path, Path]:
+        """Return the note of a rank, and its name before it is complete."""
+        return self.directory / f"rank-{rank}.json", self.directory / f"rank-{rank}.json.part"
+
+
+def _read_note(path: Path) -> Record:
+    with files.named(path), files.open_to_read(path) as file:
+        record: Record = files.parse(file.read(), str(path))
+    if record is not None and not files.is_record(record):
+        raise DamagedCheckpointError(f"{path} is damaged: it is no record of a file")
+    return record
 
 
 def finish_writing() -> None:
-    """Wait until all saves in threads of this process are on the disk; local.
-
-    Raises:
-        Exception: That of one of them; then it is told only here.
-    """
-    for pending in list(_untold):
+    """Wait until all saves in threads are on the disk. Raise an error of one; local."""
+    for job in list(_unsettled):
         try:
-            pending.result()
+            job.result()
         except Exception:
-            _untold.discard(pending)
+            _unsettled.discard(job)
             raise
 
 
 def give_up_all() -> None:
-    """End the unfinished saves of this process, since ranks are lost; local.
+    """End the unfinished saves of this process after ranks failed; local.
 
-    Those that need no other rank any more are finished. The others, which would wait for notes of ranks that are gone,
-    are discarded, so that the next save under their names finds the place free; the first rank's log says so.
+    Saves that need no other rank are finished. Others are discarded, which frees their names, and logged.
     """
-    for pending in list(_untold):
-        pending.give_up()
+    for job in list(_unsettled):
+        job.give_up()
 
 
 @atexit.register
-def _tell_at_exit() -> None:
+def _report_at_exit() -> None:
     """Treat errors that nobody waited for as uncaught, which ends a job of several ranks."""
-    for pending in list(_untold):
-        _untold.discard(pending)
+    for job in list(_unsettled):
+        _unsettled.discard(job)
         try:
-            pending.result()
+            job.result()
         except Exception as error:
-            sys.stderr.write(f"mpidist: checkpoint {pending.path} was not written, which its thread found out:\n")
+            sys.stderr.write(f"mpidist: checkpoint {job.path} was not written, which its thread found out:\n")
             sys.excepthook(type(error), error, error.__traceback__)
 
 
@@ -327,106 +504,96 @@ def _program_start() -> float:
     return time.time() - age
 
 
-def this_writer() -> tuple[str, int]:
-    """Return host and process id."""
+def _this_writer() -> tuple[str, int]:
     return socket.gethostname(), os.getpid()
 
 
-class Writing:
-    """A checkpoint that is being written, in a hidden directory beside its place.
+class _Writing:
+    """A checkpoint that is being written, in a hidden directory beside its final name.
 
-    Only ``publish`` gives it its name, so that a crash leaves either all of it or nothing under that name.
-
-    Args:
-        path: The directory to be; a checkpoint that is there already is replaced.
-        is_shared: Whether the ranks of a strategy save together.
+    Only ``publish`` renames it, so a crash leaves either all of it or nothing under that name.
 
     Raises:
-        FileExistsError: There is something else under ``path``, or someone saves there at the same time.
+        FileExistsError: ``path`` is no checkpoint, or another writer saves there.
         OSError: It cannot be written.
     """
 
     def __init__(self, path: Path, is_shared: bool) -> None:
-        self.path = path
+        self._path = path
         if path.exists() and not is_checkpoint(path):
             raise FileExistsError(f"{path} exists and is no checkpoint; expected a free name: move it away")
         _make_directory(path.parent)
         try:
-            self._lock = WriterLock(path)
+            lock = WriterLock(path)
         except BlockingIOError as error:
-            if is_held_here(path):
+            if is_locked_here(path):
                 raise FileExistsError(
                     f"this process itself still saves checkpoint {path}, in a thread (async_save=True); expected one "
                     "save under a name at a time: call wait() of the Checkpoint that saves it first"
                 ) from error
             raise FileExistsError(_two_writers(path, "another process")) from error
-        self.directory = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+        self.directory = hidden_name(path, "tmp")
         with contextlib.ExitStack() as undo:
-            undo.callback(self._lock.release)
+            undo.callback(lock.release)
             if not is_shared:
                 _check_sole_writer(path)
-            # Opened now: once the checkpoint has its name, nothing may go wrong any more.
+            # Opened now, because after the renaming nothing may fail.
             self._parent = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
             undo.callback(os.close, self._parent)
             self.directory.mkdir()
             self._undo = undo.pop_all()
 
     def publish(self, manifest: Manifest) -> None:
-        """Write the manifest, after all files, and give the checkpoint its name.
-
-        Raises:
-            OSError: It could not be done; call ``discard``.
-        """
+        """Write the manifest, after all files, and rename the directory. After an OSError, call ``discard``."""
         for name, record in manifest.files.items():
             _check_is_there(self.directory / name, record)
         file = self.directory / MANIFEST
-        with formats.named(file), open(file, "xb") as stream:
+        with files.named(file), open(file, "xb") as stream:
             stream.write(manifest.to_text().encode())
             stream.flush()
             os.fsync(stream.fileno())
         _sync(self.directory)
-        self._put()
+        if self._path.exists():
+            self._replace()
+        else:
+            self.directory.rename(self._path)
+            _sync_names(self._parent)
         self._undo.close()
 
-    def _put(self) -> None:
-        if not self.path.exists():
-            self.directory.rename(self.path)
-            _sync_names(self._parent)
-            return
+    def _replace(self) -> None:
         # A directory cannot be renamed over one that is not empty.
-        old = self.path.parent / f".{self.path.name}.{uuid.uuid4().hex}.old"
-        self.path.rename(old)
+        old = hidden_name(self._path, "old")
+        self._path.rename(old)
         try:
-            self.directory.rename(self.path)
+            self.directory.rename(self._path)
         except BaseException:
-            old.rename(self.path)
+            old.rename(self._path)
             raise
-        # The new name must be on the disk before the old data go.
+        # The new name must be on the disk before the old data are removed.
         _sync_names(self._parent)
-        # What cannot be removed does not make the new one worse; the next manager removes it.
+        # Files that cannot be removed do not harm the new checkpoint. The next manager removes them.
         with contextlib.suppress(OSError):
-            # From now on it is no longer what is to be put back after a crash.
+            # From now on, a crash must not restore the old one.
             doomed = old.with_suffix(".del")
             old.rename(doomed)
             shutil.rmtree(doomed)
 
     def discard(self, names: Iterable[str]) -> None:
-        """Remove everything written so far; ``names`` are those of the files.
+        """Remove the files of these names, the manifest and the directory.
 
-        A file that stays matters less than the error that led here; the next manager removes it.
+        A file that stays matters less than the original error. The next manager removes it.
         """
-        # By name: a process without file descriptors left could not list the directory.
+        # By name: without free file descriptors, the directory cannot be listed.
         with contextlib.suppress(OSError):
             for name in (*names, MANIFEST):
-                with contextlib.suppress(FileNotFoundError):
-                    (self.directory / name).unlink()
+                (self.directory / name).unlink(missing_ok=True)
             self.directory.rmdir()
         with contextlib.suppress(OSError):
             self._undo.close()
 
 
 def _make_directory(path: Path) -> None:
-    """Make a directory and those above it, with their names on the disk."""
+    """Create a directory and its parents, with their names on the disk."""
     if path.is_dir():
         return
     _make_directory(path.parent)
@@ -435,12 +602,12 @@ def _make_directory(path: Path) -> None:
 
 
 def _check_sole_writer(path: Path) -> None:
-    """Raise where a process that no strategy joins to this one has saved under ``path``."""
+    """Raise if a process that shares no strategy with this one has saved under ``path``."""
     try:
         manifest = read_manifest(path)
     except (FileNotFoundError, ValueError):
         return
-    is_own = manifest.writer is None or manifest.writer == this_writer()
+    is_own = manifest.writer is None or manifest.writer == _this_writer()
     if not is_own and not manifest.is_shared and manifest.saved_at > _program_start():
         assert manifest.writer is not None
         host, process = manifest.writer
@@ -456,9 +623,9 @@ def _two_writers(path: Path, other: str) -> str:
 
 
 def _check_is_there(file: Path, record: FileRecord) -> None:
-    """Raise unless this rank sees a file that another one may have written."""
+    """Raise unless this rank sees a file that another rank may have written."""
     try:
-        size = formats.size_of(file)
+        size = files.size_of(file)
     except FileNotFoundError:
         size = -1
     if size != record.bytes:
@@ -467,90 +634,6 @@ def _check_is_there(file: Path, record: FileRecord) -> None:
             f"{file}, which a rank has written with {record.bytes} bytes, {seen} where the first rank looks; expected "
             "a directory that all ranks share: save to one, or without sharded=True"
         )
-
-
-# Locks ------------------------------------------------------------------------------------------------------------
-
-
-class WriterLock:
-    """The right to write one checkpoint; it ends with the process, however that ends.
-
-    Args:
-        path: The checkpoint.
-
-    Attributes:
-        is_real: Whether the file system has locks.
-
-    Raises:
-        BlockingIOError: Someone else writes it.
-        NotAFileError: Something else is where its file belongs.
-        OSError: Its file cannot be made.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = _file_of(path)
-        self._descriptor: int | None = self._take()
-
-    def _take(self) -> int:
-        while True:
-            descriptor = open_regular(self._file, os.O_RDWR | os.O_CREAT)
-            try:
-                self.is_real = _lock(descriptor)
-                # Whoever had the lock may have removed the file since it was opened.
-                own, found = os.fstat(descriptor), status_of(self._file)
-                if found is not None and os.path.samestat(own, found):
-                    _held.add(_identity(own))
-                    return descriptor
-            except BaseException:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)
-
-    def release(self) -> None:
-        """Let others write, and leave no trace; once."""
-        if self._descriptor is None:
-            return
-        # Removed while it is held: nobody may take a lock that then loses its file.
-        with contextlib.suppress(FileNotFoundError):
-            self._file.unlink()
-        _held.discard(_identity(os.fstat(self._descriptor)))
-        os.close(self._descriptor)
-        self._descriptor = None
-
-
-def is_held_here(path: Path) -> bool:
-    """Return whether it is this process that writes the checkpoint ``path``."""
-    status = status_of(_file_of(path))
-    return status is not None and _identity(status) in _held
-
-
-def _file_of(path: Path) -> Path:
-    return path.parent / f".{path.name}.lock"
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
-
-
-def _lock(descriptor: int) -> bool:
-    """Lock a file, and return whether its file system has locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return False
-    return True
-
-
-def status_of(path: Path) -> os.stat_result | None:
-    """Return the status of a file or a link, or None."""
-    try:
-        return path.lstat()
-    except FileNotFoundError:
-        return None
 
 
 def _sync(path: Path) -> None:
@@ -566,6 +649,6 @@ def _sync_names(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems write names at once, and know no such call for a directory.
+        # Some network file systems write names at once, and cannot sync a directory.
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise

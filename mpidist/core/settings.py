@@ -154,13 +154,6 @@ METRICS: Setting[str | None] = _setting(
 NATIVE = _switch(
     "MPIDIST_NATIVE", True, "0: collectives do not use the native core, as if it was not built (docs/install.md)"
 )
-NODE_MTBF_DAYS = _setting(
-    "MPIDIST_NODE_MTBF_DAYS",
-    154.0,
-    _positive_float,
-    "days, more than 0",
-    "mean time between two failures of one node, by which checkpoint_interval='auto' goes (docs/checkpoints.md)",
-)
 PROGRESS_THREAD = _switch(
     "MPIDIST_PROGRESS_THREAD", True, "1: a thread advances collectives that were started and not yet waited for"
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,11 +12,9 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint.agreement import Agreement, extended_of
-from mpidist.checkpoint.candidates import Wanted
-from mpidist.checkpoint.checkpoint import Checkpoint, TrackedObjects, describe_tensors, manifest_of, tracked_by
-from mpidist.checkpoint.format_rules import DamagedCheckpointError
-from mpidist.checkpoint.formats import Manifest, dtype_of
-from mpidist.checkpoint.shared_reading import Values
+from mpidist.checkpoint.checkpoint import Checkpoint, TrackedObjects, tracked_by
+from mpidist.checkpoint.format import Manifest, dtype_of
+from mpidist.checkpoint.reader import StateCheck, Values, Whole
 from mpidist.core.context import in_scope_of
 from mpidist.topology import world_topology
 from mpidist.topology.start import limited
@@ -223,7 +222,7 @@ def take_snapshot(tracked: TrackedObjects) -> Snapshot:
         arrays = {key: np.array(variable.numpy()) for key, variable in leaves.variables.items()}
         arrays.update({key: np.array(on_host(array)) for key, array in leaves.arrays.items()})
         values = leaves.values()
-    manifest = manifest_of(leaves, describe_tensors(leaves), values, tracked.save_counter, tracked.run_calls)
+    manifest = leaves.manifest(leaves.describe(), values, tracked.save_counter, tracked.run_calls)
     return Snapshot(manifest, arrays)
 
 
@@ -241,32 +240,27 @@ def describe_objects(tracked: TrackedObjects) -> str:
 
 def restore_snapshot(tracked: TrackedObjects, snapshot: Snapshot | None) -> None:
     """Give tracked objects the values of the first rank's snapshot, if any; collective."""
-    status, _ = tracked.restore(_Committed(snapshot), "what was committed")
+    status, _ = tracked.restore(partial(_whole_of, snapshot), "the last commit")
     if status is not None:
         status.expect_partial()
 
 
-class _Committed:
-    """The first rank's snapshot, as a source of values.
+def _whole_of(snapshot: Snapshot | None, agreement: Agreement, check: StateCheck) -> Whole | None:
+    """Return the first rank's snapshot as a checkpoint, or None without one (collective)."""
 
-    Args:
-        snapshot: That of this rank, if any.
-    """
+    def propose() -> dict[str, object] | None:
+        if snapshot is None:
+            return None
+        check(Path("a commit"), snapshot.manifest)
+        return snapshot.manifest.to_json()
 
-    def __init__(self, snapshot: Snapshot | None) -> None:
-        self._snapshot = snapshot
-
-    def next(self, damage: str | None) -> Wanted | None:
-        """See ``Source``."""
-        if damage is not None:
-            raise DamagedCheckpointError(damage)
-        return None if self._snapshot is None else Wanted(Path("a commit"), self._snapshot.manifest, {}, {})
-
-    def read(self, agreement: Agreement, path: Path, manifest: Manifest, sizes: dict[str, int]) -> Values:
-        """See ``Source``."""
-        del path, sizes
-        arrays = self._snapshot.arrays if self._snapshot is not None and agreement.is_chief else {}
-        mine = {key: [np.ascontiguousarray(array).reshape(-1).view(np.uint8)] for key, array in arrays.items()}
-        bytes_of = {key: tensor.size * dtype_of(tensor).itemsize for key, tensor in manifest.tensors.items()}
-        holders = {key: [(0, size)] for key, size in bytes_of.items()}
-        return Values(agreement.extended.communicator, manifest.tensors, holders, mine)
+    content = agreement.chief_does(propose)
+    if content is None:
+        return None
+    manifest = Manifest.from_json(content, "a commit")
+    arrays = snapshot.arrays if snapshot is not None and agreement.is_chief else {}
+    mine = {key: [np.ascontiguousarray(array).reshape(-1).view(np.uint8)] for key, array in arrays.items()}
+    bytes_of = {key: tensor.size * dtype_of(tensor).itemsize for key, tensor in manifest.tensors.items()}
+    holders = {key: [(0, size)] for key, size in bytes_of.items()}
+    values = Values(agreement.extended.communicator, manifest.tensors, holders, mine)
+    return Whole("a commit", manifest, values)

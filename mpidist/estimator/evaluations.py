@@ -12,9 +12,8 @@ import numpy as np
 
 from mpidist.arrays.convert import to_array
 from mpidist.arrays.device_ops import ops_of
-from mpidist.checkpoint.format_rules import DamagedCheckpointError
-from mpidist.checkpoint.formats import Manifest
-from mpidist.checkpoint.storage import checkpoints_in, read_manifest
+from mpidist.checkpoint.directory import checkpoints_in, read_manifest
+from mpidist.checkpoint.format import DamagedCheckpointError, Manifest
 from mpidist.core.concurrency import Deadline, wait_until
 from mpidist.core.context import outside
 from mpidist.core.files import open_regular

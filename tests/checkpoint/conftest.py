@@ -6,13 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpidist.checkpoint import parts, shared_reading
+from mpidist.checkpoint import format as files
+from mpidist.checkpoint import reader, writer
 
 
 @pytest.fixture(scope="module")
 def every_rank_has_a_part() -> Iterator[None]:
     """Let every rank write and read a part, however little there is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "SMALLEST_FILE_BYTES", 1)
-        patch.setattr(shared_reading, "SMALLEST_READ_BYTES", 1)
+        patch.setattr(files, "PIECE_BYTES", 1 << 16)
+        patch.setattr(writer, "SMALLEST_FILE_BYTES", 1)
+        patch.setattr(reader, "SMALLEST_READ_BYTES", 1)
         yield

@@ -1,4 +1,4 @@
-"""A folder that all ranks of the session see, also those that pytest gave folders of their own."""
+"""Folders that all ranks see, and damage to the files in them."""
 
 from __future__ import annotations
 
@@ -17,3 +17,10 @@ def of_all_ranks(mine: Path) -> Iterator[Path]:
         yield Path(world.bcast(str(mine)))
     finally:
         world.Barrier()
+
+
+def damage(path: Path, name: str = "data.safetensors") -> None:
+    """Flip a bit near the end of a file of a checkpoint."""
+    content = bytearray((path / name).read_bytes())
+    content[-20] ^= 4
+    (path / name).write_bytes(content)

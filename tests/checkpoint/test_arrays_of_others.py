@@ -70,6 +70,8 @@ def test_tensors_are_filled_in_place(torch: Any, saving: Any, options: dict[str,
 
 @pytest.mark.torch
 def test_modules_and_optimizers(torch: Any, saving: Any, tmp_path: Path) -> None:
+    import mpidist.torch
+
     def made() -> Any:
         return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
 
@@ -82,6 +84,8 @@ def test_modules_and_optimizers(torch: Any, saving: Any, tmp_path: Path) -> None
     torch.manual_seed(0)  # the same on all ranks: the first one's is what is saved
     module, fresh = made(), made()
     optimizer, other = (torch.optim.AdamW(m.parameters(), lr) for m, lr in ((module, 0.1), (fresh, 0.5)))
+    for one in (optimizer, other):
+        mpidist.torch.independent(one)  # all ranks take the same steps
     step(module, optimizer)
     step(fresh, other)
     path = Checkpoint(model=module, optimizer=optimizer.state_dict()).save(tmp_path / "ckpt")

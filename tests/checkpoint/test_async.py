@@ -16,9 +16,9 @@ import pytest
 
 import mpidist
 from mpidist import Checkpoint
-from mpidist.checkpoint import formats, latest_checkpoint, parts
-from mpidist.checkpoint.checkpoint import Save
-from mpidist.checkpoint.writer import finish_writing, give_up_all
+from mpidist.checkpoint import format as files
+from mpidist.checkpoint import latest_checkpoint, writer
+from mpidist.checkpoint.writer import Save, finish_writing, give_up_all
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
 from tests.support.ranks.jobs import child_environment, run_script
@@ -33,7 +33,7 @@ class Brake:
         self.go = threading.Event()
         self.error: OSError | None = None
         self.threads: list[threading.Thread] = []
-        self._write = formats.write_tensors
+        self._write = files.write_tensors
 
     def __call__(self, path: Path, tensors: Any) -> Any:
         self.threads.append(threading.current_thread())
@@ -46,7 +46,7 @@ class Brake:
 @pytest.fixture
 def brake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Brake]:
     brake = Brake()
-    monkeypatch.setattr(formats, "write_tensors", brake)
+    monkeypatch.setattr(files, "write_tensors", brake)
     yield brake
     brake.go.set()
 
@@ -152,15 +152,15 @@ SLOW_SAVE = """
     import sys, time
     import numpy as np
     import mpidist
-    from mpidist.checkpoint import formats
+    from mpidist.checkpoint import format as files
 
-    write = formats.write_tensors
+    write = files.write_tensors
     def slow(path, tensors):
         time.sleep(0.5)
         if sys.argv[2] == "fail":
             raise OSError(28, "No space left on device", str(path))
         return write(path, tensors)
-    formats.write_tensors = slow
+    files.write_tensors = slow
     strategy = mpidist.MultiWorkerMirroredStrategy()
     with strategy.scope():
         v = mpidist.Variable(np.arange(1000.0))
@@ -233,7 +233,7 @@ def test_saves_are_given_up_when_a_rank_does_not_write_its_part(
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    monkeypatch.setattr(parts, "SMALLEST_FILE_BYTES", 1)
+    monkeypatch.setattr(writer, "SMALLEST_FILE_BYTES", 1)
     with strategy.scope():
         checkpoint = Checkpoint(v=mpidist.Variable(np.zeros(1 << 16)))
     with of_all_ranks(tmp_path) as folder:

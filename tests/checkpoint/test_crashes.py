@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.jobs, pytest.mark.one_rank]
 # Lets a process kill itself before the n-th of its steps on the file system.
 DIES = """
     import os, signal, sys
-    from mpidist.checkpoint import formats
+    from mpidist.checkpoint import format as files
 
     class Death:
         EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "fcntl.flock", "os.listdir", "os.scandir")
@@ -34,9 +34,9 @@ DIES = """
         def __init__(self):
             self.folder, self.steps_left, self.steps = None, -1, 0
             sys.addaudithook(self.watch)
-            self.sync, self.write = os.fsync, formats._write_all
+            self.sync, self.write = os.fsync, files._write_all
             os.fsync = lambda descriptor: (self.step(), self.sync(descriptor))[1]
-            formats._write_all = self.write_by_halves
+            files._write_all = self.write_by_halves
 
         def watch(self, event, arguments):
             # Files are opened, and directories listed, also by whatever else Python does.

@@ -15,7 +15,9 @@ import pytest
 
 import mpidist
 from mpidist import Checkpoint
-from mpidist.checkpoint import DamagedCheckpointError, formats, latest_checkpoint, storage
+from mpidist.checkpoint import DamagedCheckpointError, directory, latest_checkpoint
+from mpidist.checkpoint import format as files
+from tests.checkpoint.shared_folder import damage
 
 FILES = ("data.safetensors", "manifest.json")
 
@@ -80,12 +82,6 @@ def test_files_of_others_and_missing_ones(tmp_path: Path) -> None:
         checkpoint.restore(path)
 
 
-def damage(path: Path, name: str = FILES[0]) -> None:
-    content = bytearray((path / name).read_bytes())
-    content[-20] ^= 4
-    (path / name).write_bytes(content)
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_the_one_before_is_restored_on_all_ranks(strategy: mpidist.Strategy, name: str, tmp_path: Path) -> None:
     with strategy.scope():
@@ -139,7 +135,7 @@ def test_one_without_a_manifest_is_damaged_and_other_directories_are_nothing(tmp
 
 def test_one_that_is_removed_while_it_is_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, first, second = two_checkpoints(tmp_path)
-    read, read_manifest = formats.read_segment, storage.read_manifest
+    read, read_manifest = files.read_segment, directory.read_manifest
 
     def too_late(path: Path, *args: Any) -> Any:
         # The manager of the program that trains, which another one looks at.
@@ -148,7 +144,7 @@ def test_one_that_is_removed_while_it_is_read_is_not_damaged(tmp_path: Path, mon
             shutil.rmtree(path)
         return read(path, *args)
 
-    monkeypatch.setattr(formats, "read_segment", too_late)
+    monkeypatch.setattr(files, "read_segment", too_late)
     status = Checkpoint(v=checkpoint.v, w=checkpoint.w, step=0).restore_latest(tmp_path)
     assert status is not None
     assert status.assert_consumed().path == str(tmp_path / "ckpt-3")
@@ -158,7 +154,7 @@ def test_one_that_is_removed_while_it_is_read_is_not_damaged(tmp_path: Path, mon
             shutil.rmtree(path)
         return read_manifest(path)
 
-    monkeypatch.setattr(storage, "read_manifest", listed_too_late)
+    monkeypatch.setattr(directory, "read_manifest", listed_too_late)
     assert latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-3")
     assert not first.exists()
 
@@ -201,20 +197,3 @@ def test_version_1_is_read(tmp_path: Path) -> None:
     # What is saved next is the later one.
     assert latest_checkpoint(tmp_path) == str(path)
     assert checkpoint.save(tmp_path / "ckpt") == latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-5")
-
-
-def test_what_is_written_other_programs_read(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.numpy", reason="it is the other program")
-    arrays = {
-        "a": np.arange(6.0).reshape(2, 3),
-        "b/c": np.array(2, np.float16),
-        "d": np.zeros((0, 3), bool),
-        "ü": np.int8([1]),
-    }
-    path = Path(Checkpoint(x=arrays).save(tmp_path / "ckpt"))
-    read = safetensors.load_file(path / FILES[0])
-    assert sorted(read) == ["x/a", "x/b%2Fc", "x/d", "x/ü"]
-    for name, array in arrays.items():
-        other = read["x/" + name.replace("/", "%2F")]
-        assert (other.dtype, other.shape) == (np.asarray(array).dtype, np.shape(array))
-        np.testing.assert_array_equal(other, array)

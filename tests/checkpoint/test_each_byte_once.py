@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist import Checkpoint
-from mpidist.checkpoint import DamagedCheckpointError, formats, parts, shared_reading, storage
-from mpidist.checkpoint.formats import Manifest, Segment
-from mpidist.checkpoint.shared_reading import plan_segments
+from mpidist.checkpoint import DamagedCheckpointError, directory, reader, writer
+from mpidist.checkpoint import format as files
+from mpidist.checkpoint.format import FileRecord, Manifest
+from mpidist.checkpoint.reader import plan_segments
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
 from tests.support.ranks.layouts import layouts
@@ -34,6 +35,7 @@ def model(strategy: mpidist.Strategy, start: float, rows: int = 1000) -> dict[st
     with strategy.scope():
         return {
             "v": mpidist.Variable(np.arange(200.0 * rows).reshape(rows, 200) + start),
+            "complex": mpidist.Variable(np.arange(20.0 * rows) * 1j + start),
             "mean": mpidist.Variable(
                 np.full(10 * rows, start),
                 synchronization=mpidist.VariableSynchronization.ON_READ,
@@ -68,7 +70,7 @@ class Counted(io.FileIO):
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
-    monkeypatch.setattr(formats, "open_to_read", lambda path: Counted(path))
+    monkeypatch.setattr(files, "open_to_read", lambda path: Counted(path))
     Counted.read_bytes = 0
     return Counted
 
@@ -136,8 +138,8 @@ def test_only_ranks_that_see_the_files_read(
     strategy: mpidist.Strategy, counted: type[Counted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The others have a folder of this name, with another checkpoint or none.
-    mark = {0: storage.mark_of, 1: lambda path: 7}.get(world().rank, lambda path: None)
-    monkeypatch.setattr(storage, "mark_of", mark)
+    mark = {0: directory.mark_of, 1: lambda path: 7}.get(world().rank, lambda path: None)
+    monkeypatch.setattr(directory, "mark_of", mark)
     with of_all_ranks(tmp_path) as folder:
         saved, theirs = model(strategy, 5.0), model(strategy, 0.0)
         path = Path(Checkpoint(**saved).save(folder / "ckpt", sharded=True))
@@ -153,9 +155,9 @@ def test_little_is_read_by_one(
 ) -> None:
     monkeypatch.undo()
     with pytest.MonkeyPatch.context() as patch, of_all_ranks(tmp_path) as folder:
-        patch.setattr(shared_reading, "SMALLEST_READ_BYTES", 16 * MIB)
-        patch.setattr(parts, "SMALLEST_FILE_BYTES", 16 * MIB)
-        patch.setattr(formats, "open_to_read", lambda path: counted(path))
+        patch.setattr(reader, "SMALLEST_READ_BYTES", 16 * MIB)
+        patch.setattr(writer, "SMALLEST_FILE_BYTES", 16 * MIB)
+        patch.setattr(files, "open_to_read", lambda path: counted(path))
         checkpoint = Checkpoint(**model(strategy, 1.0))
         path = Path(checkpoint.save(folder / "ckpt", sharded=True))
         assert len([*path.glob("data*")]) == 1
@@ -248,33 +250,30 @@ def reverse_names(path: Path) -> None:
     (path / "manifest.json").write_text(replace(manifest, files=files, tensors=tensors).to_text())
 
 
-FILES = st.lists(st.tuples(st.integers(8, 200), st.integers(0, 60)), min_size=1, max_size=6)
+# Bytes, bytes of the header, and whether there is a checksum for each piece.
+FILES = st.lists(st.tuples(st.integers(8, 2000), st.integers(0, 60), st.booleans()), min_size=1, max_size=6)
 
 
 @pytest.mark.one_rank
 @given(FILES, st.integers(1, 12))
-def test_segments_are_all_bytes_in_order_and_heads_are_whole(files: list[tuple[int, int]], readers: int) -> None:
-    sizes = {f"{index}": size for index, (size, _) in enumerate(files)}
-    heads = {f"{index}": min(head, size) for index, (size, head) in enumerate(files)}
-    segments = plan_segments(sizes, heads, range(readers))
-    assert [reader for reader, _ in segments] == sorted(reader for reader, _ in segments)
+def test_segments_are_whole_pieces_with_whole_heads(sizes: list[tuple[int, int, bool]], readers: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "PIECE_BYTES", 40)
+        records = {
+            f"{index}": FileRecord(size, "01234567" * -(-size // 40) if in_pieces else "01234567")
+            for index, (size, _, in_pieces) in enumerate(sizes)
+        }
+        heads = {f"{index}": min(head, size) for index, (size, head, _) in enumerate(sizes)}
+        segments = plan_segments(records, heads, range(readers))
+        longest = max(record.piece_bytes for record in records.values())
+    assert [rank for rank, _ in segments] == sorted(rank for rank, _ in segments)
     for name, group in itertools.groupby([segment for _, segment in segments], key=lambda segment: segment.file):
         theirs = [*group]
         assert [segment.start for segment in theirs] == [0, *[segment.stop for segment in theirs[:-1]]]
-        assert (theirs[-1].stop, theirs[0].stop >= heads[name]) == (sizes[name], True)
-    assert {segment.file for _, segment in segments} == set(sizes)
-    share = sum(sizes.values()) / readers
-    for reader in range(readers):
-        most = max((heads[segment.file] for _, segment in segments), default=0)
-        assert (
-            sum(segment.stop - segment.start for other, segment in segments if other == reader)
-            <= 1.5 * share + 2 + most
-        )
-
-
-@pytest.mark.one_rank
-def test_files_of_about_a_share_are_not_divided() -> None:
-    sizes = {"a": 1000, "b": 1010, "c": 990, "d": 1005}
-    assert plan_segments(sizes, dict.fromkeys(sizes, 8), [0, 1, 2, 3]) == [
-        (reader, Segment(name, 0, size)) for reader, (name, size) in enumerate(sizes.items())
-    ]
+        assert (theirs[-1].stop, theirs[0].stop >= heads[name]) == (records[name].bytes, True)
+        assert all(segment.start % (40 if sizes[int(name)][2] else sizes[int(name)][0]) == 0 for segment in theirs)
+    assert {segment.file for _, segment in segments} == set(records)
+    share = sum(record.bytes for record in records.values()) / readers
+    for rank in range(readers):
+        read = sum(segment.stop - segment.start for other, segment in segments if other == rank)
+        assert read <= share + longest + max(heads.values()) + 40

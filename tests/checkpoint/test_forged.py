@@ -25,9 +25,10 @@ from hypothesis import strategies as st
 
 import mpidist
 from mpidist import Checkpoint, CheckpointManager
-from mpidist.checkpoint import DamagedCheckpointError, candidates, formats, latest_checkpoint
+from mpidist.checkpoint import DamagedCheckpointError, latest_checkpoint, reader
+from mpidist.checkpoint import format as files
 from mpidist.checkpoint.agreement import Agreement
-from mpidist.checkpoint.formats import Manifest, Tensor, TensorPart
+from mpidist.checkpoint.format import Manifest, Tensor, TensorPart
 from mpidist.checkpoint.writer import Job
 
 pytestmark = pytest.mark.one_rank
@@ -65,7 +66,7 @@ def write_in_two_parts(path: Path) -> None:
         {"v": v.reshape(-1)[:2], "z": z.view(np.uint8), "model/a": np.array(5.0)},
         {"v": v.reshape(-1)[2:], "half": np.zeros(0, np.float16)},
     )
-    files = {name: formats.write_tensors(path / name, part) for name, part in zip(DATA, parts, strict=True)}
+    records = {name: files.write_tensors(path / name, part) for name, part in zip(DATA, parts, strict=True)}
     parts_of_v = TensorPart(DATA[0], 0, 2), TensorPart(DATA[1], 2, 6)
     tensors = {
         "v": Tensor((3, 2), "float64", "tensor", parts_of_v, "ON_WRITE", "NONE"),
@@ -88,7 +89,7 @@ def write_in_two_parts(path: Path) -> None:
     kept, writer = (1e9, ("ckpt-1",)), ("host", 1)
     classes, links = {"o": "SGD"}, {"model/b": "model/a", "model/self": "model"}
     manifest = Manifest(
-        9, 2, tensors, values, containers, ("reader", "batches"), files, 1e9, kept, writer, True, 3, classes, links
+        9, 2, tensors, values, containers, ("reader", "batches"), records, 1e9, kept, writer, True, 3, classes, links
     )
     (path / "manifest.json").write_text(manifest.to_text())
 
@@ -196,7 +197,7 @@ def test_a_note_that_no_rank_wrote(record: str, tmp_path: Path) -> None:
         note.symlink_to(tmp_path / "of others")
     else:
         note.write_text(record)
-    job = Job(tmp_path / "ckpt", 0, 2, {}, {}, {}, lambda: Manifest(1, 1, {}, {}), lambda _: None)
+    job = Job(tmp_path / "ckpt", 0, 2, {}, lambda: Manifest(1, 1, {}, {}))
     job.directory = tmp_path
     with pytest.raises(DamagedCheckpointError, match=r"rank-1\.json is damaged"):
         job.await_notes(None, lambda _: False)
@@ -367,8 +368,8 @@ def error_of(read: Callable[[], Any]) -> ValueError | None:
 def read_alone(path: Path) -> None:
     """Read all tensors of a checkpoint, whatever objects there are."""
     strategy = mpidist.get_strategy()
-    agreement, source = Agreement(strategy, "restoring", "a checkpoint"), candidates.OneCheckpoint(path)
-    whole = candidates.find_whole(agreement, source, lambda path, manifest: None)
+    agreement = Agreement(strategy, "restoring", "a checkpoint")
+    whole = reader.find_whole(reader.only(path), agreement, lambda path, manifest: None)
     assert whole is not None
     for key in whole.manifest.tensors:
         whole.values.of(key)

@@ -19,12 +19,11 @@ import pytest
 
 import mpidist
 from mpidist import Checkpoint
-from mpidist.checkpoint import collecting
 from mpidist.core.errors import PeerError
 from mpidist.experimental import ShardedVariable
 from mpidist.metrics import Mean
 from mpidist.optimizers import SGD, Adam
-from tests.support.ranks.layouts import LAYOUTS, layouts, per_replica
+from tests.support.ranks.layouts import layouts, per_replica
 
 SYNC, AGGREGATION = mpidist.VariableSynchronization, mpidist.VariableAggregation
 
@@ -90,18 +89,6 @@ def test_an_object_and_all_that_its_attributes_hold(
     assert fresh.numbers() == model.numbers() == [2.0, 1.0, 4.0]
     assert (fresh.seen.tolist(), fresh.rate, fresh.optimizer.learning_rate) == ([1, 1], 5.0, 1.0)
     assert fresh.loss.result() == pytest.approx(model.loss.result())
-
-
-@pytest.mark.parametrize("strategy", layouts("mirrored-2local"), indirect=True)
-def test_restored_in_another_layout(strategy: mpidist.Strategy, tmp_path: Path) -> None:
-    with strategy.scope():
-        model = SimpleNamespace(dense=Dense(3.0))
-    path = Checkpoint(model=model).save(tmp_path / "ckpt")
-    with LAYOUTS[5].open() as four, four.scope():
-        assert four.num_replicas_in_sync == 4
-        theirs = SimpleNamespace(dense=Dense(0.0))
-        Checkpoint(model=theirs).restore(path).assert_consumed()
-        assert theirs.dense.kernel.numpy().tolist() == [3.0, 3.0]
 
 
 def tied(one: float, other: float | None = None) -> SimpleNamespace:
@@ -412,47 +399,6 @@ def test_what_is_wrong_with_one_object_is_told_where_that_is_used(tmp_path: Path
             meet()
 
 
-@pytest.mark.one_rank
-def test_what_waits_is_looked_for_past_long_lists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    looked_at = []
-    path = Checkpoint(model=SimpleNamespace(v=mpidist.Variable(1.0))).save(tmp_path / "ckpt")
-    fresh: Any = SimpleNamespace(words=["a"] * 1000, counts={"a": {1: 3.0}}, deep=[[1, 2], [3, 4]])
-    Checkpoint(model=fresh).restore(path)
-    fresh.v = mpidist.Variable(0.0)
-
-    look_at = collecting._Collector._look_at
-
-    def counted(collector: Any, found: Any) -> None:
-        looked_at.append(found.key)
-        look_at(collector, found)
-
-    monkeypatch.setattr(collecting._Collector, "_look_at", counted)
-    assert fresh.v.numpy() == 1.0
-    assert {"model/words", "model/counts/a", "model/deep/0", "model/v"} <= set(looked_at)
-    assert not {"model/words/0", "model/counts/a/1", "model/deep/0/0"} & set(looked_at)
-
-
-@pytest.mark.parametrize("strategy", layouts("mirrored-2local"), indirect=True)
-def test_an_optimizer_that_comes_later(strategy: mpidist.Strategy, tmp_path: Path) -> None:
-    def trained(model: Any, steps: int) -> list[float]:
-        for _ in range(steps):
-            strategy.run(lambda: model.optimizer.apply_gradients([(np.asarray(model.v) * 0.5, model.v)]))
-        return model.v.numpy().tolist()  # type: ignore[no-any-return]
-
-    with strategy.scope():
-        model = SimpleNamespace(v=mpidist.Variable([1.0, -2.0]))
-    model.optimizer = SGD(0.1, momentum=0.9)
-    trained(model, 3)
-    path = Checkpoint(model=model).save(tmp_path / "ckpt")
-    fresh = SimpleNamespace()
-    status = Checkpoint(model=fresh).restore(path).expect_partial()
-    with strategy.scope():
-        fresh.v = mpidist.Variable([0.0, 0.0])
-    fresh.optimizer = SGD(0.1, momentum=0.9)
-    assert trained(fresh, 2) == trained(model, 2)
-    assert status.deferred == ()
-
-
 @pytest.mark.min_ranks(2)
 @pytest.mark.parametrize("strategy", layouts("multi_worker-1local"), indirect=True)
 def test_attributes_that_one_rank_alone_has(strategy: mpidist.Strategy, tmp_path: Path) -> None:
@@ -471,7 +417,7 @@ def test_attributes_that_one_rank_alone_has(strategy: mpidist.Strategy, tmp_path
         del model.more
     # It is there for the one, and would wait for the other.
     with pytest.raises(
-        ValueError, match=r"'model/more' only on rank 0; 'model/more \(yet to be made\)' only on rank 1"
+        ValueError, match=r"'model/more' only on rank 0; 'model/more \(yet to be made\)' only on ranks? 1"
     ):
         checkpoint.restore(path)
     assert more.numpy() == 0.0

@@ -20,7 +20,7 @@ from tests.support.ranks.layouts import layouts
 
 MakeOptimizer = Callable[[], Any]
 # A checkpoint of format version 2, which has slots by position: three steps of Adam and SGD on model.a and model.b.
-BY_POSITION = Path(__file__).parent / "saved_by_position"
+BY_POSITION = Path(__file__).parent / "data" / "by_position_version_2"
 
 
 def adam() -> Any:

@@ -14,7 +14,7 @@ import pytest
 
 import mpidist
 from mpidist.checkpoint import DamagedCheckpointError
-from mpidist.checkpoint.formats import Manifest
+from mpidist.checkpoint.format import Manifest
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
 from tests.torch.strategy_training import epochs, losses_of, network, weights_of

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.suite.faults import Costs, elastic_share, predicted_share, simulate, simulated_share
-from mpidist.checkpoint.interval import daly_interval
+from benchmarks.suite.faults import Costs, daly_interval, elastic_share, predicted_share, simulate, simulated_share
 
 pytestmark = pytest.mark.one_rank
 

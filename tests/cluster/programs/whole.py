@@ -18,14 +18,14 @@ from result import leave
 import mpidist
 from benchmarks.cases.scale import since_start
 from benchmarks.measuring.inputs import count_wrong, input_of, sum_of_inputs
-from mpidist.checkpoint import parts
+from mpidist.checkpoint import writer
 
 KIB, MIB = 1 << 10, 1 << 20
 BYTES = (8, 12, 4 * KIB, 64 * KIB, 64 * KIB + 4, MIB, 16 * MIB)
 ROWS, BATCH = 5_000, 300
 VALUES = 4 * MIB
 # Each rank writes a file where there is so much for it.
-parts.SMALLEST_FILE_BYTES = 64 * KIB
+writer.SMALLEST_FILE_BYTES = 64 * KIB
 ODD = 37
 # More than twice MPIDIST_WARN_AFTER of those that run this.
 ASLEEP_SECONDS = 25.0

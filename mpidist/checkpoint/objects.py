@@ -1,4 +1,4 @@
-"""Collect the parts of tracked objects: variables, arrays and values, named by their place."""
+"""Traverse tracked objects: find their variables, arrays and values, named by their paths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from mpidist.arrays import convert
 from mpidist.arrays.convert import is_jax, is_torch
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import Array, check_transportable, is_transportable
-from mpidist.checkpoint.format_rules import DEEPEST, is_state
+from mpidist.checkpoint.format import DEEPEST, Manifest, Tensor, describe, is_state
 from mpidist.core import nest
 from mpidist.core.context import StrategyLike
 from mpidist.core.lazy import imported
@@ -31,15 +31,16 @@ from mpidist.values.composite import AnyVariable, Slots, slot_keys
 if TYPE_CHECKING:
     import torch
 
-# Of an object that takes part by its attributes: values that wait for its variables.
+# Attribute of an object whose variables do not exist yet: their restored values.
 WAITING_ATTRIBUTE = "_mpidist_waiting"
 _PLAIN = (bool, int, float, str, type(None), np.bool_, np.integer, np.floating)
-# What most long lists hold, told by type alone.
+# Types of most entries of long lists, which are skipped at once.
 _PLAIN_TYPES = {bool, int, float, str, type(None)}
-# Objects of these are no one's model. Those of mpidist that have something to save say so themselves.
+# Do not descend into these packages' objects. mpidist's own implement _checkpoint_children().
 _NOT_WALKED = {*sys.stdlib_module_names, "builtins", "mpidist", "torch", "jax", "jaxlib", "numpy", "cupy"}
 
 
+V = TypeVar("V")
 Container: TypeAlias = Mapping[str | int, object] | list[object] | tuple[object, ...]
 
 
@@ -47,22 +48,21 @@ class Stateful(Protocol):
     """An iterator, or another object whose state is saved."""
 
     def state(self) -> object:
-        """Return the state, in types that JSON has."""
+        """Return the state, in types that JSON can hold."""
 
     def restore(self, state: object) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
 
 
 class Deferring(Protocol):
-    """An object that keeps values for parts that it makes later."""
+    """An object that keeps restored values for variables that it creates later."""
 
-    def _checkpoint_defer(self, values: dict[str, Array]) -> None:
-        """Take the values of parts that are yet to be made."""
+    def _checkpoint_defer(self, values: dict[str, Array]) -> None: ...
 
 
 @runtime_checkable
 class Owned(Protocol):
-    """An object without variables that is of a strategy all the same."""
+    """An object without variables that belongs to a strategy."""
 
     @property
     def distribute_strategy(self) -> StrategyLike:
@@ -71,87 +71,88 @@ class Owned(Protocol):
 
 @dataclass(frozen=True)
 class ValueRef:
-    """The place of a number or an immutable array.
-
-    Attributes:
-        get: Returns the value there.
-        put: Puts another value there.
-    """
+    """The location of a number or an immutable array."""
 
     get: Callable[[], Any]
     put: Callable[[object], None]
 
 
-def entry_of(container: object, name: str | int, outer: ValueRef | None) -> ValueRef | None:
-    """Return a reference to an entry of a container at ``outer``, or None."""
-    if isinstance(container, (dict, list)):
-        return ValueRef(partial(operator.getitem, container, name), partial(operator.setitem, container, name))
-    if not isinstance(container, tuple) or not isinstance(name, int) or outer is None:
-        return None
-
-    def put(value: object) -> None:
-        # Another tuple of the same class takes its place.
-        before = outer.get()
-        entries = [*before[:name], value, *before[name + 1 :]]
-        outer.put(before._make(entries) if hasattr(before, "_make") else type(before)(entries))
-
-    return ValueRef(lambda: outer.get()[name], put)
-
-
-def child_of(kind: NestKind, index: int, outer: ValueRef | None) -> ValueRef | None:
-    """Return a reference to a child of an immutable structure at ``outer``, or None."""
+def _inner_ref(
+    outer: ValueRef | None, get: Callable[[V], object], rebuild: Callable[[V, object], object]
+) -> ValueRef | None:
+    """Return a reference to a part of an immutable object, which is replaced too."""
     if outer is None:
         return None
-
-    def children() -> list[Any]:
-        return [child for _, child in kind.children(outer.get())]
-
-    # Another structure takes its place.
-    return ValueRef(
-        lambda: children()[index],
-        lambda value: outer.put(kind.rebuild(outer.get(), [*children()[:index], value, *children()[index + 1 :]])),
-    )
+    return ValueRef(lambda: get(outer.get()), lambda value: outer.put(rebuild(outer.get(), value)))
 
 
-def attribute_of(holder: Any, name: str, outer: ValueRef | None) -> ValueRef | None:
-    """Return a reference to an attribute of an object at ``outer``, or None."""
+def _entry_ref(container: object, name: str | int, outer: ValueRef | None) -> ValueRef | None:
+    """Return a reference to an entry of a container, if it can be replaced."""
+    if isinstance(container, (dict, list)):
+        return ValueRef(partial(operator.getitem, container, name), partial(operator.setitem, container, name))
+    if not isinstance(container, tuple) or not isinstance(name, int):
+        return None
+
+    def rebuild(before: tuple[object, ...], value: object) -> object:
+        # Named tuples have another constructor.
+        make: Callable[[list[object]], object] = getattr(before, "_make", type(before))
+        return make([*before[:name], value, *before[name + 1 :]])
+
+    return _inner_ref(outer, operator.itemgetter(name), rebuild)
+
+
+def _child_ref(kind: NestKind, index: int, outer: ValueRef | None) -> ValueRef | None:
+    """Return a reference to a child of a structure of another library."""
+
+    def children(tree: object) -> list[object]:
+        return [child for _, child in kind.children(tree)]
+
+    def rebuild(tree: object, value: object) -> object:
+        before = children(tree)
+        return kind.rebuild(tree, [*before[:index], value, *before[index + 1 :]])
+
+    return _inner_ref(outer, lambda tree: children(tree)[index], rebuild)
+
+
+def _attribute_ref(holder: Any, name: str, outer: ValueRef | None) -> ValueRef | None:
+    """Return a reference to an attribute of an object, if it can be replaced."""
     params = getattr(holder, "__dataclass_params__", None)
     if params is None or not params.frozen:
         return ValueRef(lambda: vars(holder)[name], partial(setattr, holder, name))
-    if outer is None or not any(field.name == name and field.init for field in dataclasses.fields(holder)):
+    if not any(field.name == name and field.init for field in dataclasses.fields(holder)):
         return None
-    # Another frozen dataclass takes its place.
-    return ValueRef(
-        lambda: getattr(outer.get(), name),
-        lambda value: outer.put(dataclasses.replace(outer.get(), **{name: value})),
-    )
+
+    def rebuild(before: Any, value: object) -> object:
+        return replace(before, **{name: value})
+
+    return _inner_ref(outer, operator.attrgetter(name), rebuild)
 
 
 @dataclass
 class Leaves:
-    """The parts of a checkpoint by key; keys are names and positions joined by "/".
+    """The parts of a checkpoint by key. Keys are names and positions joined by "/".
 
     Attributes:
-        variables: Variables of any synchronization and aggregation; those in shards count as one.
-        arrays: NumPy or CuPy arrays, filled in place when they are restored.
-        tensors: Those of the arrays that are tensors of PyTorch.
-        awaited: Synchronization and aggregation of variables that are yet to come, whose values are among the arrays.
-        replaced: Where those of the arrays stand that cannot be filled: arrays of JAX.
-        places: Where numbers, strings and None stand.
-        iterators: Objects whose state is saved: with ``state()`` and ``restore(state)``.
-        deferring: Objects that take values of parts that they do not have yet, by key.
+        variables: Variables and composites.
+        arrays: NumPy or CuPy arrays, and NumPy views of tensors of PyTorch and arrays of JAX.
+        tensors: The tensors of PyTorch among the arrays.
+        replaced: References to the arrays of JAX among the arrays.
+        awaited: Policies of variables that do not exist yet, whose values are among the arrays.
+        places: References to numbers, strings and None.
+        iterators: Objects with ``state()`` and ``restore(state)``.
+        deferring: Objects that keep values for variables that they create later.
         slots: Slots by key of the optimizer.
         containers: Dicts, lists and tuples.
         objects: Objects that take part by their attributes.
-        given: Those of them that are not themselves in an attribute of another one.
-        links: Further keys of things that have one already: variables, arrays that can be filled, and objects.
+        given: Keys of these objects that are not in an attribute of another one.
+        links: Further keys of variables, arrays in attributes, and objects, with the key that holds them.
     """
 
     variables: dict[str, AnyVariable] = field(default_factory=dict)
     arrays: dict[str, Array] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    awaited: dict[str, tuple[str | None, str | None]] = field(default_factory=dict)
     replaced: dict[str, ValueRef] = field(default_factory=dict)
+    awaited: dict[str, tuple[str | None, str | None]] = field(default_factory=dict)
     places: dict[str, ValueRef] = field(default_factory=dict)
     iterators: dict[str, Stateful] = field(default_factory=dict)
     deferring: dict[str, Deferring] = field(default_factory=dict)
@@ -162,22 +163,14 @@ class Leaves:
     links: dict[str, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[str]:
-        yield from self.variables
-        yield from self.arrays
-        yield from self.places
-        yield from self.iterators
+        yield from (*self.variables, *self.arrays, *self.places, *self.iterators)
 
     def saved(self) -> Iterator[str]:
-        """Yield the keys of all that is saved, if only by parts yet to come."""
-        yield from self
-        yield from self.deferring
+        """Yield the keys of all that is saved, and of objects that create parts later."""
+        yield from (*self, *self.deferring)
 
     def values(self) -> dict[str, object]:
-        """Return numbers, strings, None and states of iterators, in types that JSON has.
-
-        Raises:
-            TypeError: The state of an iterator has something else.
-        """
+        """Return numbers, strings, None and states. Raise TypeError if JSON cannot hold a state."""
         values = {}
         for key, place in self.places.items():
             value = place.get()
@@ -191,13 +184,27 @@ class Leaves:
         return {variable: key for key, variable in self.variables.items()}
 
     def classes(self) -> dict[str, str]:
-        """Return the class names of optimizers; values mean something else in another class."""
+        """Return the class names of optimizers, which give their values a meaning."""
         return {key: type(owner).__name__ for key, owner in self.deferring.items()}
 
-    def names_of_all_ranks(self) -> list[str]:
-        """Return the keys that every rank must have, whose values travel between ranks.
+    def describe(self) -> dict[str, Tensor]:
+        """Return the manifest's entries for the variables and arrays, without parts."""
+        policies = dict(self.awaited)
+        for key, variable in self.variables.items():
+            policies[key] = variable.synchronization.name, variable.aggregation.name
+        those = {**self.variables, **self.arrays}
+        return {key: describe(each.shape, each.dtype, *policies.get(key, ())) for key, each in those.items()}
 
-        Arrays in lists and dicts are not among them, which may have grown on one rank alone: a restore makes them.
+    def manifest(self, tensors: dict[str, Tensor], values: dict[str, object], number: int, run_calls: int) -> Manifest:
+        """Return the manifest of the objects, without sequence and files."""
+        containers = {key: describe_container(container) for key, container in self.containers.items()}
+        known = Manifest(0, number, tensors, values, containers, tuple(self.iterators), run_calls=run_calls)
+        return replace(known, classes=self.classes(), links=self.links)
+
+    def names_of_all_ranks(self) -> list[str]:
+        """Return the keys that every rank must have, because their values travel between ranks.
+
+        Arrays in lists and dicts may exist on one rank alone, because a restore creates them.
         """
         growing = {key for key, container in self.containers.items() if isinstance(container, (list, dict))}
         names = [*self.variables, *self.iterators]
@@ -208,7 +215,7 @@ class Leaves:
         return names
 
     def check_given(self) -> None:
-        """Raise TypeError where an object that takes part by its attributes has nothing in them."""
+        """Raise TypeError for an object with nothing to save in its attributes."""
         for key in sorted(self.given):
             if not any(is_within(name, key) for name in (*self.saved(), *self.links)):
                 raise TypeError(
@@ -218,15 +225,18 @@ class Leaves:
                 )
 
     def add(self, kind: str, key: str, value: object) -> None:
-        """Take up a part of one kind.
-
-        Raises:
-            ValueError: There is another one of its name.
-        """
-        is_leaf = key in self.variables or key in self.arrays or key in self.places or key in self.iterators
-        if is_leaf or key in self.containers or key in self.links:
+        """Add a part of one kind; raise ValueError if its name is in use."""
+        kinds = self.variables, self.arrays, self.places, self.iterators, self.containers, self.links
+        if any(key in known for known in kinds):
             raise ValueError(f"two checkpoint objects are called {key!r}; expected dict keys that differ as text")
         getattr(self, kind)[key] = value
+
+
+def describe_container(container: Container) -> list[object]:
+    """Return the kind of a container, and its keys or its length."""
+    if isinstance(container, Mapping):
+        return ["dict", list(container)]
+    return ["list" if isinstance(container, list) else "tuple", len(container)]
 
 
 def _checked_state(key: str, iterator: Stateful) -> object:
@@ -244,12 +254,11 @@ def _checked_state(key: str, iterator: Stateful) -> object:
 
 
 def is_on_read(variable: AnyVariable) -> bool:
-    """Return whether reading the variable takes all ranks."""
+    """Return whether reading the variable is collective."""
     return variable.synchronization == VariableSynchronization.ON_READ
 
 
-def escaped(name: str) -> str:
-    """Return a name as it stands in a key."""
+def _escaped(name: str) -> str:
     return name.replace("%", "%25").replace("/", "%2F")
 
 
@@ -260,12 +269,12 @@ def keys_above(key: str) -> set[str]:
 
 
 def is_within(key: str, outer: str) -> bool:
-    """Return whether ``key`` is that of the object ``outer``, or of something in it."""
+    """Return whether ``key`` is ``outer`` or within it."""
     return key == outer or key.startswith(f"{outer}/")
 
 
 def follow(key: str, links: Mapping[str, str]) -> str:
-    """Return the key under which a thing is held.
+    """Return the key that holds an object, after all links.
 
     >>> follow("model/last/kernel", {"model/last": "model/layers/1"})
     'model/layers/1/kernel'
@@ -280,49 +289,48 @@ def follow(key: str, links: Mapping[str, str]) -> str:
 
 def child_key(key: str, name: str | int) -> str:
     """Return the key of an entry of the container ``key``."""
-    return f"{key}/{escaped(str(name))}"
+    return f"{key}/{_escaped(str(name))}"
 
 
-# Collecting -------------------------------------------------------------------------------------------------------
+# Traversal --------------------------------------------------------------------------------------------------------
 
 
 def collect(objects: dict[str, object], *, is_complete: bool = True) -> Leaves:
     """Return the parts of named objects.
 
-    An object takes part by a method ``_checkpoint_children()`` that returns its parts by name. If it also has
-    ``_checkpoint_defer(values)``, it is given, when a checkpoint is restored, a dict of the arrays under its key that
-    it has no part for yet, and takes out those that it comes to use. An iterator takes part by ``state()``, which
-    returns something that JSON has, and ``restore(state)``.
+    An object with a method ``_checkpoint_children()`` takes part by the parts that it returns, by name. If it also has
+    ``_checkpoint_defer(values)``, a restore calls it with a dict of the arrays under its key without a part, and it
+    pops each one when it creates that part. An object with ``state()`` and ``restore(state)`` takes part by its state.
 
-    Any other object of a class of the program takes part by its attributes at any depth, as tf.Module does: numbers,
-    strings and things that cannot be saved are its settings. The shortest path to an object, and of those the first
-    by name, is its key; others are links to it. So they are the same on all ranks that have the same objects.
+    Any other object of a class of the program takes part by its attributes at any depth, as in tf.Module. Numbers,
+    strings and unknown objects there are settings. The shortest path to an object, and of those the first by name, is
+    its key. The others are links to it. So all ranks with the same objects have the same keys.
 
     Args:
-        objects: By name.
-        is_complete: Whether things that cannot be in a checkpoint are an error. Otherwise they are passed over.
+        objects: Objects by name.
+        is_complete: Raise an error for objects that a checkpoint cannot hold. Otherwise they are skipped.
 
     Raises:
-        TypeError: Something that a checkpoint cannot hold.
-        ValueError: A variable that has no value across replicas, two objects of one name, or a nest without end.
+        TypeError: An object that a checkpoint cannot hold.
+        ValueError: A variable without a value across replicas, two objects of one name, or an endless nest.
     """
-    collector = _Collector(is_complete)
+    traversal = _Traversal(is_complete)
     for name in sorted(objects):
-        collector.add(_Found(objects[name], escaped(name), entry_of(objects, name, None)))
-    return collector.result()
+        traversal.add(_Found(objects[name], _escaped(name), _entry_ref(objects, name, None)))
+    return traversal.result()
 
 
 @dataclass(frozen=True)
 class _Found:
-    """Something that may be saved.
+    """An object on the way.
 
     Attributes:
-        value: The thing itself.
+        value: The object.
         key: Its path.
-        place: Where it stands, if it can be replaced there.
-        is_optional: Whether it stands in an attribute, where things that cannot be saved are no error.
+        place: Reference to it, if it can be replaced.
+        is_optional: Whether it is in an attribute, where unknown objects are settings.
         outer: The container that it is an entry of.
-        lost: The error if a variable is found here or in it, which no key would lead to.
+        lost: Error to raise if it holds a variable, because no key can lead there.
     """
 
     value: Any
@@ -333,22 +341,21 @@ class _Found:
     lost: Exception | None = None
 
     def part(self, value: object, name: str | int, place: ValueRef | None = None, is_optional: bool = False) -> _Found:
-        """Return a part of the thing, as found."""
-        # What has no key does not need longer and longer ones.
+        # Without a key, its parts need no longer ones.
         key = self.key if self.lost is not None else child_key(self.key, name)
         return _Found(value, key, place, is_optional, lost=self.lost)
 
 
-class _Collector:
-    """The search through objects, level by level, each object once."""
+class _Traversal:
+    """A breadth-first search, each object once."""
 
     def __init__(self, is_complete: bool = True) -> None:
         self._is_complete = is_complete
         self._leaves = Leaves()
         self._queue: deque[_Found] = deque()
-        # What was met, by id. The things are kept, as another one could get the id of one that is gone.
+        # Keys of visited objects by id, and the objects, because the id of a dead one is reused.
         self._met: dict[int, tuple[str, object]] = {}
-        # What no key leads to: looked at last, as a variable that has one elsewhere is not lost.
+        # Visited last: a variable without a key here may have one elsewhere.
         self._without_key: deque[_Found] = deque()
 
     def add(self, found: _Found) -> None:
@@ -370,7 +377,7 @@ class _Collector:
             try:
                 self._look_at(self._queue.popleft())
             except (TypeError, ValueError):
-                # Of what is only looked for nothing is saved: saving and restoring tell of it.
+                # Only saving and restoring report it.
                 if self._is_complete:
                     raise
 
@@ -380,7 +387,7 @@ class _Collector:
             for (group, *_), held in zip(slot_keys(list(slots.of), paths), slots.of.values(), strict=True):
                 for name, slot in held.items():
                     key = f"{owner}/{group}/{name}"
-                    # A restored value still waits if the slot was made before its variable had a path.
+                    # A restored value still waits if the slot was created before its variable had a path.
                     self._leaves.arrays.pop(key, None)
                     self.add(_Found(slot, key))
 
@@ -398,7 +405,8 @@ class _Collector:
         elif isinstance(value, np.ndarray) or is_device_array(value) or is_torch(value) or is_jax(value):
             self._look_at_array(found)
         elif _has_methods(value, "_checkpoint_children") and not isinstance(value, type):
-            self._look_at_children(found)
+            if self._is_new(found):
+                self._look_at_children(found)
         elif (kind := nest.registered_kind(value)) is not None:
             self._look_at_tree(found, kind)
         elif isinstance(value, (Mapping, list, tuple)):
@@ -407,19 +415,21 @@ class _Collector:
             if not found.is_optional:
                 self._take("places", found, _required(found))
         elif convert.is_torch_module(value):
-            self._look_at_module(found)
+            if self._is_new(found):
+                self._look_at_module(found)
         elif convert.is_torch_scheduler(value):
             states = imported("mpidist.torch.optimizer_state")
             self._take("iterators", found, states.SchedulerState(value))
         elif _has_methods(value, "state", "restore"):
             self._take("iterators", found, value)
         elif _is_walked(value):
-            self._look_at_attributes(found)
+            if self._is_new(found):
+                self._look_at_attributes(found)
         elif not found.is_optional or (found.lost is None and convert.is_torch_optimizer(value)):
             raise _wrong_object(key, value)
 
     def _pass_over(self, found: _Found, error: Exception) -> None:
-        """Queue something without a key; in attributes, only variables make it an error."""
+        """Queue an object without a key. In an attribute, only a variable in it is an error."""
         if not found.is_optional:
             raise error
         self.add(replace(found, lost=error))
@@ -430,7 +440,7 @@ class _Collector:
         self._leaves.add(kind, found.key, value)
 
     def _is_new(self, found: _Found) -> bool:
-        """Return whether a thing is met for the first time; otherwise add a link."""
+        """Return whether an object is visited for the first time; otherwise add a link."""
         if id(found.value) not in self._met:
             self._met[id(found.value)] = (found.key, found.value)
             return True
@@ -442,14 +452,13 @@ class _Collector:
         value, key = found.value, found.key
         if found.lost is not None or (found.is_optional and _is_setting(value)):
             return
-        # Arrays of a list or dict that is given are made anew, one by one, where they lack; and which immutable arrays
-        # are one object means nothing.
+        # A restore creates missing arrays of given lists and dicts one by one. Immutable arrays need no identity.
         if found.is_optional and not is_jax(value) and not self._is_new(found):
             return
         if not is_torch(value) and not is_jax(value):
             check_transportable(value.dtype, f"checkpoint object {key!r}")
         array = convert.to_array(value, f"checkpoint object {key!r}")
-        # Of a matrix, which is no vector even when it is asked to be one, the array whose memory it shows.
+        # A matrix cannot be reshaped to a vector. Its base array can.
         array = np.asarray(array) if isinstance(array, np.ndarray) else array
         check_transportable(array.dtype, f"checkpoint object {key!r}")
         self._take("arrays", found, array)
@@ -460,13 +469,11 @@ class _Collector:
 
     def _look_at_children(self, found: _Found) -> None:
         value, key = found.value, found.key
-        if not self._is_new(found):
-            return
         if found.lost is not None:
             raise found.lost
         if hasattr(value, "_checkpoint_defer"):
             self._leaves.deferring[key] = value
-        # An optimizer's names are paths; those of an adopted module are a plain one's, in which slashes mean nothing.
+        # An optimizer's names are paths. Names of a module are not, so their slashes are escaped.
         is_module = convert.is_torch_module(value)
         for name, child in value._checkpoint_children().items():
             self.add(found.part(child, name) if is_module else _Found(child, f"{key}/{name}"))
@@ -489,7 +496,7 @@ class _Collector:
             self._leaves.add("containers", key, value)
         for name, child in value.items() if isinstance(value, Mapping) else enumerate(value):
             if isinstance(name, (str, int)):
-                part = found.part(child, name, entry_of(value, name, found.place), found.is_optional)
+                part = found.part(child, name, _entry_ref(value, name, found.place), found.is_optional)
                 self.add(replace(part, outer=found))
             else:
                 inner = replace(found.part(child, "", is_optional=found.is_optional), outer=found)
@@ -498,35 +505,35 @@ class _Collector:
 
     def _look_at_tree(self, found: _Found, kind: NestKind) -> None:
         for index, (name, child) in enumerate(kind.children(found.value)):
-            # Its numbers are state; what is neither that nor an array, as the activation function of a layer, is not.
-            part = found.part(child, "", child_of(kind, index, found.place), not isinstance(child, _PLAIN))
+            # Its numbers are state. Other leaves that are no arrays, such as activation functions, are settings.
+            part = found.part(child, "", _child_ref(kind, index, found.place), not isinstance(child, _PLAIN))
             self.add(part if found.lost else replace(part, key=f"{found.key}/{name}"))
 
     def _look_at_module(self, found: _Found) -> None:
-        if not self._is_new(found):
-            return
         if found.lost is None:
             for name, tensor in found.value.state_dict().items():
                 self.add(found.part(tensor, name))
         for name, other in convert.others_of_module(found.value):
             part = found.part(other, name, is_optional=True)
-            self.add(part if found.lost else replace(part, lost=_beside_state_dict(part.key)))
+            error = TypeError(
+                f"checkpoint object {part.key!r} is an attribute of a torch module with a variable in it, which "
+                "state_dict() of the module leaves out; give the variable to Checkpoint(name=variable), too"
+            )
+            self.add(part if found.lost else replace(part, lost=error))
 
     def _look_at_attributes(self, found: _Found) -> None:
-        value, key = found.value, found.key
-        if not self._is_new(found):
-            return
+        value = found.value
         if found.lost is None:
-            self._leaves.objects[key] = value
+            self._leaves.objects[found.key] = value
         if not found.is_optional:
-            self._leaves.given.add(key)
+            self._leaves.given.add(found.key)
         for name in sorted(vars(value).keys() - {WAITING_ATTRIBUTE}):
-            place = attribute_of(value, name, found.place)
+            place = _attribute_ref(value, name, found.place)
             self.add(found.part(vars(value)[name], name, place, is_optional=True))
 
 
 def _links_to_something(leaves: Leaves) -> dict[str, str]:
-    """Return the links that lead to something saved, at once or by further links."""
+    """Return the links that lead to a saved object, directly or through other links."""
     if not leaves.links:
         return {}
     links_to: dict[str, list[str]] = {}
@@ -543,21 +550,21 @@ def _links_to_something(leaves: Leaves) -> dict[str, str]:
 
 
 def _has_methods(value: object, *names: str) -> bool:
-    """Return whether an object really has methods; mocks answer to any name."""
+    """Return whether an object really has methods; mocks have every name."""
     return all(
         inspect.getattr_static(value, name, None) is not None and callable(getattr(value, name, None)) for name in names
     )
 
 
 def _is_setting(value: object) -> bool:
-    """Return whether an attribute's array cannot be saved or filled, as text or a constant."""
+    """Return whether an attribute's array, such as text, cannot be saved or filled."""
     if isinstance(value, np.ndarray) and (isinstance(value, np.ma.MaskedArray) or not is_transportable(value.dtype)):
         return True
     return (is_torch(value) and convert.is_sparse(value)) or (not is_jax(value) and not convert.is_writable(value))
 
 
 def _is_walked(value: object) -> bool:
-    """Return whether an object is of a class of the program, whose attributes count."""
+    """Return whether to descend into the attributes of an object."""
     if isinstance(value, (type, ModuleType, FunctionType, MethodType)) or not hasattr(value, "__dict__"):
         return False
     return type(value) is SimpleNamespace or type(value).__module__.partition(".")[0] not in _NOT_WALKED
@@ -585,13 +592,6 @@ def _wrong_object(key: str, value: object) -> TypeError:
         f"checkpoint object {key!r} is a {type(value).__name__}; expected a variable, an optimizer, a metric, an array "
         "of NumPy, CuPy, PyTorch or JAX, a torch module, a number, a string, an iterator with state() and restore(), "
         "an object with these in its attributes, or a dict, list or tuple of them"
-    )
-
-
-def _beside_state_dict(key: str) -> TypeError:
-    return TypeError(
-        f"checkpoint object {key!r} is an attribute of a torch module with a variable in it, which state_dict() of the "
-        "module leaves out; give the variable to Checkpoint(name=variable), too"
     )
 
 
