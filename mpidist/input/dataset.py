@@ -6,7 +6,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic, NoReturn, TypeVar, overload
 
 import numpy as np
@@ -14,22 +14,44 @@ from numpy.typing import DTypeLike
 
 from mpidist.arrays.dtypes import DType, as_dtype
 from mpidist.core import nest
-from mpidist.input import dealing, sources
+from mpidist.input import rules, sources
 from mpidist.input.batching import Batched, Padding, Unbatched, Windows
-from mpidist.input.caching import Cached, CachedFile
-from mpidist.input.choosing import Repeated, Shard, ShardHint, Shuffled, Skip, Take, check_shuffle
-from mpidist.input.derived_tables import ZippedTable
+from mpidist.input.caching import CachedFile
 from mpidist.input.distribution import Distribution
 from mpidist.input.elements import as_numpy, dataset_as_array, map_leaves
-from mpidist.input.graph import INFINITE, GraphNode, Seed, TableRows
-from mpidist.input.input_options import SHARD_HINT, AutoShardPolicy, DatasetOptions, Options, common_options
-from mpidist.input.interleaving import Interleaved
-from mpidist.input.iteration import DatasetIterator, E_co, S, passes_over, reduce_elements, spec_of_elements
-from mpidist.input.steps import Concatenated, Enumerated, Filtered, Mapped, Prefetched, Sampled, Zipped
-from mpidist.input.tables import RangeTable, array_table, element_table
+from mpidist.input.input_options import (
+    SHARD_HINT,
+    AutoShardPolicy,
+    DatasetOptions,
+    InputWorkers,
+    Options,
+    common_options,
+)
+from mpidist.input.iteration import DatasetIterator, E_co, S, reduce_elements, spec_of_elements
+from mpidist.input.local_batches import DealtBatches, batches_of_worker
+from mpidist.input.nodes import INFINITE, ArrayRows, GraphNode, RangeRows, Seed
+from mpidist.input.steps import (
+    Cached,
+    Concatenated,
+    Enumerated,
+    Filtered,
+    Interleaved,
+    Mapped,
+    Prefetched,
+    Repeated,
+    Sampled,
+    Shard,
+    ShardHint,
+    Shuffled,
+    Zipped,
+    check_shuffle,
+    skip,
+    take,
+)
 from mpidist.input.threads import AUTOTUNE, checked_calls
 
-# How many elements are kept ready where that is left to mpidist: one is used, one is ready, and one is being read.
+_ALONE = InputWorkers(1, 0, (1,), None, wrap=False)
+# The default number of elements kept ready: while one is used, one is ready and one is being read.
 _READY = 2
 
 P = TypeVar("P")
@@ -58,7 +80,9 @@ class Dataset(Generic[E_co]):
 
     @cached_property
     def _passes(self) -> Distribution:
-        return passes_over(self._node, self._options)
+        node, options = self._node, self._options
+        deal = partial(batches_of_worker, node, options)
+        return Distribution(DealtBatches(_ALONE, node, "block"), _ALONE, deal, options.assignment)
 
     def _then(self, node: GraphNode) -> Dataset:
         return Dataset(node, self._options)
@@ -80,7 +104,7 @@ class Dataset(Generic[E_co]):
         >>> [int(element["x"]) for element in Dataset.from_tensor_slices({"x": [1, 2]})]
         [1, 2]
         """
-        return Dataset(TableRows(array_table(tensors)))
+        return Dataset(ArrayRows.of_slices(tensors))
 
     @staticmethod
     def from_tensors(tensors: object) -> Dataset:
@@ -92,7 +116,7 @@ class Dataset(Generic[E_co]):
         >>> list(Dataset.from_tensors([1, 2]))
         [array([1, 2])]
         """
-        return Dataset(TableRows(element_table(tensors)))
+        return Dataset(ArrayRows.of_element(tensors))
 
     @staticmethod
     def from_source(source: object, columns: Sequence[str] | None = None) -> Dataset:
@@ -243,7 +267,7 @@ class Dataset(Generic[E_co]):
         ArraySpec(shape=(), dtype=dtype('float32'))
         """
         numbers = range(*args)
-        return Dataset(TableRows(RangeTable(numbers, _dtype_of_range(numbers, output_type))))
+        return Dataset(RangeRows(numbers, _dtype_of_range(numbers, output_type)))
 
     @staticmethod
     def zip(*datasets: object) -> Dataset:
@@ -274,9 +298,7 @@ class Dataset(Generic[E_co]):
         def build(parts: list[object]) -> object:
             return map_leaves(parts.__getitem__, places)
 
-        tables = [node.row_table() for node in nodes if isinstance(node, TableRows)]
-        by_row = len(tables) == len(nodes)
-        return Dataset(TableRows(ZippedTable(tables, build)) if by_row else Zipped(nodes, build), options)
+        return Dataset(Zipped(nodes, build), options)
 
     # Transforms
 
@@ -378,7 +400,7 @@ class Dataset(Generic[E_co]):
         >>> [(int(i), int(x)) for i, x in Dataset.range(5, 7).enumerate()]
         [(0, 5), (1, 6)]
         """
-        if isinstance(self._node, TableRows):
+        if self._node.is_source:
             return Dataset.zip((Dataset.range(start, start + self.cardinality()), self))
         return self._then(Enumerated((self._node,), operator.index(start)))
 
@@ -691,7 +713,7 @@ class Dataset(Generic[E_co]):
                 f"num_shards is {num_shards} and index {index}; expected num_shards of at least 1 and 0 <= "
                 "index < num_shards, for example shard(ctx.num_input_pipelines, ctx.input_pipeline_id)"
             )
-        return self._then(Shard((self._node,), num_shards, index))
+        return self._then(Shard.of(self._node, num_shards, index))
 
     def take(self, count: int) -> Dataset[E_co]:
         """Return the dataset of the first ``count`` elements, of all for -1.
@@ -699,7 +721,7 @@ class Dataset(Generic[E_co]):
         >>> [int(x) for x in Dataset.range(5).take(2)]
         [0, 1]
         """
-        return self._then(Take((self._node,), operator.index(count)))
+        return self._then(take(self._node, operator.index(count)))
 
     def skip(self, count: int) -> Dataset[E_co]:
         """Return the dataset without its first ``count`` elements, an empty one for -1.
@@ -707,7 +729,7 @@ class Dataset(Generic[E_co]):
         >>> [int(x) for x in Dataset.range(5).skip(3)]
         [3, 4]
         """
-        return self._then(Skip((self._node,), operator.index(count)))
+        return self._then(skip(self._node, operator.index(count)))
 
     def with_options(
         self,
@@ -748,7 +770,7 @@ class Dataset(Generic[E_co]):
                 raise TypeError(f"auto_shard_policy is {auto_shard_policy!r}; expected AutoShardPolicy.DATA or another")
             chosen = replace(chosen, auto_shard_policy=auto_shard_policy)
         if assignment is not None:
-            if assignment not in dealing.ASSIGNMENTS:
+            if assignment not in rules.ASSIGNMENTS:
                 raise ValueError(f"assignment is {assignment!r}; expected 'tf' or 'block'")
             chosen = replace(chosen, assignment=assignment)
         return Dataset(self._node, chosen)

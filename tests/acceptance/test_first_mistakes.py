@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.input.dealing import idle_replicas, parts
+from mpidist.input.rules import idle_replicas, parts
 from mpidist.parameter_server.remote_value import RemoteValue
 
 pytestmark = pytest.mark.one_rank

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidist.input.dataset import Dataset
-from mpidist.input.element_spec import ArraySpec
+from mpidist.input.elements import ArraySpec
 from mpidist.input.input_options import AutoShardPolicy, Options
 
 pytestmark = pytest.mark.one_rank

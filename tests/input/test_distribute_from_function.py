@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from mpidist.core.errors import PeerError
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_from_function, distribute_values
-from mpidist.input.element_spec import ArraySpec
-from mpidist.input.input_options import InputOptions, InputReplicationMode
-from mpidist.input.input_workers import InputContext, InputWorkers
+from mpidist.input.elements import ArraySpec
+from mpidist.input.input_options import InputContext, InputOptions, InputReplicationMode, InputWorkers
 from mpidist.values import PerReplica
 from tests.input.worker_threads import run_workers, steps_of
 

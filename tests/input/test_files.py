@@ -10,7 +10,7 @@ import pytest
 from mpidist.core.errors import MismatchError
 from mpidist.input.dataset import Dataset, TextLineDataset
 from mpidist.input.distribute import distribute_dataset
-from mpidist.input.element_spec import ArraySpec
+from mpidist.input.elements import ArraySpec
 from mpidist.input.input_options import AutoShardPolicy
 from tests.input.worker_threads import run_workers, steps_of
 

@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from mpidist.input.input_options import InputOptions, InputReplicationMode
-from mpidist.input.input_workers import InputContext, InputWorkers, ValueContext
+from mpidist.input.input_options import InputContext, InputOptions, InputReplicationMode, InputWorkers, ValueContext
 
 pytestmark = pytest.mark.one_rank
 

@@ -8,7 +8,7 @@ from mpidist.core.errors import OutOfRangeError
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset
 from mpidist.input.distributed_dataset import DistributedIterator
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.input_options import InputWorkers
 from mpidist.input.iteration import DatasetIterator, Optional
 from tests.input.worker_threads import lists, run_workers
 
@@ -69,7 +69,7 @@ def test_an_iterator_has_failed_for_good_after_an_error():
     assert next(iterator) == 0
     with pytest.raises(RuntimeError, match="no"):
         iterator.get_next()
-    with pytest.raises(RuntimeError, match=r"failed before, with RuntimeError: no; begin another pass"):
+    with pytest.raises(RuntimeError, match=r"failed before, with RuntimeError: no. Begin another pass"):
         iterator.get_next()
     assert iterator.state()["steps"] == 1
     iterator.restore({**iterator.state(), "steps": 2})

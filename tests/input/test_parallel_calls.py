@@ -10,7 +10,7 @@ import pytest
 
 from mpidist.core import context
 from mpidist.input.dataset import Dataset
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.input_options import InputWorkers
 from mpidist.input.threads import Readers
 from tests.input.worker_threads import run_workers, steps_of
 

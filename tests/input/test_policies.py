@@ -198,7 +198,7 @@ def test_a_placeholder_in_a_function_is_refused():
     (error,) = run_workers(
         lambda workers: error_of(lambda: list(distribute_from_function(dataset_fn, workers, None))), (2,)
     )
-    assert "write the numbers" in str(error)
+    assert "pass numbers" in str(error)
 
 
 def test_shards_of_batches_are_dealt_by_hint():

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from mpidist.core.errors import PeerError
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset, distribute_from_function
-from mpidist.input.input_options import InputOptions, InputReplicationMode
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.input_options import InputOptions, InputReplicationMode, InputWorkers
 from tests.input.test_read_ahead import SECONDS, readers_alive
 from tests.input.worker_threads import run_workers, steps_of
 

@@ -6,7 +6,7 @@ import pytest
 
 from mpidist.input import Dataset, InputOptions, InputReplicationMode
 from mpidist.input.distribute import distribute_dataset, distribute_from_function
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.input_options import InputWorkers
 from mpidist.v1 import InputIterator
 
 pytestmark = pytest.mark.one_rank

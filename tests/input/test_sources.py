@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpidist.input.dataset import Dataset
-from mpidist.input.element_spec import ArraySpec
+from mpidist.input.elements import ArraySpec
 
 pytestmark = pytest.mark.one_rank
 
