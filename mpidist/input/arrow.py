@@ -34,7 +34,7 @@ def is_arrow(source: object) -> bool:
 
 
 def arrow_rows(source: Any, columns: Sequence[str] | None = None) -> ArrowRows | Callable[[], Iterator[object]]:
-    """Return the rows of an object of pyarrow, or a function that yields them if they have no numbers."""
+    """Return the rows of an object of pyarrow. Without row numbers: a function that yields them."""
     kind = type(source).__name__
     names = source.schema_arrow.names if kind == "ParquetFile" else source.schema.names
     unknown = [name for name in columns or () if name not in names]
@@ -110,10 +110,6 @@ class ArrowRows(RowSource):
             parts.append({name: column[local] for name, column in self._piece(number).items()})
         back = np.argsort(order)
         return {name: np.concatenate([part[name] for part in parts])[back] for name in parts[0]}
-
-    def row(self, index: int) -> object:
-        """Return row ``index``."""
-        return self.read_rows(range(index, index + 1), Pass())[0]
 
     def read_rows(self, index: RowIndex, run: Pass) -> list[object]:
         """Return the rows of ``index`` as a list."""

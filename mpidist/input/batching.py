@@ -123,7 +123,7 @@ class Padding:
         return nest.map_structure(pad, leaves, shapes)
 
     def _for_leaves(self, element: object) -> tuple[object, object]:
-        """Return nests of shapes and of values in the structure of ``element``, with None for defaults."""
+        """Return shapes and values in the structure of ``element``, with None for defaults."""
         shapes = _below(element, self.shapes, "padded_shapes", is_nest=self.shapes is not None)
         shapes = nest.map_structure(lambda given: Hidden(_checked_shape(given.value)), shapes)
         is_nest = isinstance(self.values, (tuple, Mapping))
@@ -131,7 +131,7 @@ class Padding:
 
 
 def _below(structure: Any, given: object, name: str, is_nest: bool) -> object:
-    """Return a nest like ``structure`` of the parts of ``given``, or of ``given`` at every leaf."""
+    """Return a nest like ``structure``. Its leaves are parts of ``given``, or all are ``given``."""
     if not is_nest:
         return nest.map_structure(lambda _: Hidden(given), structure)
     if not nest.is_nest(structure):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 
-from mpidist.arrays.dtypes import DType, as_dtype
+from mpidist.arrays.dtypes import as_dtype
 from mpidist.core.files import open_regular, replacing
 from mpidist.input.elements import as_element, as_numpy
 from mpidist.input.nodes import Form, Pass, PassThrough, Seed, array_samples
@@ -23,7 +24,7 @@ _FIRST_LINE = b'{"format": "mpidist elements", "version": 1}\n'
 
 @dataclass(eq=False, repr=False)
 class CachedFile(PassThrough):
-    """Elements in one order for every program, kept in a file that a complete pass writes.
+    """Elements in a file that a complete pass writes. Their order is the same for every program.
 
     Seeds before it that the user did not choose are fixed, because any rank or program may have written the file.
 
@@ -52,102 +53,79 @@ class CachedFile(PassThrough):
 
     def _writing(self, path: str, run: Pass) -> Iterator[object]:
         with ExitStack() as whole:
-            # Several ranks may do this at once, with the same result.
-            writer = ElementWriter(whole.enter_context(replacing(path)))
-            for element in map(storable, self.source.elements(run)):
-                writer.add(element)
-                if writer.count == self.cardinality:  # the caller may know that too, and not ask for another one
-                    writer.finish()
+            # Several ranks may do this at once, with the same result. Not a file object: if it outlived the descriptor,
+            # it could flush into another file with the same number.
+            descriptor = whole.enter_context(replacing(path))
+            count, is_last = 0, False
+            buffer = bytearray(_FIRST_LINE)
+            for element in map(as_element, self.source.elements(run)):
+                encoded = encode(element)
+                buffer += encoded
+                count += 1
+                is_last = count == self.cardinality  # the caller may know that too, and not ask for another one
+                if is_last:
+                    buffer += _end(count)
+                if is_last or len(buffer) >= _WRITTEN_AT_ONCE:
+                    buffer = _write(descriptor, buffer)
+                if is_last:
                     whole.close()
-                yield element
-            writer.finish()
+                yield decode(encoded)
+            if not is_last:
+                _write(descriptor, buffer + _end(count))
 
     def seeds(self) -> Iterator[Seed]:
         """Yield no seed, because the order does not depend on the seeds of a program."""
         return iter(())
 
 
-def storable(element: object) -> object:
-    """Convert an element to tuples and dicts of NumPy's numbers and arrays, text and bytes.
+def _end(count: int) -> bytes:
+    return json.dumps({"elements": count}).encode() + b"\n"
 
-    >>> storable((1, "a", [1.0]))
+
+def _write(descriptor: int, buffer: bytearray) -> bytearray:
+    """Write the buffer, and return an empty one."""
+    with memoryview(buffer) as view:
+        start = 0
+        while start < len(view):
+            start += os.write(descriptor, view[start:])
+    return bytearray()
+
+
+def encode(element: object) -> bytes:
+    """Return an element as a line of JSON and the bytes of its leaves.
+
+    >>> decode(encode((1, "a", np.array([1.0]))))
     (np.int64(1), 'a', array([1.]))
     """
-    return _storable(as_element(element))
+    leaves: list[object] = []
+    payloads: list[bytes] = []
+    structure = _described(element, leaves, payloads)
+    return json.dumps({"structure": structure, "leaves": leaves}).encode() + b"\n" + b"".join(payloads)
 
 
-def _storable(value: object) -> object:
+def _described(value: Any, leaves: list[object], payloads: list[bytes]) -> object:
+    """Return the structure of a value with numbered leaves. Append the leaves and their bytes to the lists."""
     if type(value) is tuple:
-        return tuple(map(_storable, value))
+        return ["tuple", [_described(child, leaves, payloads) for child in value]]
     if isinstance(value, Mapping):
         if not all(type(key) in (str, int) for key in value):
             raise TypeError(f"cache(filename) got a dict with the keys {list(value)}; expected text or whole numbers")
-        return {key: _storable(child) for key, child in value.items()}
+        return ["dict", [[key, _described(child, leaves, payloads)] for key, child in value.items()]]
     if isinstance(value, tuple) or hasattr(type(value), "__attrs_attrs__"):
         raise TypeError(
             f"cache(filename) got a {type(value).__name__}. A file keeps tuples and dicts. Convert it with map(...) "
             "before, or keep elements in memory with cache()"
         )
     if isinstance(value, (str, bytes)):
-        return str(value) if isinstance(value, str) else bytes(value)
-    array = np.asarray(as_numpy(value))
-    dtype = array.dtype
-    if dtype.hasobject or dtype.names is not None or dtype.itemsize == 0 or as_dtype(_name(dtype)) != dtype:
-        raise TypeError(f"cache(filename) got an array of {dtype}; expected numbers or text, one kind in an array")
-    return array[()]
-
-
-def _name(dtype: DType) -> str:
-    return str(dtype.name if dtype.kind == "V" else dtype.str)
-
-
-class ElementWriter:
-    """Writer of elements that :func:`storable` returned."""
-
-    def __init__(self, descriptor: int) -> None:
-        # No file object: if it outlived the descriptor, it could flush into another file with the same number.
-        self._descriptor = descriptor
-        self._buffer = bytearray(_FIRST_LINE)
-        self._is_finished = False
-        self.count = 0
-
-    def add(self, element: object) -> None:
-        """Write an element."""
-        leaves: list[object] = []
-        payloads: list[bytes] = []
-        structure = _described(element, leaves, payloads)
-        self._buffer += json.dumps({"structure": structure, "leaves": leaves}).encode() + b"\n" + b"".join(payloads)
-        if len(self._buffer) >= _WRITTEN_AT_ONCE:
-            self._flush()
-        self.count += 1
-
-    def finish(self) -> None:
-        """Write the end marker, once. A file without it is incomplete."""
-        if not self._is_finished:
-            self._is_finished = True
-            self._buffer += json.dumps({"elements": self.count}).encode() + b"\n"
-            self._flush()
-
-    def _flush(self) -> None:
-        with memoryview(self._buffer) as buffer:
-            start = 0
-            while start < len(buffer):
-                start += os.write(self._descriptor, buffer[start:])
-        self._buffer = bytearray()
-
-
-def _described(value: object, leaves: list[object], payloads: list[bytes]) -> object:
-    """Return the structure of a value with numbered leaves, and append the leaves and their bytes to the lists."""
-    if isinstance(value, tuple):
-        return ["tuple", [_described(child, leaves, payloads) for child in value]]
-    if isinstance(value, dict):
-        return ["dict", [[key, _described(child, leaves, payloads)] for key, child in value.items()]]
-    if isinstance(value, (str, bytes)):
         kind, shape = "text" if isinstance(value, str) else "bytes", ()
-        payload = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+        payload = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)
     else:
-        array = np.asarray(value)
-        kind, shape, payload = _name(array.dtype), array.shape, array.tobytes()
+        array = np.asarray(as_numpy(value))
+        dtype = array.dtype
+        kind = dtype.name if dtype.kind == "V" else dtype.str
+        if dtype.hasobject or dtype.names is not None or dtype.itemsize == 0 or as_dtype(kind) != dtype:
+            raise TypeError(f"cache(filename) got an array of {dtype}; expected numbers or text, one kind in an array")
+        shape, payload = array.shape, array.tobytes()
     leaves.append([kind, shape, len(payload)])
     payloads.append(payload)
     return len(leaves) - 1
@@ -172,7 +150,13 @@ def read_elements(path: str) -> Iterator[object]:
             ) from error
 
 
-def _read(file: BinaryIO, head: dict[str, Any]) -> object:
+def decode(encoded: bytes) -> object:
+    """Return the element of :func:`encode`."""
+    file = io.BytesIO(encoded)
+    return _read(file, json.loads(file.readline()))
+
+
+def _read(file: IO[bytes], head: dict[str, Any]) -> object:
     leaves: list[object] = []
     for kind, shape, size in head["leaves"]:
         payload = file.read(size)

@@ -1,4 +1,4 @@
-"""Batches on their way to devices: a thread reads them into page-locked memory, and they are copied ahead of use.
+"""Copies of batches to devices, ahead of use. A thread reads batches into page-locked memory.
 
 The memory of a batch on the device is allocated on the caller's stream, when the previous batch is returned. The copy
 waits for earlier work on that stream, because CuPy may reuse memory of that work. So a copy overlaps with the work on
@@ -115,7 +115,7 @@ class _Transfer:
 
 
 class DeviceFeed(Iterator[list[object]]):
-    """The steps of a pass with each batch on the device of its replica, copied ahead of use.
+    """The steps of a pass with each batch on the device of its replica.
 
     Args:
         open_steps: Returns the steps, lists with a batch for each local replica. A thread calls it and reads them.
@@ -196,7 +196,7 @@ def on_place(place: Place, batch: object) -> object:
 
 
 def fetch_places(workers: InputWorkers, options: InputOptions | None) -> list[Place] | None:
-    """Return the devices of the local replicas' batches, or None if all batches stay on the host."""
+    """Return the devices of the local replicas' batches. None: all batches stay on the host."""
     if options is not None and options.experimental_fetch_to_device is False:
         return None
     places = [place_at(device) for device in workers.devices]

@@ -1,4 +1,4 @@
-"""Distribution of a dataset, of the datasets of a function, and of values of a function."""
+"""Distribution of datasets, datasets of functions, and values of functions."""
 
 from __future__ import annotations
 

@@ -245,8 +245,7 @@ class DistributedIterator(PassIterator[E_co]):
             self.close()
             raise StopIteration
         with workers.shared_errors("completing the batches of a step"):
-            complete: E_co = self._complete(step or [MISSING] * workers.num_local_replicas)
-            return complete
+            return self._complete(step or [MISSING] * workers.num_local_replicas)
 
     def _vote(self, step: list[object] | None) -> bool:
         """Return whether any rank has data. Learn the spec of its batches if a rank needs it."""
@@ -258,7 +257,7 @@ class DistributedIterator(PassIterator[E_co]):
             distribution.gather_spec()
         return bool(someone_has_data)
 
-    def _complete(self, step: list[object]) -> Any:
+    def _complete(self, step: list[Any]) -> E_co:
         workers = self._distribution.workers
         if any(part is MISSING for part in step):
             empty = empty_batch(self._distribution.spec)
@@ -267,7 +266,8 @@ class DistributedIterator(PassIterator[E_co]):
                 part if part is not MISSING else empty if places is None else on_place(places[i], empty)
                 for i, part in enumerate(step)
             ]
-        return regroup(step, workers.local_replica_ids, always_wrap=True) if workers.wrap else step[0]
+        element: E_co = step[0]
+        return regroup(step, workers.local_replica_ids, always_wrap=True) if workers.wrap else element
 
 
 def _require_same(remainder: Remainder, communicator: Communicator) -> None:

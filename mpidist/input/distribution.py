@@ -1,4 +1,4 @@
-"""Passes over a dataset: what the workers agree on, the position of an iterator, and how a pass is resumed."""
+"""Passes over a dataset: agreement of the workers, positions of iterators, and resumed passes."""
 
 from __future__ import annotations
 
@@ -122,17 +122,21 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _is_list(value: object, is_valid: Callable[[Any], bool]) -> bool:
+def _is_positive(value: object) -> bool:
+    return _is_count(value) and value != 0
+
+
+def _is_list(value: object, is_valid: Callable[[object], bool]) -> bool:
     return isinstance(value, list) and all(map(is_valid, value))
 
 
-_CHECKS: dict[str, Callable[[Any], bool]] = {
+_CHECKS: dict[str, Callable[[object], bool]] = {
     "pass_number": _is_count,
-    "replica_counts": lambda value: _is_list(value, lambda count: _is_count(count) and count > 0) and bool(value),
+    "replica_counts": lambda value: _is_list(value, _is_positive) and bool(value),
     "division": lambda value: isinstance(value, str),
     "pipelines": lambda value: _is_list(value, lambda text: isinstance(text, str)) and bool(value),
     "seeds": lambda value: _is_list(value, lambda seeds: _is_list(seeds, lambda seed: type(seed) is int and seed >= 0)),
-    "batch_size": lambda value: value is None or (_is_count(value) and value > 0),
+    "batch_size": lambda value: value is None or _is_positive(value),
     "own_orders": lambda value: isinstance(value, bool),
     "rows": _is_count,
     "steps": _is_count,
@@ -209,7 +213,7 @@ class ContinuedBatches(LocalBatches):
         self.seeds = [_seeds_for(batches, position) for batches in previous]
 
     def previous_steps(self, run: Pass, start: int) -> Iterator[list[object]]:
-        """Yield the elements of all replicas of the original workers in each step, without missing ones."""
+        """Yield the elements of all replicas of the original workers in each step."""
         runs = [replace(run, seeds=seeds) for seeds in self.seeds]
         first = self.position.steps + start
         steps = [batches.open(own, first) for batches, own in zip(self.previous, runs, strict=True)]
@@ -284,7 +288,7 @@ class Remainder:
         return Pass((self.position.pass_number,), seeds, readers)
 
     def previous_pipelines(self) -> tuple[str, ...]:
-        """Return the pipelines of the original workers, which must be equal on all workers that resume their pass."""
+        """Return the pipelines of the original workers. They must be equal on all workers."""
         previous = self.batches.previous if isinstance(self.batches, ContinuedBatches) else ()
         return tuple(f"{node}, {node.cardinality} elements" for batches in previous for node in batches.nodes)
 
@@ -374,7 +378,7 @@ class Distribution:
             self.learn_spec()
 
     def learn_spec(self) -> None:
-        """Read the spec of a local batch on a worker that has data, and send it to all workers (collective)."""
+        """Send the spec of a worker with data to all workers (collective)."""
         with self.workers.shared_errors("reading an element to learn its spec"):
             specs = self.batches.local_specs() if self.batches.steps else None
             self.spec = None if specs is None else with_rows(specs[0], None)

@@ -120,7 +120,7 @@ def as_element(value: object) -> object:
 
 
 def owned(value: T) -> T:
-    """Return a copy of a value from user code, because that code may modify its arrays and lists later.
+    """Return a copy of a value from user code, which may modify its arrays later.
 
     >>> kept = np.zeros(2)
     >>> owned({"x": kept})["x"] is kept

@@ -1,10 +1,10 @@
-"""Options of datasets and of their distribution, the workers that share the input, and contexts for user functions."""
+"""Options of datasets, the workers that share the input, and contexts for user functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,7 @@ class InputOptions:
             raise ValueError(f"experimental_per_replica_buffer_size is {size}; expected 1 or more")
 
 
+@dataclass(slots=True)
 class DistributeOptions:
     """The type of ``Options.experimental_distribute`` (tf.data.experimental.DistributeOptions).
 
@@ -86,15 +87,10 @@ class DistributeOptions:
         auto_shard_policy: An ``AutoShardPolicy``. None keeps the policy of the dataset.
     """
 
-    __slots__ = ("auto_shard_policy",)
-
-    def __init__(self) -> None:
-        self.auto_shard_policy: AutoShardPolicy | None = None
-
-    def __repr__(self) -> str:
-        return f"<DistributeOptions auto_shard_policy={self.auto_shard_policy!r}>"
+    auto_shard_policy: AutoShardPolicy | None = None
 
 
+@dataclass(slots=True)
 class Options:
     """Options for ``Dataset.with_options`` (tf.data.Options), those of TensorFlow's that mpidist uses.
 
@@ -104,16 +100,10 @@ class Options:
     >>> options = Options()
     >>> options.experimental_distribute.auto_shard_policy = AutoShardPolicy.DATA
     >>> options
-    <Options experimental_distribute=<DistributeOptions auto_shard_policy=<AutoShardPolicy.DATA: 2>>>
+    Options(experimental_distribute=DistributeOptions(auto_shard_policy=<AutoShardPolicy.DATA: 2>))
     """
 
-    __slots__ = ("experimental_distribute",)
-
-    def __init__(self) -> None:
-        self.experimental_distribute = DistributeOptions()
-
-    def __repr__(self) -> str:
-        return f"<Options experimental_distribute={self.experimental_distribute!r}>"
+    experimental_distribute: DistributeOptions = field(default_factory=DistributeOptions)
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class CutBatches(LocalBatches):
 
     @abstractmethod
     def parts(self, run: Pass, start: int, pieces: _Pieces[T]) -> Iterator[list[T]]:
-        """Yield the parts of each step after the first ``start``, fewer if there is no more data."""
+        """Yield the parts of each step after the first ``start``. The last step may have fewer."""
 
     def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
         """Yield the parts of each step."""
@@ -227,7 +227,7 @@ class RecutBatches(CutBatches):
 
 
 def _recut(batches: Iterator[T], sizes: Iterator[int], pieces: _Pieces[T], dropped: int) -> Iterator[T]:
-    """Yield the rows of all batches in parts of the given sizes, without the first ``dropped`` rows."""
+    """Yield all rows but the first ``dropped`` ones in parts of the given sizes."""
     batch: T | None = None
     start = length = 0
 
@@ -284,7 +284,7 @@ def batches_of_worker(node: GraphNode, options: DatasetOptions, workers: WorkerL
 
 
 class OwnBatches(LocalBatches):
-    """Batches of datasets that a function made, one for the worker or one for each replica. Replicas get whole batches.
+    """Whole batches of datasets that a function made, one for the worker or each replica.
 
     A single worker whose batches all have one shape drops a last step with too few batches.
     """
@@ -324,7 +324,7 @@ class OwnBatches(LocalBatches):
 
 
 def keeps_steps_whole(workers: WorkerLayout, nodes: Sequence[GraphNode]) -> bool:
-    """Return whether a step with too few batches is dropped, so that all batches have one shape."""
+    """Return whether incomplete steps are dropped, so that all batches have one shape."""
     return workers.num_workers == 1 and not any(node.dynamic for node in nodes)
 
 

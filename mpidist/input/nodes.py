@@ -1,4 +1,4 @@
-"""The graph of a dataset: the base class of its steps, and the sources whose rows are read by number.
+"""The base class of the steps of a dataset, and sources whose rows have numbers.
 
 A node yields row numbers of its ``table``, batches of row numbers, or elements. Steps keep row numbers as long as they
 can, so that a rank reads only the rows of its own replicas.
@@ -192,7 +192,7 @@ class GraphNode(ABC):
 
     def row(self, index: int) -> object:
         """Return row ``index``."""
-        raise NotImplementedError
+        return self.read_rows(range(index, index + 1), Pass())[0]
 
     def each(self, numbers: Iterable[int], run: Pass) -> Iterator[object]:
         """Yield the rows of ``numbers``."""
@@ -207,15 +207,15 @@ class GraphNode(ABC):
         return stack(self.read_rows(index, run))
 
     def each_step(self, steps: Iterable[list[RowIndex]], run: Pass) -> Iterator[list[Any]]:
-        """Yield a list of batches for each list of indices, with None for an empty index."""
+        """Yield a list of batches for each list of indices. An empty index becomes None."""
         return ([self.read(index, run) if len(index) else None for index in step] for step in steps)
 
     def caching(self) -> GraphNode | None:
-        """Return the table if it keeps its rows in memory anyway, or a copy of it that does. None: it does not."""
+        """Return the table that keeps its rows in memory, this one or a copy. None: it does not."""
         return None
 
     def is_cut_from_arrays(self) -> bool:
-        """Return whether a row is one of arrays with several axes, and therefore probably no batch."""
+        """Return whether a row is one of arrays with several axes, probably no batch."""
         return False
 
     def batch_spec(self, size: int | None) -> object:
@@ -285,7 +285,7 @@ class PassThrough(GraphNode):
 
 
 def combined(combine: Callable[[Sequence[int]], int], counts: Sequence[int]) -> int:
-    """Return ``combine`` of cardinalities, INFINITE if any of them is, or else UNKNOWN if any is.
+    """Return ``combine`` of cardinalities. INFINITE wins over UNKNOWN, and UNKNOWN over numbers.
 
     >>> combined(max, [3, -2, 5]), combined(sum, [3, 5])
     (-2, 8)

@@ -114,7 +114,8 @@ class Joined:
         if self._array is not None:
             return self._array[positions]
         if len(self._firsts) == 1:
-            return self._firsts[0] + self._steps[0] * positions
+            only: Numbers = self._firsts[0] + self._steps[0] * positions
+            return only
         chosen = np.searchsorted(self._starts, positions, "right") - 1
         found: Numbers = self._firsts[chosen] + self._steps[chosen] * (positions - self._starts[chosen])
         return found

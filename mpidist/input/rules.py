@@ -53,7 +53,7 @@ def local_rows(
 
 
 def choose_assignment(assignment: str | None, replica_counts: Sequence[int]) -> str:
-    """Return the assignment of parts: the user's, or TensorFlow's if all workers have as many replicas.
+    """Return the assignment of parts. The default is TensorFlow's, if all workers have as many replicas.
 
     >>> choose_assignment(None, (2, 1))
     'block'
@@ -163,7 +163,7 @@ def other_source(node: GraphNode) -> GraphNode | None:
 
 
 def own_elements(node: GraphNode, policy: AutoShardPolicy, workers: WorkerLayout) -> GraphNode:
-    """Return the pipeline of a worker: the graph with its files only, or with its numbers in hints."""
+    """Return the pipeline of a worker, with its files only or its numbers in hints."""
     if policy is AutoShardPolicy.HINT:
         return _fill_in_hints(node, workers)
     return _deal_files(node, workers) if policy is AutoShardPolicy.FILE and workers.num_workers > 1 else node
@@ -208,7 +208,7 @@ def _require_enough(node: GraphNode, count: int, workers: WorkerLayout) -> None:
 
 
 def dealt_files(node: GraphNode) -> Iterator[str]:
-    """Yield the paths that the pipeline of a worker reads, without those that differ between passes."""
+    """Yield the paths that a worker reads, without those that differ between passes."""
     if isinstance(node, Shard) and isinstance(node.source, FileNames):
         yield from node.source.paths[node.start :: node.step]
     elif isinstance(node, (Files, FileNames)):

@@ -89,7 +89,7 @@ def _nothing() -> None:
 
 
 def files_text(paths: Sequence[FilePath], without_folder: bool = False) -> str:
-    """Return a short text of the files and their order, maybe without the folder that they have in common."""
+    """Return a short text of the files and their order, maybe without the common folder."""
     names = [os.fsdecode(path) for path in paths]
     if without_folder:
         folders = {os.path.dirname(name) for name in names}
@@ -256,11 +256,13 @@ def files_node(paths: object, reader: Callable[..., Iterable[object]]) -> GraphN
     return Files(known, reader)
 
 
-def names_node(file_pattern: Any) -> FileNames:
+def names_node(file_pattern: object) -> FileNames:
     """Return the node of the files that match one or several patterns."""
-    several = isinstance(file_pattern, Iterable) and not isinstance(file_pattern, (str, bytes, os.PathLike))
+    patterns: Iterable[object] = [file_pattern]
+    if isinstance(file_pattern, Iterable) and not isinstance(file_pattern, (str, bytes, os.PathLike)):
+        patterns = file_pattern
     found: set[str] = set()
-    for pattern in file_pattern if several else [file_pattern]:
+    for pattern in patterns:
         if not isinstance(pattern, (str, os.PathLike)):
             raise TypeError(
                 f"file_pattern has {pattern!r} of type {type(pattern).__name__} in it; expected a pattern such as "

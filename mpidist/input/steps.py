@@ -51,10 +51,6 @@ class Mapped(GraphNode):
     def _call(self, element: object) -> object:
         return owned(call(self.fn, element))
 
-    def row(self, index: int) -> object:
-        """Return the result for row ``index``."""
-        return self._call(self.source.row(index))
-
     def each(self, numbers: Iterable[int], run: Pass) -> Iterator[object]:
         """Yield the result for each row."""
         return self._mapped(self.source.each(numbers, run), run)
@@ -87,7 +83,7 @@ def _without_size(sizes: set[int | None], leaf: ArraySpec) -> ArraySpec:
 
 @dataclass(eq=False, repr=False)
 class Filtered(GraphNode):
-    """The elements for which a function is true, or only those before the first false one."""
+    """The elements for which a function is true, or those before the first false."""
 
     keeps_batches = True
 
@@ -148,7 +144,7 @@ class Chosen(PassThrough):
     """Some of the elements in some order, maybe repeatedly."""
 
     def row_count(self) -> int:
-        """Return the number of rows of the chosen batches, UNKNOWN if it depends on which batches are chosen."""
+        """Return the number of rows of the chosen batches. UNKNOWN: it depends on the choice."""
         rows, size, count = self.source.row_count(), self.source.batch_size(), self.source.cardinality
         if self.cardinality < 0 or rows < 0 or not count:
             return self.cardinality if self.cardinality < 0 else UNKNOWN if self.cardinality else 0
@@ -327,7 +323,7 @@ def check_shuffle(node: GraphNode, buffer_size: int | None, block_size: int | No
 
 @dataclass(eq=False, repr=False)
 class Cached(PassThrough):
-    """The elements of the first pass, kept in memory: single rows when they are read, others after a whole pass.
+    """The elements of the first pass, in memory. Rows are kept when read, others after a pass.
 
     The source always yields its first pass. So a resumed pass, or another rank, gets the same elements.
     """
@@ -427,10 +423,6 @@ class Zipped(GraphNode):
     def _together(self, streams: Iterable[Iterable[object]]) -> Iterator[object]:
         return (self.build(list(parts)) for parts in zip(*streams, strict=False))
 
-    def row(self, index: int) -> object:
-        """Return row ``index`` of each input."""
-        return self.build([table.row(index) for table in self.inputs])
-
     def each(self, numbers: Iterable[int], run: Pass) -> Iterator[object]:
         """Yield the rows of all inputs together."""
         copies = itertools.tee(numbers, len(self.inputs))
@@ -488,7 +480,7 @@ class Concatenated(GraphNode):
         """Return the inputs that elements come from."""
         return self.inputs
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the items of each input in turn."""
         return itertools.chain.from_iterable(self.streams(run))
 
@@ -506,7 +498,7 @@ class Concatenated(GraphNode):
         return [self._checked(node, own, seen) for node, own in zip(self.inputs, runs, strict=True)]
 
     def _checked(self, node: GraphNode, run: Pass, seen: list[object]) -> Iterator[object]:
-        """Yield the elements of an input, and compare the first one with those of other inputs."""
+        """Yield the elements of an input. Compare the first one with those of other inputs."""
         elements = node.elements(run)
         for element in elements:
             seen.append(spec_of(element))
@@ -539,7 +531,7 @@ class Concatenated(GraphNode):
         return nest.map_structure(lambda leaf: leaf[order], join(batches))
 
     def _divided(self, index: RowIndex) -> list[tuple[GraphNode, Array, RowIndex]]:
-        """Return the inputs that have some of the rows, with positions in ``index`` and the input's row numbers."""
+        """Return inputs with some of the rows, positions in ``index`` and the input's numbers."""
         numbers = row_indices.as_array(index)
         owners = np.searchsorted(self.starts, numbers, "right") - 1
         divided: list[tuple[GraphNode, Array, RowIndex]] = []
@@ -597,7 +589,7 @@ class Sampled(Concatenated):
         """Return the inputs that may be drawn."""
         return [node for node, weight in zip(self.inputs, self.weights, strict=True) if weight > 0]
 
-    def items(self, run: Pass) -> Iterator[Any]:
+    def items(self, run: Pass) -> Iterator[object]:
         """Yield the items of all inputs in random order."""
         streams = self.streams(run)
         if self.form is not Form.ROWS:
@@ -668,7 +660,7 @@ class Interleaved(GraphNode):
         return self._in_threads(openers, run.readers.workers(self.calls))
 
     def _in_threads(self, openers: Iterator[Opener], threads: ThreadPoolExecutor) -> Iterator[object]:
-        """Read ahead one block of each open dataset, and the first block of the next ones, one for each thread."""
+        """Read ahead one block of each open dataset, and of one more for each thread."""
         readings = (_Reading(opener, self.block_length, threads).block for opener in openers)
         with ending(threads):
             yield from self._in_turn(taken_ahead(readings, self.calls))
@@ -721,7 +713,7 @@ class _Reading:
         self._block = self._threads.submit(self._values.extend, itertools.islice(self._elements, self._size))
 
     def block(self) -> Iterator[object]:
-        """Yield the block while the next one is read, then raise the error that came after it."""
+        """Yield the block while the next one is read, then raise its error."""
         error, values = self._block.exception(), self._values
         # Do not hold the error here, because its traceback holds this object.
         del self._block

@@ -197,7 +197,7 @@ class Readers:
 
 
 def checked_calls(num_parallel_calls: int | None) -> int:
-    """Return the number of calls at once: 1 for None, the number of cores for AUTOTUNE.
+    """Return the number of calls at once. None means 1, AUTOTUNE the number of cores.
 
     >>> checked_calls(None), checked_calls(3)
     (1, 3)
@@ -251,7 +251,7 @@ def taken_ahead(items: Iterable[T], count: int) -> Iterator[T]:
 
 
 def map_stream(fn: Callable[[T], S], items: Iterable[T], threads: ThreadPoolExecutor, calls: int) -> Iterator[S]:
-    """Yield ``fn`` of each item, with ``calls`` calls ahead of the caller, who takes the items. Ends ``threads``."""
+    """Yield ``fn`` of each item, with ``calls`` calls ahead. The caller's thread takes items. Ends ``threads``."""
     with ending(threads):
         for call in taken_ahead((threads.submit(fn, item) for item in items), calls):
             yield call.result()

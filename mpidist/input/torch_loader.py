@@ -1,4 +1,4 @@
-"""PyTorch's DataLoader as steps of a dataset: its sampler chooses rows, and its ``collate_fn`` makes batches of them.
+"""PyTorch's DataLoader as steps of a dataset. Its sampler chooses rows for its ``collate_fn``.
 
 Each pass fetches the rows of this rank with a new DataLoader, so that workers and page-locked memory are PyTorch's own.
 PyTorch is not imported here: a program with a DataLoader has imported it.
@@ -15,7 +15,7 @@ import threading
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import cache
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
@@ -121,7 +121,7 @@ def _sampler_of(loader: Loader) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
-def _has_length(value: Any) -> bool:
+def _has_length(value: Sized) -> bool:
     try:
         len(value)
     except (TypeError, NotImplementedError):  # a BatchSampler whose sampler has no length
@@ -192,7 +192,7 @@ class LoaderTable(RowSource):
         return next(self._elements(iter((list(row_indices.rows([index])),)), False))
 
     def each_step(self, steps: Iterable[list[RowIndex]], run: Pass) -> Iterator[list[Any]]:
-        """Yield the batches of each step, fetched by the workers of the loader, which read ahead."""
+        """Yield the batches of each step, which the workers of the loader read ahead."""
         source = iter(steps)
         keys: deque[list[int]] = deque()
         # The steps that workers have been asked for: which parts have rows, and whether a row was added.
@@ -271,7 +271,7 @@ class _Fetcher:
         self._latest_pass: object = None
 
     def elements(self, keys: Iterator[object] | None, in_workers: bool) -> Iterator[object]:
-        """Yield the elements of a pass, fetched in the user's worker processes if there are any."""
+        """Yield the elements of a pass, maybe fetched in the user's worker processes."""
         in_workers = in_workers and self._loader.num_workers > 0
         if in_workers and self._loader.persistent_workers:
             yield from self._by_persistent_workers(keys)
@@ -389,8 +389,8 @@ def structured(value: Any) -> Any:
 class _RandomState(NamedTuple):
     """How to read and set the state of a random source."""
 
-    read: Callable[[], Any]
-    write: Callable[[Any], object]
+    read: Callable[[], object]
+    write: Callable[..., object]
 
 
 def _state_of(value: Any) -> _RandomState | None:
@@ -488,7 +488,7 @@ class SamplerOrder:
     def _sources(self) -> list[_RandomState]:
         return [source for source in map(_state_of, self._generators) if source is not None]
 
-    def _states(self) -> list[Any]:
+    def _states(self) -> list[object]:
         return [source.read() for source in self._sources()]
 
     def __str__(self) -> str:
@@ -505,11 +505,11 @@ def _samplers(sampler: Any) -> Iterator[Any]:
             yield from _samplers(value)
 
 
-def _attributes(value: object) -> list[Any]:
+def _attributes(value: object) -> list[object]:
     return list(vars(value).values()) if hasattr(value, "__dict__") else []
 
 
-def row_numbers(keys: Sequence[Any], sampler: object) -> Numbers:
+def row_numbers(keys: Sequence[object], sampler: object) -> Numbers:
     """Convert the keys of a sampler to row numbers."""
     found = np.array(keys) if len(keys) else np.empty(0, np.int64)
     if found.ndim != 1 or found.dtype.kind not in "iu":

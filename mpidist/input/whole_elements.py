@@ -1,6 +1,6 @@
-"""Warning for elements of a plain dataset that reach ``run`` on several ranks, which then all do the same work.
+"""Warning for elements of a plain dataset that reach ``run`` on several ranks.
 
-Only the first element of a pass is compared, by identity, so that later steps cost nothing.
+All ranks then do the same work. Only the first element of a pass is compared, by identity, so that later steps cost nothing.
 """
 
 from __future__ import annotations

@@ -275,9 +275,9 @@ def test_options_in_tensorflows_form():
     expected = block.with_options(auto_shard_policy=AutoShardPolicy.OFF)._options
     assert block.with_options(options)._options == expected
     assert block.with_options(options).with_options(Options())._options == expected
-    with pytest.raises(TypeError, match=r"DATA.*expected Options, or with_options\(auto_shard_policy="):
+    with pytest.raises(TypeError, match=r"DATA.*Use Options, or with_options\(auto_shard_policy="):
         block.with_options(AutoShardPolicy.DATA)
-    with pytest.raises(ValueError, match="give one"):
+    with pytest.raises(ValueError, match="Pass only one"):
         block.with_options(options, auto_shard_policy=AutoShardPolicy.DATA)
     options.experimental_distribute.auto_shard_policy = "DATA"
     with pytest.raises(TypeError, match="expected AutoShardPolicy"):
