@@ -1,6 +1,7 @@
 """Warning for elements of a plain dataset that reach ``run`` on several ranks.
 
-All ranks then do the same work. Only the first element of a pass is compared, by identity, so that later steps cost nothing.
+All ranks then do the same work. Only the first element of a pass is compared, by identity, so that later steps cost
+nothing.
 """
 
 from __future__ import annotations

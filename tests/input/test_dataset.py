@@ -114,13 +114,6 @@ def test_zip_nests_and_ends_with_the_shortest():
     ]
 
 
-def test_features_and_labels_of_one_shuffled_dataset_stay_together():
-    shuffled = Dataset.range(50).shuffle(seed=3).repeat(2)
-    pairs = [(int(a), int(b)) for a, b in Dataset.zip(shuffled.map(lambda x: x * 2), shuffled)]
-    assert all(a == 2 * b for a, b in pairs)
-    assert len(pairs) == 100
-
-
 def test_zip_refuses_what_is_no_dataset_and_options_that_differ():
     with pytest.raises(TypeError, match="expected Dataset"):
         Dataset.zip((Dataset.range(2), [1, 2]))

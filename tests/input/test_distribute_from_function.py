@@ -148,11 +148,6 @@ def test_dataset_fn_must_return_a_dataset(returned):
         distribute_from_function(lambda _: returned, ONE, None)
 
 
-def test_dataset_fn_must_be_a_function():
-    with pytest.raises(TypeError, match="experimental_distribute_dataset"):
-        distribute_from_function(Dataset.range(3), ONE, None)
-
-
 def test_an_error_in_dataset_fn_reaches_all_workers():
     def dataset_fn(context):
         if context.input_pipeline_id == 1:

@@ -140,11 +140,6 @@ def test_a_reader_that_returns_nothing():
         list(Dataset.from_files(["a.txt"], lambda path: None))
 
 
-def test_repr_names_the_first_file():
-    assert repr(Dataset.from_files(["a.txt"], lines)) == "<Dataset from_files('a.txt', lines)>"
-    assert repr(Dataset.from_files(["a.txt", b"b"], lines)).startswith("<Dataset from_files('a.txt' and 1 more [")
-
-
 @pytest.mark.parametrize(
     ("compression_type", "compress"), [(None, bytes), ("", bytes), ("GZIP", gzip.compress), ("ZLIB", zlib.compress)]
 )

@@ -7,7 +7,6 @@ import mpidist
 from mpidist.core.errors import OutOfRangeError
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset
-from mpidist.input.distributed_dataset import DistributedIterator
 from mpidist.input.input_options import InputWorkers
 from mpidist.input.iteration import DatasetIterator, Optional
 from tests.input.worker_threads import lists, run_workers
@@ -36,13 +35,6 @@ def test_what_the_default_strategy_hands_out_iterates_like_a_distributed_dataset
         with pytest.raises(StopIteration):
             next(iterator)
     assert len(list(distributed)) == 3
-
-
-def test_both_iterators_have_the_same_methods():
-    def public(kind):
-        return {name for name in dir(kind) if not name.startswith("_")}
-
-    assert public(DatasetIterator) == public(DistributedIterator)
 
 
 @pytest.mark.parametrize("distributed", [False, True])

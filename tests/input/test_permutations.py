@@ -55,14 +55,6 @@ def test_an_order_without_an_array_looks_random():
     assert abs(np.mean(numbers[1:] > numbers[:-1]) - 0.5) < 0.01
 
 
-def test_seeds_put_a_row_anywhere():
-    count = 1000
-    orders = np.stack([order(np.arange(count), count, seed) for seed in range(2000)])
-    assert all(excess(np.histogram(orders[:, place], 20, (0, count))[0]) < 0 for place in (0, 1, 499, 999))
-    neighbours = np.mean(np.diff(orders) == 1) * count
-    assert 0.9 < neighbours < 1.1
-
-
 def test_many_rows_are_shuffled_in_little_memory():
     dataset = Dataset.range(10**9).shuffle(seed=1).batch(1000)
     assert len(dataset) == 10**6
@@ -113,8 +105,3 @@ def test_joined_blocks(blocks):
     places = np.arange(len(expected))[::-1]
     assert len(joined) == len(expected)
     assert np.array_equal(joined.at(places), expected[::-1])
-
-
-def test_contiguous_rows_stay_a_range():
-    assert list(row_indices.batch([range(10)], 4, False)) == [range(4), range(4, 8), range(8, 10)]
-    assert list(row_indices.cut([range(8)], 1, None, 2)) == [range(1, 8, 2)]

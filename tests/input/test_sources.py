@@ -144,11 +144,6 @@ def test_what_is_no_source(source, text):
         Dataset.from_source(source)
 
 
-def test_a_dataset_is_its_own_source():
-    dataset = Dataset.range(3)
-    assert Dataset.from_source(dataset) is dataset
-
-
 def test_a_list_in_a_sample_is_one_array_and_map_can_make_it_a_structure():
     samples = [[np.zeros(2), 1], [np.ones(2), 2]]
     with pytest.raises(ValueError, match=r"dataset.map\(tuple\)"):
