@@ -21,17 +21,11 @@ from mpidist.input.steps import Mapped, Prefetched
 
 @dataclass(eq=False, repr=False)
 class Batched(GraphNode):
-    """Groups of consecutive elements, stacked. Of rows only the numbers are grouped.
-
-    Args:
-        size: The size of a group.
-        drop_remainder: Drop a smaller last group.
-        padding: Pads the elements of a group to one shape. None: they have the same shape.
-    """
+    """Groups of consecutive elements, stacked. Of rows only the numbers are grouped."""
 
     size: int
     drop_remainder: bool
-    padding: Padding | None = None
+    padding: Padding | None = None  # pads the elements of a group to one shape
 
     def _set_up(self) -> None:
         count, size = self.cardinality, self.size
@@ -227,21 +221,13 @@ class Unbatched(GraphNode):
 
 @dataclass(eq=False, repr=False)
 class Windows(GraphNode):
-    """Windows: datasets of neighboring elements. Of a structure of arrays, a window is a structure of datasets.
-
-    Args:
-        size: Elements in a window.
-        shift: The distance in elements between the starts of two windows.
-        stride: The distance in elements between neighbors in a window.
-        drop_remainder: Drop incomplete windows at the end.
-        dataset_of: Makes a dataset of a node.
-    """
+    """Windows: datasets of neighboring elements. Of a structure of arrays, a window is a structure of datasets."""
 
     size: int
-    shift: int
-    stride: int
+    shift: int  # between the starts of two windows
+    stride: int  # between neighbors in a window
     drop_remainder: bool
-    dataset_of: Callable[[GraphNode], object]
+    dataset_of: Callable[[GraphNode], object]  # makes a dataset of a node
 
     def _set_up(self) -> None:
         self.span = (self.size - 1) * self.stride + 1

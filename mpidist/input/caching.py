@@ -27,12 +27,9 @@ class CachedFile(PassThrough):
     """Elements in a file that a complete pass writes. Their order is the same for every program.
 
     Seeds before it that the user did not choose are fixed, because any rank or program may have written the file.
-
-    Args:
-        filename: The beginning of the file's name.
     """
 
-    filename: str
+    filename: str  # the beginning of the file's name
 
     def _set_up(self) -> None:
         self.text = "cache(file)"

@@ -115,14 +115,7 @@ class _Transfer:
 
 
 class DeviceFeed(Iterator[list[object]]):
-    """The steps of a pass with each batch on the device of its replica.
-
-    Args:
-        open_steps: Returns the steps, lists with a batch for each local replica. A thread calls it and reads them.
-        places: The devices of the replicas.
-        size: Number of steps that are kept ready on the devices.
-        readers: The threads of the pass.
-    """
+    """The steps of a pass with each batch on the device of its replica. ``size`` steps are kept ready there."""
 
     def __init__(
         self, open_steps: Callable[[], Iterator[list[object]]], places: Sequence[Place], size: int, readers: Readers

@@ -28,7 +28,7 @@ from mpidist.input.local_batches import (
     padded,
     skip_rows,
 )
-from mpidist.input.nodes import INFINITE, UNKNOWN, GraphNode, Pass, Seed, array_samples, combined, described
+from mpidist.input.nodes import UNKNOWN, GraphNode, Pass, Seed, array_samples, combined, described
 from mpidist.input.steps import Mapped, Prefetched
 from mpidist.input.threads import Readers
 
@@ -205,14 +205,25 @@ def _seeds_for(batches: LocalBatches, position: Position) -> dict[Seed, tuple[in
 class ContinuedBatches(LocalBatches):
     """The remainder of a pass of other workers. Every worker reads the data of all of them, and uses its part."""
 
-    def __init__(self, workers: WorkerLayout, previous: Sequence[LocalBatches], position: Position, steps: int) -> None:
-        super().__init__(workers, previous[0].nodes, steps, previous[0].division)
+    def __init__(
+        self, workers: WorkerLayout, previous: Sequence[LocalBatches], position: Position, assignment: str
+    ) -> None:
+        steps = combined(max, [batches.steps for batches in previous])
         self.is_cut = previous[0].is_cut
+        self.is_beyond_end = self.is_cut and 0 <= steps < position.steps
+        if not self.is_cut:
+            self.elements_per_step = workers.num_replicas_in_sync
+            nodes = [node for batches in previous for node in batches.nodes]
+            self.whole_steps_only = keeps_steps_whole(workers, nodes)
+        if steps >= 0:
+            steps = steps - position.steps if self.is_cut else UNKNOWN
+        super().__init__(workers, previous[0].nodes, steps, previous[0].division)
         self.previous = previous
         self.position = position
+        self.assignment = assignment
         self.seeds = [_seeds_for(batches, position) for batches in previous]
 
-    def previous_steps(self, run: Pass, start: int) -> Iterator[list[object]]:
+    def _previous_steps(self, run: Pass, start: int) -> Iterator[list[object]]:
         """Yield the elements of all replicas of the original workers in each step."""
         runs = [replace(run, seeds=seeds) for seeds in self.seeds]
         first = self.position.steps + start
@@ -220,59 +231,33 @@ class ContinuedBatches(LocalBatches):
         for step in zip_longest(*steps, fillvalue=()):
             yield [part for parts in step for part in parts if part is not MISSING]
 
-
-class RejoinedBatches(ContinuedBatches):
-    """The rows of each original step, cut again by rule A."""
-
-    def __init__(
-        self, workers: WorkerLayout, previous: Sequence[LocalBatches], position: Position, assignment: str
-    ) -> None:
-        steps, taken = combined(max, [batches.steps for batches in previous]), position.steps
-        super().__init__(workers, previous, position, steps - taken if steps >= 0 else steps)
-        self.assignment = assignment
-        self.is_beyond_end = 0 <= steps < taken
-
     def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
-        """Yield the parts of each step."""
+        """Yield the rows of each original step, cut again by rule A, or the elements in turn."""
         layout = self.workers
-        for parts in self.previous_steps(run, start):
+        if not self.is_cut:
+            yield from self._in_turn(run, start)
+            return
+        for parts in self._previous_steps(run, start):
             filled = [part for part in parts if row_count(part)] or parts[:1]
             batch = filled[0] if len(filled) == 1 else join(filled)
             rows = rules.local_rows(row_count(batch), layout.replica_counts, layout.worker_id, self.assignment)
             yield [cut(batch, first, stop) for first, stop in rows]
 
-
-class RedealtElements(ContinuedBatches):
-    """The original elements, which all replicas take in turn."""
-
-    def __init__(self, workers: WorkerLayout, previous: Sequence[LocalBatches], position: Position) -> None:
-        steps = INFINITE if INFINITE in [batches.steps for batches in previous] else UNKNOWN
-        super().__init__(workers, previous, position, steps)
-        self.whole_steps_only = keeps_steps_whole(workers, [node for batches in previous for node in batches.nodes])
-        self.elements_per_step = workers.num_replicas_in_sync
-
-    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
-        """Yield the elements of the local replicas."""
+    def _in_turn(self, run: Pass, start: int) -> Iterator[list[object]]:
         count, ids = self.workers.num_replicas_in_sync, self.workers.local_replica_ids
         taken = self.position.elements + start * count
-        for step in grouped(islice(chain.from_iterable(self.previous_steps(run, 0)), taken, None), count):
+        for step in grouped(islice(chain.from_iterable(self._previous_steps(run, 0)), taken, None), count):
             if len(step) > ids[0] and (len(step) == count or not self.whole_steps_only):
                 yield padded(step, count)[ids[0] : ids[-1] + 1]
 
 
 @dataclass(frozen=True)
 class Remainder:
-    """The remainder of a pass.
+    """The remainder of a pass."""
 
-    Args:
-        batches: The batches that this worker reads.
-        start: Number of its steps that have been taken.
-        position: The position of the pass before the next step.
-    """
-
-    batches: LocalBatches
-    start: int
-    position: Position
+    batches: LocalBatches  # that this worker reads
+    start: int  # number of its steps that have been taken
+    position: Position  # before the next step
 
     def after(self, steps: int) -> Position:
         """Return the position after more steps."""
@@ -295,35 +280,21 @@ class Remainder:
 
 @dataclass(eq=False, repr=False)
 class Distribution:
-    """The common state of all passes over a dataset.
+    """The common state of all passes over a dataset."""
 
-    Args:
-        batches: The batches that this worker reads.
-        workers: The workers that share the input.
-        deal: Returns the batches of any worker, to resume a pass of other workers.
-        assignment: The assignment of the dataset's options.
-        strategy: The strategy of the replicas. None for a dataset of this process alone.
-        options: An InputOptions or None.
-
-    Attributes:
-        steps: Number of steps of a pass, INFINITE, or UNKNOWN if the workers vote in each step. Equal on all workers
-            after ``agree``.
-        spec: The spec of a local batch, None until it is known.
-        passes: Number of passes begun.
-        places: The devices of the local replicas' batches. None: they stay on the host.
-    """
-
-    batches: LocalBatches
+    batches: LocalBatches  # that this worker reads
     workers: InputWorkers
-    deal: Callable[[WorkerLayout], LocalBatches]
+    deal: Callable[[WorkerLayout], LocalBatches]  # returns the batches of any worker, to resume its pass
     assignment: str | None = None
-    strategy: StrategyLike | None = None
+    strategy: StrategyLike | None = None  # None for a dataset of this process alone
     options: InputOptions | None = None
-    spec: object = field(init=False, default=None)
-    passes: int = field(init=False, default=0)
+    spec: object = field(init=False, default=None)  # of a local batch, None until it is known
+    passes: int = field(init=False, default=0)  # begun
 
     def __post_init__(self) -> None:
+        # UNKNOWN: the workers vote in each step. Equal on all workers after agree().
         self.steps = self.batches.steps
+        # None: batches stay on the host.
         self.places = fetch_places(self.workers, self.options)
 
     @cached_property
@@ -334,9 +305,8 @@ class Distribution:
     def agree(self, same_everywhere: bool, own_orders: bool = False) -> None:
         """Let all workers agree on seeds, steps and spec (collective, at most two small exchanges).
 
-        Args:
-            same_everywhere: Raise MismatchError if the graphs differ.
-            own_orders: If they are equal, each worker reads all of it, in its own order.
+        ``same_everywhere``: raise MismatchError if the graphs differ. ``own_orders``: each worker reads all of a graph
+        that is the same everywhere, in its own order.
         """
         batches, workers = self.batches, self.workers
         mine = _pipelines_of(batches)
@@ -441,7 +411,7 @@ class Distribution:
         rest = remainder.batches
         steps = self.steps if rest is current else rest.steps
         rows = previous[0].nodes[0].row_count() if position.rows else -1
-        beyond = isinstance(rest, RejoinedBatches) and rest.is_beyond_end
+        beyond = isinstance(rest, ContinuedBatches) and rest.is_beyond_end
         if 0 <= steps < remainder.start or 0 <= rows < position.rows or beyond:
             raise ValueError(
                 f"the state is behind the end of this dataset: {position.rows} rows and {position.steps} steps have "
@@ -453,13 +423,11 @@ class Distribution:
         first, here = previous[0], self.batches.workers
         if first is self.batches and not position.rows:
             return Remainder(first, position.steps, position)
-        if not first.is_cut:
-            return Remainder(RedealtElements(here, previous, position), 0, position)
-        assignment = rules.choose_assignment(self.assignment, here.replica_counts)
+        assignment = rules.choose_assignment(self.assignment, here.replica_counts) if first.is_cut else ""
         if isinstance(first, DealtBatches):
             rest = DealtBatches(here, skip_rows(first.node, position.rows), assignment)
             return Remainder(rest, position.steps, position)
-        return Remainder(RejoinedBatches(here, previous, position, assignment), 0, position)
+        return Remainder(ContinuedBatches(here, previous, position, assignment), 0, position)
 
     def __str__(self) -> str:
         first, *more = self.batches.nodes

@@ -29,19 +29,12 @@ MISSING: Any = _Missing()
 class LocalBatches(ABC):
     """The steps of one worker: lists with an element, or MISSING, for each local replica.
 
-    Attributes:
-        workers: The workers that share the input, and the worker of these batches.
-        nodes: The pipelines as the user gave them.
-        steps: Number of steps with data, INFINITE or UNKNOWN.
-        division: A text of the division rule, which saved positions contain.
-        is_cut: Whether the parts of a step are rows of one global batch, not whole elements.
-        may_run_out: Whether a worker may have no data in a step in which others have some.
-        elements_per_step: Elements of ``Position`` that all workers take in a step. None: positions count steps.
+    ``nodes`` are the pipelines of the user. Saved positions contain ``division``, a text of the division rule.
     """
 
-    is_cut = True
-    may_run_out = True
-    elements_per_step: int | None = None
+    is_cut = True  # the parts of a step are rows of one global batch, not whole elements
+    may_run_out = True  # a worker may have no data in a step in which others have some
+    elements_per_step: int | None = None  # that all workers take in a step. None: positions count steps.
 
     def __init__(self, workers: WorkerLayout, nodes: Sequence[GraphNode], steps: int, division: str) -> None:
         self.workers = workers

@@ -48,17 +48,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Seed:
-    """The seed of the random choices of a step. Copies of the step share this object.
-
-    Args:
-        number: The seed.
-        given: Whether the user chose it. Ranks agree on other seeds.
-        is_renewed: Whether each pass has other choices.
-    """
+    """The seed of the random choices of a step. Copies of the step share this object."""
 
     number: int
-    given: bool = False
-    is_renewed: bool = True
+    given: bool = False  # the user chose it. Ranks agree on other seeds.
+    is_renewed: bool = True  # each pass has other choices
 
     @staticmethod
     def of(seed: int | None, is_renewed: bool) -> Seed:
@@ -81,16 +75,13 @@ class Seed:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over a dataset. It and the graph determine all random choices.
+    """One pass over a dataset. It and the graph determine all random choices."""
 
-    Args:
-        key: The number of the pass, then of the repetition in it, one for each ``repeat``.
-        seeds: The entropy that ranks have agreed on, for seeds that the user did not choose.
-        readers: The threads of the pass. None: no threads, because only an element is inspected.
-    """
-
+    # The number of the pass, then of the repetition in it, one for each repeat().
     key: tuple[int, ...] = (0,)
+    # The entropy that ranks have agreed on, for seeds that the user did not choose.
     seeds: Mapping[Seed, tuple[int, ...]] = field(default_factory=dict)
+    # The threads of the pass. None: no threads, because only an element is inspected.
     readers: Readers | None = field(default=None, compare=False)
 
     def repetition(self, number: int) -> Pass:
@@ -112,38 +103,24 @@ class Form(Enum):
 
 @dataclass(eq=False, repr=False)
 class GraphNode(ABC):
-    """One step of a dataset.
+    """One step of a dataset."""
 
-    Args:
-        inputs: The steps before it.
-
-    Attributes:
-        text: The call that made it, for messages, comparisons between ranks and saved positions.
-        cardinality: Number of elements in a pass, INFINITE or UNKNOWN.
-        form: The form of ``items``.
-        is_table: Whether it yields all its rows in order and can read any of them by number.
-        chosen_from: For other nodes with row numbers, the table to which these belong.
-        is_source: Whether it is a source of rows, or a zip of sources.
-        read_ahead: Number of elements that are read ahead if rows are read by number.
-        batched: Whether the elements went through ``batch``.
-        dynamic: Whether the first axis may differ between elements.
-        own_seed: The seed of this step's random choices.
-        keeps_batches: Whether all elements are elements of the inputs.
-    """
-
-    keeps_batches: ClassVar[bool] = False
+    keeps_batches: ClassVar[bool] = False  # all elements are elements of the inputs
 
     inputs: tuple[GraphNode, ...]
+    # The call that made it, for messages, comparisons between ranks and saved positions.
     text: str = field(init=False, default="")
-    cardinality: int = field(init=False, default=UNKNOWN)
-    form: Form = field(init=False, default=Form.ELEMENTS)
+    cardinality: int = field(init=False, default=UNKNOWN)  # elements in a pass
+    form: Form = field(init=False, default=Form.ELEMENTS)  # of items()
+    # It yields all its rows in order, and can read any of them by number.
     is_table: bool = field(init=False, default=False)
+    # Of other nodes with row numbers: the table to which these belong.
     chosen_from: GraphNode | None = field(init=False, default=None)
-    is_source: bool = field(init=False, default=False)
-    read_ahead: int = field(init=False, default=0)
-    batched: bool = field(init=False, default=False)
-    dynamic: bool = field(init=False, default=False)
-    own_seed: Seed | None = field(init=False, default=None)
+    is_source: bool = field(init=False, default=False)  # a source of rows, or a zip of sources
+    read_ahead: int = field(init=False, default=0)  # elements that are read ahead if rows are read by number
+    batched: bool = field(init=False, default=False)  # the elements went through batch()
+    dynamic: bool = field(init=False, default=False)  # the first axis may differ between elements
+    own_seed: Seed | None = field(init=False, default=None)  # of this step's random choices
 
     def __post_init__(self) -> None:
         self.batched = bool(self.inputs) and all(node.batched for node in self.inputs)
@@ -358,12 +335,7 @@ class StoredArray(Protocol):
 
 
 class ArrayRows(RowSource):
-    """A nest of arrays with a common first axis. A batch is one slice or one fancy index of each.
-
-    Args:
-        columns: NumPy arrays or arrays in files.
-        is_element: Whether the only row is one element of the user.
-    """
+    """A nest of arrays, in memory or in files, with a common first axis. If ``is_element``, its row is one element."""
 
     def __init__(self, columns: object, *, is_element: bool = False) -> None:
         leaves = nest.flatten(columns)
@@ -388,9 +360,9 @@ class ArrayRows(RowSource):
         sizes: dict[int, str] = {}
         for path, column in nest.flatten_with_path(columns):
             if not column.shape:
+                where = f" at {path}" if path else ""
                 raise ValueError(
-                    f"from_tensor_slices() got a value without axes{' at ' + path if path else ''}; expected "
-                    "arrays whose first axis is cut into elements. Pass a single element as np.array([value])"
+                    f"from_tensor_slices() got a value without axes{where}. Pass a single element as np.array([value])"
                 )
             sizes.setdefault(column.shape[0], path)
         if len(sizes) != 1:

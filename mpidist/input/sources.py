@@ -25,14 +25,7 @@ FilePath: TypeAlias = "Pattern | bytes"
 
 
 class StreamSource(GraphNode):
-    """The elements of an iterator.
-
-    Args:
-        make_iterable: Called once in each pass.
-        text: The call that made it.
-        signature: The nest of ArraySpec of every element, or None.
-        cardinality: Number of elements, INFINITE or UNKNOWN.
-    """
+    """The elements of the iterator that ``make_iterable`` returns in each pass."""
 
     def __init__(
         self, make_iterable: Callable[[], Iterable[object]], text: str, signature: object, cardinality: int = UNKNOWN

@@ -246,18 +246,11 @@ class Repeated(Chosen):
 
 @dataclass(eq=False, repr=False)
 class Shuffled(Chosen):
-    """The elements in random order, which the seed and the pass determine.
+    """The elements in random order, which the seed and the pass determine."""
 
-    Args:
-        buffer_size: The size of the buffer from which elements of a stream are drawn. None: all. With
-            ``block_size``, the number of rows that are mixed at a time.
-        seed: The seed of the order.
-        block_size: The number of consecutive rows that stay together until they are mixed.
-    """
-
-    buffer_size: int | None
+    buffer_size: int | None  # of a stream. With block_size: the number of rows that are mixed at a time.
     seed: Seed
-    block_size: int | None = None
+    block_size: int | None = None  # consecutive rows that stay together until they are mixed
 
     def _set_up(self) -> None:
         self.own_seed = self.seed
@@ -448,15 +441,11 @@ class Zipped(GraphNode):
 
 @dataclass(eq=False, repr=False)
 class Concatenated(GraphNode):
-    """The elements of one input after the other. It is also the table of other combinations.
-
-    Args:
-        step: The method of the dataset, for errors.
-    """
+    """The elements of one input after the other. It is also the table of other combinations."""
 
     keeps_batches: ClassVar[bool] = True
 
-    step: str = field(default="concatenate", kw_only=True)
+    step: str = field(default="concatenate", kw_only=True)  # the method of the dataset, for errors
 
     def _set_up(self) -> None:
         self.text = self.step
@@ -561,13 +550,7 @@ class Concatenated(GraphNode):
 
 @dataclass(eq=False, repr=False)
 class Sampled(Concatenated):
-    """A random choice among inputs for each element.
-
-    Args:
-        weights: The likelihood of each input.
-        seed: The seed of the draws.
-        stop: End when an input is drawn that has no more elements.
-    """
+    """A random choice among inputs for each element. If ``stop``, it ends when an empty input is drawn."""
 
     step: str = field(default="sample_from_datasets", kw_only=True)
     weights: Sequence[float]
@@ -626,20 +609,13 @@ class Interleaved(GraphNode):
 
     ``cycle_length`` datasets are open at a time. Each in turn yields ``block_length`` elements. The next dataset takes
     the position of one that ends, and starts when its turn comes again.
-
-    Args:
-        node_fn: Makes the node of a dataset from an element of the input.
-        cycle_length: Number of open datasets.
-        block_length: Number of elements in a turn.
-        seed: Replaces seeds in the datasets that the user did not choose, so that ranks agree.
-        calls: Number of threads that read them. 1: no threads.
     """
 
-    node_fn: Callable[..., GraphNode]
+    node_fn: Callable[..., GraphNode]  # makes a dataset from an element of the input
     cycle_length: int
     block_length: int
-    seed: Seed
-    calls: int = 1
+    seed: Seed  # replaces seeds in the datasets that the user did not choose, so that ranks agree
+    calls: int = 1  # threads that read the datasets. 1: no threads.
     _first: GraphNode | None = field(init=False, default=None)
 
     def _set_up(self) -> None:

@@ -15,10 +15,10 @@ import threading
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from functools import cache
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -386,48 +386,41 @@ def structured(value: Any) -> Any:
     return value
 
 
-class _RandomState(NamedTuple):
-    """How to read and set the state of a random source."""
-
-    read: Callable[[], object]
-    write: Callable[..., object]
+def _is_random_source(value: object) -> bool:
+    kinds = (sys.modules["torch"].Generator, np.random.Generator, np.random.RandomState, random.Random)
+    return isinstance(value, kinds)
 
 
-def _state_of(value: Any) -> _RandomState | None:
-    torch = sys.modules["torch"]
-    if isinstance(value, torch.Generator):
-        return _RandomState(
-            lambda: value.get_state().numpy().tobytes(),
-            lambda state: value.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8)),
-        )
-    if isinstance(value, np.random.RandomState):
-        return _RandomState(value.get_state, value.set_state)
-    if isinstance(value, random.Random):
-        return _RandomState(value.getstate, value.setstate)
-    if isinstance(value, np.random.Generator):
-        bits = value.bit_generator
-        return _RandomState(lambda: bits.state, lambda state: setattr(bits, "state", state))
-    return None
+def _get_state(source: Any) -> Any:
+    if isinstance(source, sys.modules["torch"].Generator):
+        return source.get_state().numpy().tobytes()
+    if isinstance(source, np.random.Generator):
+        return source.bit_generator.state
+    return source.getstate() if hasattr(source, "getstate") else source.get_state()
+
+
+def _set_state(source: Any, state: Any) -> None:
+    if isinstance(source, sys.modules["torch"].Generator):
+        source.set_state(sys.modules["torch"].frombuffer(bytearray(state), dtype=sys.modules["torch"].uint8))
+    elif isinstance(source, np.random.Generator):
+        source.bit_generator.state = state
+    else:
+        (source.setstate if hasattr(source, "setstate") else source.set_state)(state)
 
 
 @contextlib.contextmanager
 def _seeded_process(seed: int) -> Iterator[None]:
     """Seed the random sources of the process, and restore their states after the block."""
-    torch = sys.modules["torch"]
-    sources = (
-        _RandomState(torch.get_rng_state, torch.set_rng_state),
-        _RandomState(np.random.get_state, np.random.set_state),
-        _RandomState(random.getstate, random.setstate),
-    )
-    before = [source.read() for source in sources]
-    torch.default_generator.manual_seed(seed)
+    sources = (sys.modules["torch"].default_generator, np.random, random)
+    before = [_get_state(source) for source in sources]
+    sources[0].manual_seed(seed)
     np.random.seed(seed % (1 << 32))
     random.seed(seed)
     try:
         yield
     finally:
         for source, state in zip(sources, before, strict=True):
-            source.write(state)
+            _set_state(source, state)
 
 
 class SamplerOrder:
@@ -443,7 +436,7 @@ class SamplerOrder:
         self._loader_generator = loader.generator
         values = [loader.generator, *(value for each in self.samplers for value in _attributes(each))]
         # The objects, and not functions of them, because datasets are pickled.
-        self._generators = list({id(value): value for value in values if _state_of(value) is not None}.values())
+        self._generators = list({id(value): value for value in values if _is_random_source(value)}.values())
         self._first_states = self._states()
         self._next = (0, self._first_states)
         drawn = next_seed()
@@ -471,8 +464,8 @@ class SamplerOrder:
         if number < self._next[0]:
             self._next = (0, self._first_states)
         begun, states = self._next
-        for source, state in zip(self._sources(), states, strict=True):
-            source.write(state)
+        for generator, state in zip(self._generators, states, strict=True):
+            _set_state(generator, state)
         for _ in range(begun, number):
             self._drawn(0)
 
@@ -485,11 +478,8 @@ class SamplerOrder:
                 torch.empty((), dtype=torch.int64).random_(generator=self._loader_generator)
             return list(items)
 
-    def _sources(self) -> list[_RandomState]:
-        return [source for source in map(_state_of, self._generators) if source is not None]
-
     def _states(self) -> list[object]:
-        return [source.read() for source in self._sources()]
+        return list(map(_get_state, self._generators))
 
     def __str__(self) -> str:
         # Ranks and resumed programs whose generators begin with other states have other orders.
