@@ -48,7 +48,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "next of a dataset": (
         lambda s: next(s.experimental_distribute_dataset(mpidist.Dataset.range(6).batch(3))),
         TypeError,
-        r"distributed dataset, .*; call iter\(\) first",
+        r"distributed dataset. Call iter\(\) first",
     ),
 }
 
