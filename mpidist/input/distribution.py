@@ -179,7 +179,7 @@ def _last_batch_size(batches: LocalBatches) -> int | None:
 
 
 def _led_by(first: tuple[int, ...], own: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the seeds ``own`` with those of ``first`` in place of the first ones."""
+    """Return the seeds ``own``, replaced by the seeds ``first`` as far as there are any."""
     return first[: len(own)] + own[len(first) :]
 
 
@@ -399,8 +399,8 @@ class Distribution:
             division = previous[0].division
             if division != position.division:
                 raise ValueError(
-                    f"the state is that of a dataset of which each rank got {position.division}, and of this one it "
-                    f"would have got {division}. Use the same method of the strategy, and the same AutoShardPolicy"
+                    f"the state belongs to another division: each rank got {position.division}, and here it gets "
+                    f"{division}. Use the same method of the strategy, and the same AutoShardPolicy"
                 )
             if position.elements or not (same_layout or isinstance(previous[0], DealtBatches)):
                 previous = [self.deal(layout) for layout in layouts]
@@ -438,17 +438,17 @@ def _require_same_pipelines(position: Position, batches: LocalBatches) -> None:
     numbers = _pipeline_numbers(batches)
     if numbers[-1] >= len(position.pipelines) > 1:
         raise ValueError(
-            f"the state is that of {len(position.pipelines)} pipelines, and there are more of them now; expected the "
-            "same number from dataset_fn"
+            f"the state has {len(position.pipelines)} pipelines, and this dataset has more. Return the same number of "
+            "datasets from dataset_fn"
         )
     for node, number in zip(batches.nodes, numbers, strict=True):
         text, seeds = position.pipeline(number)
         found, shuffles = outline(node), len(_drawn_seeds(node))
         if found != text or shuffles != len(seeds):
             raise ValueError(
-                f"the state is that of another dataset, with {len(seeds)} shuffles without a seed:\n  {text}\nThis one "
-                f"has {shuffles}:\n  {found}\nUse the same steps over the same data. Only prefetch(), and the "
-                "size of a batch() that nothing but map() and prefetch() follows, may differ"
+                f"the state belongs to another dataset, with {len(seeds)} shuffles without a seed:\n  {text}\nThis "
+                f"dataset has {shuffles}:\n  {found}\nUse the same steps over the same data. Only prefetch(), "
+                "and the size of a batch() before map() and prefetch(), may differ"
             )
 
 
@@ -459,8 +459,7 @@ def _for_batch_size(position: Position, first: LocalBatches) -> Position:
         return position
     if not isinstance(first, DealtBatches) or old is None or new is None:
         raise ValueError(
-            f"the state is that of a dataset with batch({old}), and this one has batch({new}). Only "
-            "AutoShardPolicy.DATA can change the size in the middle of a pass. Keep "
-            f"batch({old}) until the pass ends"
+            f"the state belongs to a dataset with batch({old}), and this dataset has batch({new}). Only "
+            f"AutoShardPolicy.DATA can change the size during a pass. Keep batch({old}) until the pass ends"
         )
     return replace(position, rows=position.rows + position.steps * old, steps=0, batch_size=new)
