@@ -17,6 +17,7 @@ from mpidist.core import nest
 from mpidist.input import rules, sources
 from mpidist.input.batching import Batched, Padding, Unbatched, Windows
 from mpidist.input.caching import CachedFile
+from mpidist.input.combining import Concatenated, Interleaved, Sampled, Zipped
 from mpidist.input.distribution import Distribution
 from mpidist.input.elements import as_numpy, dataset_as_array, map_leaves
 from mpidist.input.input_options import (
@@ -32,18 +33,14 @@ from mpidist.input.local_batches import DealtBatches, batches_of_worker
 from mpidist.input.nodes import INFINITE, ArrayRows, GraphNode, RangeRows, Seed
 from mpidist.input.steps import (
     Cached,
-    Concatenated,
     Enumerated,
     Filtered,
-    Interleaved,
     Mapped,
     Prefetched,
     Repeated,
-    Sampled,
     Shard,
     ShardHint,
     Shuffled,
-    Zipped,
     check_shuffle,
     skip,
     take,

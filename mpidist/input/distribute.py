@@ -10,6 +10,7 @@ from typing import Any
 from mpidist.core import context
 from mpidist.core.context import StrategyLike
 from mpidist.input.batching import Batched
+from mpidist.input.combining import Interleaved
 from mpidist.input.dataset import Dataset, graph_and_options
 from mpidist.input.distributed_dataset import DistributedDataset
 from mpidist.input.distribution import Distribution
@@ -33,7 +34,6 @@ from mpidist.input.local_batches import (
 )
 from mpidist.input.nodes import Form, GraphNode
 from mpidist.input.rules import files_summary, idle_replicas, own_elements, policy_in_force
-from mpidist.input.steps import Interleaved
 from mpidist.input.torch_loader import check_shared, is_loader, unbatched_source
 from mpidist.values import regroup
 from mpidist.values.placement import place_at

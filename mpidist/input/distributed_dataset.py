@@ -201,7 +201,7 @@ class DistributedIterator(PassIterator[E_co]):
         """
         distribution, workers = self._distribution, self._distribution.workers
         batches = distribution.batches
-        self._check_call("restore()")
+        require_outside_replica_function(distribution.strategy, "restore() of a distributed iterator")
         with workers.shared_errors("resuming from the state of an iterator"):
             remainder = distribution.remainder(state)
         if workers.communicator is not None:
@@ -227,8 +227,9 @@ class DistributedIterator(PassIterator[E_co]):
         if self._feed is not None:
             self._feed.close()
 
-    def _check_call(self, method: str) -> None:
+    def _advance(self, method: str) -> E_co:
         require_outside_replica_function(self._distribution.strategy, f"{method} of a distributed iterator")
+        return super()._advance(method)
 
     def _read(self) -> E_co:
         workers = self._distribution.workers

@@ -91,9 +91,6 @@ class PassIterator(ABC, Generic[E_co]):
     def _read(self) -> E_co:
         """Return the next element, or raise StopIteration at the end of the pass."""
 
-    def _check_call(self, method: str) -> None:
-        """Raise ValueError if ``method`` must not be called here."""
-
     def _resume(self, remainder: Remainder) -> None:
         self.close()
         self._distribution.resume(remainder)
@@ -103,7 +100,6 @@ class PassIterator(ABC, Generic[E_co]):
         self._readers.close(wait)
 
     def _advance(self, method: str) -> E_co:
-        self._check_call(method)
         if self._failure is not None:
             # Its next element is lost.
             raise RuntimeError(

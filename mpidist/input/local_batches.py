@@ -10,11 +10,12 @@ from typing import Any, Generic
 
 from mpidist.input import row_indices, rules
 from mpidist.input.batching import Batched, last_batching
+from mpidist.input.combining import Zipped
 from mpidist.input.elements import as_element, cut, flatten_spec, join, require_array, row_count, unbatched, with_rows
 from mpidist.input.input_options import AutoShardPolicy, DatasetOptions, WorkerLayout
 from mpidist.input.nodes import INFINITE, Form, GraphNode, Pass, T, combined
 from mpidist.input.row_indices import RowIndex
-from mpidist.input.steps import Mapped, Prefetched, Zipped, skip
+from mpidist.input.steps import Mapped, Prefetched, skip
 
 
 class _Missing:

@@ -152,10 +152,7 @@ class GraphNode(ABC):
             return self.items(run)
         if self.form is Form.ROWS:
             return run.read_ahead(lambda: self.table.each(row_indices.rows(self.items(run)), run), self.read_ahead)
-        return run.read_ahead(lambda: self._each_batch(run), self.read_ahead)
-
-    def _each_batch(self, run: Pass) -> Iterator[object]:
-        return (batch for (batch,) in self.table.each_step(([index] for index in self.items(run)), run))
+        return run.read_ahead(lambda: self.table.each_batch(self.items(run), run), self.read_ahead)
 
     # Rows by number. These methods are called for tables only.
 
@@ -182,6 +179,10 @@ class GraphNode(ABC):
     def read(self, index: RowIndex, run: Pass) -> object:
         """Return the rows of ``index``, at least one, as one batch of new arrays."""
         return stack(self.read_rows(index, run))
+
+    def each_batch(self, indices: Iterable[RowIndex], run: Pass) -> Iterator[object]:
+        """Yield the batch of each index."""
+        return (self.read(index, run) for index in indices)
 
     def each_step(self, steps: Iterable[list[RowIndex]], run: Pass) -> Iterator[list[Any]]:
         """Yield a list of batches for each list of indices. An empty index becomes None."""

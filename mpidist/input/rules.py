@@ -15,10 +15,11 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
+from mpidist.input.combining import Interleaved
 from mpidist.input.input_options import AutoShardPolicy, WorkerLayout
 from mpidist.input.nodes import Form, GraphNode
 from mpidist.input.sources import FileNames, Files
-from mpidist.input.steps import Interleaved, Mapped, Prefetched, Repeated, Shard, ShardHint, Shuffled, Sliced
+from mpidist.input.steps import Mapped, Prefetched, Repeated, Shard, ShardHint, Shuffled, Sliced
 
 ASSIGNMENTS = ("tf", "block")
 _log = logging.getLogger("mpidist")

@@ -191,6 +191,10 @@ class LoaderTable(RowSource):
         """Return the rows as one batch, fetched in this process."""
         return next(self._elements(iter((list(row_indices.rows([index])),)), False))
 
+    def each_batch(self, indices: Iterable[RowIndex], run: Pass) -> Iterator[object]:
+        """Yield the batches, fetched by the workers of the loader."""
+        return self._elements((list(row_indices.rows([index])) for index in indices), True)
+
     def each_step(self, steps: Iterable[list[RowIndex]], run: Pass) -> Iterator[list[Any]]:
         """Yield the batches of each step, which the workers of the loader read ahead."""
         source = iter(steps)

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from mpidist.compat.v1_strategies import EvenBatches
 from mpidist.input import SHARD_HINT, Dataset
+from mpidist.input.combining import Concatenated
 from mpidist.input.nodes import Form, GraphNode
 from mpidist.input.sources import FileNames
-from mpidist.input.steps import Cached, Concatenated, Mapped, Prefetched, Shuffled, Sliced
+from mpidist.input.steps import Cached, Mapped, Prefetched, Shuffled, Sliced
 from tests.input.policy_helpers import (
     read,
     stream,
@@ -56,7 +57,8 @@ def test_every_step_goes_on_alike_after_the_same_inputs(tmp_path):
     def subclasses(kind):
         return {kind}.union(*map(subclasses, kind.__subclasses__()))
 
-    modules = ("mpidist.input.steps", "mpidist.input.batching", "mpidist.input.caching", "mpidist.compat.v1_strategies")
+    modules = [f"mpidist.input.{name}" for name in ("steps", "combining", "batching", "caching")]
+    modules.append("mpidist.compat.v1_strategies")
     steps = {kind for kind in subclasses(GraphNode) if kind.__module__ in modules and not inspect.isabstract(kind)}
     assert {kind for kind, _ in seen} >= steps
     for kind in (Mapped, Shuffled, Sliced, Prefetched, Cached, Concatenated):
