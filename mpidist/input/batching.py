@@ -83,12 +83,7 @@ def last_batching(node: GraphNode) -> Batched | None:
 
 @dataclass(frozen=True, eq=False)
 class Padding:
-    """The common shapes and the padding values of ``Dataset.padded_batch``.
-
-    >>> Padding(None, -1).stack([[1, 2], [3]])
-    array([[ 1,  2],
-           [ 3, -1]])
-    """
+    """The common shapes and the padding values of ``Dataset.padded_batch``."""
 
     shapes: object
     values: object

@@ -164,11 +164,7 @@ def distribute_from_function(
 
 
 def share_of(dataset: Dataset[E_co], num_workers: int, worker_id: int) -> Dataset[E_co]:
-    """Return the share of a worker that takes whole batches at its own pace.
-
-    >>> [batch.tolist() for batch in share_of(Dataset.range(5).batch(2), 2, 0)]
-    [[0, 1], [4]]
-    """
+    """Return the share of a worker that takes whole batches at its own pace."""
     node, options = graph_and_options(dataset)
     policy = policy_in_force(node, options.auto_shard_policy, num_workers)
     if policy is AutoShardPolicy.DATA:

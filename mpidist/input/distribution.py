@@ -232,7 +232,7 @@ class ContinuedBatches(LocalBatches):
             yield [part for parts in step for part in parts if part is not MISSING]
 
     def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
-        """Yield the rows of each original step, cut again by rule A, or the elements in turn."""
+        """Yield the rows of each original step by rule A, or the elements in turn."""
         layout = self.workers
         if not self.is_cut:
             yield from self._in_turn(run, start)

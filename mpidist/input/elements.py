@@ -79,11 +79,7 @@ class Hidden(Generic[T]):
 
 
 def map_leaves(fn: Callable[[Any], object], value: Any, leaf: type = np.ndarray) -> Any:
-    """Apply ``fn`` to the leaves of a nest. Lists and values of type ``leaf`` are leaves.
-
-    >>> map_leaves(len, {"a": [1, 2], "b": ("xyz",)})
-    {'a': 2, 'b': (3,)}
-    """
+    """Apply ``fn`` to the leaves of a nest. Lists and values of type ``leaf`` are leaves."""
     if isinstance(value, (np.ndarray, leaf)):
         return fn(value)
     if isinstance(value, Mapping):
@@ -120,12 +116,7 @@ def as_element(value: object) -> object:
 
 
 def owned(value: T) -> T:
-    """Return a copy of a value from user code, which may modify its arrays later.
-
-    >>> kept = np.zeros(2)
-    >>> owned({"x": kept})["x"] is kept
-    False
-    """
+    """Return a copy of a value from user code, which may modify its arrays later."""
     copied: T = map_leaves(_owned_leaf, value)
     return copied
 
@@ -160,12 +151,7 @@ def stopped(source: str) -> RuntimeError:
 
 
 def stack(elements: Sequence[object]) -> object:
-    """Stack at least one element along a new first axis.
-
-    >>> stack([(1, [1.0, 2.0]), (2, [3.0, 4.0])])
-    (array([1, 2]), array([[1., 2.],
-           [3., 4.]]))
-    """
+    """Stack at least one element along a new first axis."""
     converted = [as_element(element) for element in elements]
     first = converted[0]
     if not nest.is_nest(first):
@@ -192,11 +178,7 @@ def _stack_leaves(path: str, leaves: Sequence[object]) -> Array:
 
 
 def row_count(batch: object) -> int:
-    """Return the size of the first axis, which all leaves of ``batch`` must share.
-
-    >>> row_count((np.zeros((4, 2)), np.zeros(4)))
-    4
-    """
+    """Return the size of the first axis, which all leaves of ``batch`` must share."""
     sizes: dict[int, str] = {}
     for path, leaf in nest.flatten_with_path(batch):
         shape = np.shape(leaf)
@@ -220,11 +202,7 @@ def cut(batch: T, start: int, stop: int) -> T:
 
 
 def join(batches: Sequence[T]) -> T:
-    """Return one batch with the rows of several batches, in new arrays.
-
-    >>> join([(np.arange(2),), (np.arange(1),)])
-    (array([0, 1, 0]),)
-    """
+    """Return one batch with the rows of several batches, in new arrays."""
     joined: T = nest.map_structure(_join_leaves, *batches)
     return joined
 
@@ -281,11 +259,7 @@ def _kind(value: object) -> str:
 
 
 def spec_of(element: object) -> object:
-    """Return the nest of ArraySpec of an element, with all sizes known.
-
-    >>> spec_of({"x": np.zeros((2, 3)), "y": 1})["x"].shape
-    (2, 3)
-    """
+    """Return the nest of ArraySpec of an element, with all sizes known."""
     return nest.map_structure(_leaf_spec, as_element(element))
 
 
@@ -356,11 +330,7 @@ def common_spec(specs: Sequence[object], step: str) -> object:
 
 
 def conform(element: object, signature: object) -> object:
-    """Convert an element to new arrays of the dtypes of ``signature``, and check their shapes.
-
-    >>> conform([1, 2], ArraySpec((None,), np.dtype("float32")))
-    array([1., 2.], dtype=float32)
-    """
+    """Convert an element to new arrays of the dtypes of ``signature``, and check their shapes."""
 
     def check(leaf: object, expected: Hidden[ArraySpec]) -> Array:
         converted = np.array(leaf, expected.value.dtype)
@@ -378,11 +348,7 @@ def conform(element: object, signature: object) -> object:
 
 
 def empty_batch(spec: object) -> object:
-    """Return a batch without rows. Unknown sizes of other axes become 0.
-
-    >>> empty_batch(ArraySpec((None, 3), np.dtype("float32"))).shape
-    (0, 3)
-    """
+    """Return a batch without rows. Unknown sizes of other axes become 0."""
 
     def build(leaf: ArraySpec) -> object:
         if not leaf.shape:

@@ -130,9 +130,6 @@ class WorkerLayout:
         num_workers: Number of workers, W.
         worker_id: The number of one worker, 0 ... W - 1.
         replica_counts: Local replicas of every worker.
-
-    >>> WorkerLayout(2, 1, (1, 2)).local_replica_ids
-    (1, 2)
     """
 
     num_workers: int

@@ -342,12 +342,7 @@ def skip_elements(node: GraphNode, count: int) -> GraphNode:
 
 
 def skip_rows(node: GraphNode, count: int) -> GraphNode:
-    """Return the graph whose ``last_batching`` begins after ``count`` rows.
-
-    >>> from mpidist.input import Dataset
-    >>> print(skip_rows(Dataset.range(10).batch(4).map(len)._node, 3))
-    range(0, 10).skip(3).batch(4).map
-    """
+    """Return the graph whose ``last_batching`` begins after ``count`` rows."""
     if count == 0:
         return node
     skip_input = skip_elements if isinstance(node, Batched) else skip_rows

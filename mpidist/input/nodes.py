@@ -184,7 +184,7 @@ class GraphNode(ABC):
         """Yield the batch of each index."""
         return (self.read(index, run) for index in indices)
 
-    def each_step(self, steps: Iterable[list[RowIndex]], run: Pass) -> Iterator[list[Any]]:
+    def each_step(self, steps: Iterable[list[RowIndex]], run: Pass) -> Iterator[list[object]]:
         """Yield a list of batches for each list of indices. An empty index becomes None."""
         return ([self.read(index, run) if len(index) else None for index in step] for step in steps)
 
@@ -263,20 +263,12 @@ class PassThrough(GraphNode):
 
 
 def combined(combine: Callable[[Sequence[int]], int], counts: Sequence[int]) -> int:
-    """Return ``combine`` of cardinalities. INFINITE wins over UNKNOWN, and UNKNOWN over numbers.
-
-    >>> combined(max, [3, -2, 5]), combined(sum, [3, 5])
-    (-2, 8)
-    """
+    """Return ``combine`` of cardinalities. INFINITE wins over UNKNOWN, and UNKNOWN over numbers."""
     return next((special for special in (INFINITE, UNKNOWN) if special in counts), None) or combine(counts)
 
 
 def described(text: str, inputs: Sequence[str]) -> str:
-    """Return the text of a step with the texts of its inputs.
-
-    >>> described("map", ["range(3)"]), described("zip", ["a", "b"])
-    ('range(3).map', 'zip(a, b)')
-    """
+    """Return the text of a step with the texts of its inputs."""
     if len(inputs) == 1:
         return f"{inputs[0]}.{text}"
     return f"{text}({', '.join(inputs)})" if inputs else text

@@ -26,11 +26,7 @@ def as_array(index: RowIndex) -> Numbers:
 
 
 def concatenate(blocks: Sequence[RowIndex]) -> RowIndex:
-    """Return one block with the rows of all. A single range stays a range.
-
-    >>> concatenate([range(2), range(5, 7)])
-    array([0, 1, 5, 6])
-    """
+    """Return one block with the rows of all. A single range stays a range."""
     if len(blocks) == 1:
         return blocks[0]
     return np.concatenate([as_array(block) for block in blocks]) if blocks else range(0)
@@ -91,11 +87,7 @@ def batch(blocks: Iterable[RowIndex], size: int, drop_remainder: bool) -> Iterat
 
 
 class Joined:
-    """Consecutive blocks as one sequence. Ranges take no memory.
-
-    >>> Joined([range(10, 20, 2), range(3)]).at(np.array([6, 1]))
-    array([ 1, 12])
-    """
+    """Consecutive blocks as one sequence. Ranges take no memory."""
 
     def __init__(self, blocks: Sequence[RowIndex]) -> None:
         if not all(isinstance(block, range) for block in blocks):
@@ -122,12 +114,7 @@ class Joined:
 
 
 def permuted(numbers: Numbers, count: int, keys: NDArray[np.uint64]) -> Numbers:
-    """Apply a random permutation of 0 ... count - 1 to ``numbers``. The pairs of ``keys`` define it.
-
-    >>> keys = np.random.default_rng(0).integers(0, 1 << 64, (8, 2), np.uint64)
-    >>> sorted(permuted(np.arange(5), 5, keys).tolist())
-    [0, 1, 2, 3, 4]
-    """
+    """Apply a random permutation of 0 ... count - 1 to ``numbers``. The pairs of ``keys`` define it."""
     # A Feistel network (Luby and Rackoff 1988) over the next power of two, whose rounds hash by multiply-add-shift
     # (Dietzfelbinger 1996). Results of `count` and more are encrypted again until they fit (cycle walking: Black and
     # Rogaway 2002). Saved positions depend on this order.
@@ -155,11 +142,7 @@ def permuted(numbers: Numbers, count: int, keys: NDArray[np.uint64]) -> Numbers:
 
 
 def random_order(count: int, generator: np.random.Generator) -> Iterator[Numbers]:
-    """Yield the numbers 0 ... count - 1 in random order, in pieces.
-
-    >>> sorted(int(x) for piece in random_order(4, np.random.default_rng(0)) for x in piece)
-    [0, 1, 2, 3]
-    """
+    """Yield the numbers 0 ... count - 1 in random order, in pieces."""
     if count <= LARGEST_ARRAY:
         yield generator.permutation(count)
         return

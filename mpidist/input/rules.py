@@ -54,11 +54,7 @@ def local_rows(
 
 
 def choose_assignment(assignment: str | None, replica_counts: Sequence[int]) -> str:
-    """Return the assignment of parts. The default is TensorFlow's, if all workers have as many replicas.
-
-    >>> choose_assignment(None, (2, 1))
-    'block'
-    """
+    """Return the assignment of parts. The default is TensorFlow's, if all workers have as many replicas."""
     if assignment not in (None, *ASSIGNMENTS):
         raise ValueError(f"assignment is {assignment!r}; expected 'tf', 'block' or None")
     equal = len(set(replica_counts)) == 1
@@ -71,11 +67,7 @@ def choose_assignment(assignment: str | None, replica_counts: Sequence[int]) -> 
 
 
 def idle_replicas(batch_size: int, num_replicas: int) -> int:
-    """Return the number of replicas without a row of a global batch (rule A).
-
-    >>> idle_replicas(4, 3), idle_replicas(5, 3)
-    (1, 0)
-    """
+    """Return the number of replicas without a row of a global batch (rule A)."""
     size = -(-batch_size // num_replicas)
     return num_replicas - -(-batch_size // size)
 
@@ -104,11 +96,7 @@ def sub_batch_sizes(batch_size: int, replica_counts: Sequence[int], worker_id: i
 
 
 def count_sub_batches(rows: int, sizes: Sequence[int]) -> int:
-    """Return the number of sub-batches in ``rows`` rows, for a cycle of sizes.
-
-    >>> count_sub_batches(10, [2, 2]), count_sub_batches(9, [2, 1, 2, 2])
-    (5, 5)
-    """
+    """Return the number of sub-batches in ``rows`` rows, for a cycle of sizes."""
     if rows == 0:
         return 0
     cycles, before = divmod(rows - 1, sum(sizes))  # the position of the last row. Sizes of 0 after it do not count.

@@ -101,9 +101,6 @@ class ReadAhead(Iterator[T], Generic[T]):
 
     The thread starts with the first ``next``. It ends with the elements, an error, :meth:`close`, or with this object.
     ``next`` raises an error with the traceback of the thread.
-
-    >>> list(ReadAhead(lambda: iter("abc"), 2))
-    ['a', 'b', 'c']
     """
 
     def __init__(self, open_source: Callable[[], Iterator[T]], size: int) -> None:
@@ -197,11 +194,7 @@ class Readers:
 
 
 def checked_calls(num_parallel_calls: int | None) -> int:
-    """Return the number of calls at once. None means 1, AUTOTUNE the number of cores.
-
-    >>> checked_calls(None), checked_calls(3)
-    (1, 3)
-    """
+    """Return the number of calls at once. None means 1, AUTOTUNE the number of cores."""
     if num_parallel_calls is None:
         return 1
     calls = operator.index(num_parallel_calls)

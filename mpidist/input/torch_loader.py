@@ -195,7 +195,7 @@ class LoaderTable(RowSource):
         """Yield the batches, fetched by the workers of the loader."""
         return self._elements((list(row_indices.rows([index])) for index in indices), True)
 
-    def each_step(self, steps: Iterable[list[RowIndex]], run: Pass) -> Iterator[list[Any]]:
+    def each_step(self, steps: Iterable[list[RowIndex]], run: Pass) -> Iterator[list[object]]:
         """Yield the batches of each step, which the workers of the loader read ahead."""
         source = iter(steps)
         keys: deque[list[int]] = deque()
@@ -395,7 +395,7 @@ def _is_random_source(value: object) -> bool:
     return isinstance(value, kinds)
 
 
-def _get_state(source: Any) -> Any:
+def _get_state(source: Any) -> object:
     if isinstance(source, sys.modules["torch"].Generator):
         return source.get_state().numpy().tobytes()
     if isinstance(source, np.random.Generator):
