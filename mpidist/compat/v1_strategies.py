@@ -15,8 +15,8 @@ from mpidist.input.batching import last_batching
 from mpidist.input.dataset import graph_and_options
 from mpidist.input.distributed_dataset import DistributedDataset, DistributedIterator
 from mpidist.input.elements import as_element, row_count
-from mpidist.input.graph import INFINITE, Form, Pass, PassThrough
 from mpidist.input.iteration import Optional
+from mpidist.input.nodes import INFINITE, Form, Pass, PassThrough
 from mpidist.input.sources import StreamSource
 from mpidist.strategies.base import Strategy, Value
 from mpidist.strategies.central_storage import CentralStorageStrategy
@@ -148,7 +148,7 @@ class EvenBatches(PassThrough):
         super().__post_init__()
         self.text = f"shared_by({self.replicas})"
         if self.form is Form.ROWS:  # an element is a batch: its rows are counted once it is read
-            self.form, self.table, self.read_ahead = Form.ELEMENTS, None, 0
+            self.form, self.chosen_from, self.read_ahead = Form.ELEMENTS, None, 0
 
     def items(self, run: Pass) -> Iterator[object]:
         """Yield the batches.

@@ -3,9 +3,17 @@
 from mpidist.input.dataset import Dataset, TextLineDataset
 from mpidist.input.distribute import distribute_dataset, distribute_from_function, distribute_values
 from mpidist.input.distributed_dataset import DistributedDataset, DistributedIterator
-from mpidist.input.element_spec import ArraySpec, DatasetSpec, PerReplicaSpec
-from mpidist.input.input_options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode, Options
-from mpidist.input.input_workers import InputContext, InputWorkers, ValueContext
+from mpidist.input.elements import ArraySpec, DatasetSpec, PerReplicaSpec
+from mpidist.input.input_options import (
+    SHARD_HINT,
+    AutoShardPolicy,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+    InputWorkers,
+    Options,
+    ValueContext,
+)
 from mpidist.input.iteration import DatasetIterator, Optional
 from mpidist.input.threads import AUTOTUNE
 

@@ -1,4 +1,4 @@
-"""Steps that stack elements and cut them up again: batch, padded_batch, unbatch, window."""
+"""Steps that stack and cut elements: batch, padded_batch, unbatch and window."""
 
 from __future__ import annotations
 
@@ -14,35 +14,27 @@ import numpy as np
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.core import nest
 from mpidist.input import row_indices
-from mpidist.input.element_spec import ArraySpec, DatasetSpec, batched, map_spec
-from mpidist.input.elements import Hidden, as_element, map_leaves, stack
-from mpidist.input.graph import Form, GraphNode, Pass, TableRows
+from mpidist.input.elements import ArraySpec, DatasetSpec, Hidden, as_element, batched, map_leaves, map_spec, stack
+from mpidist.input.nodes import Form, GraphNode, Pass, SequenceRows
 from mpidist.input.steps import Mapped, Prefetched
-from mpidist.input.tables import SequenceTable
 
 
 @dataclass(eq=False, repr=False)
 class Batched(GraphNode):
-    """Groups of consecutive elements, stacked; of rows only the numbers are grouped.
-
-    Args:
-        size: The size of a group.
-        drop_remainder: Leave out a last group that is smaller.
-        padding: Brings the elements of a group to one shape, for which all of them must be read; None: they have one.
-    """
+    """Groups of consecutive elements, stacked. Of rows only the numbers are grouped."""
 
     size: int
     drop_remainder: bool
-    padding: Padding | None = None
+    padding: Padding | None = None  # pads the elements of a group to one shape
 
     def _set_up(self) -> None:
         count, size = self.cardinality, self.size
         if count >= 0:
             self.cardinality = count // size if self.drop_remainder else -(-count // size)
-        self.text = self.text_of_size(self.size)
+        self.text = self.text_of_size(size)
         if self.source.form is Form.ROWS and self.padding is None:
-            self.form, self.table = Form.BATCHES, self.source.table
-            self.read_ahead = -(-self.source.read_ahead // self.size)
+            self.form, self.chosen_from = Form.BATCHES, self.source.table
+            self.read_ahead = -(-self.source.read_ahead // size)
         self.batched = True
         self.dynamic = not self.drop_remainder
 
@@ -66,7 +58,7 @@ class Batched(GraphNode):
         """Return the spec of the input with the batch axis in front."""
         size = self.size if self.drop_remainder else None
         if self.form is Form.BATCHES:
-            return self.row_table().batch_spec(size)
+            return self.table.batch_spec(size)
         spec = self.source.spec()
         if spec is not None and self.padding is not None:
             spec = self.padding.spec(spec)
@@ -77,16 +69,13 @@ class Batched(GraphNode):
         return self.size
 
     def row_count(self) -> int:
-        """Return the number of rows of the input, without those of a dropped batch."""
+        """Return the number of rows of the input, without a dropped batch."""
         count = self.source.cardinality
         return self.cardinality * self.size if self.drop_remainder and count >= 0 else count
 
 
 def last_batching(node: GraphNode) -> Batched | None:
-    """Return the ``batch`` that makes the elements of the graph, or None.
-
-    None where another step may choose among the batches.
-    """
+    """Return the ``batch`` that makes the elements of a graph. None if another step may choose among them."""
     while isinstance(node, (Mapped, Prefetched)):
         node = node.source
     return node if isinstance(node, Batched) else None
@@ -94,17 +83,7 @@ def last_batching(node: GraphNode) -> Batched | None:
 
 @dataclass(frozen=True, eq=False)
 class Padding:
-    """The padding of elements: their common shape, and the values behind their own.
-
-    Args:
-        shapes: The shape of each array, a tuple or list; None or -1 in it for the longest one of the batch. None: that
-            on all axes.
-        values: The padding of each array, or one number or text for all. None: 0, or an empty text.
-
-    >>> Padding(None, -1).stack([[1, 2], [3]])
-    array([[ 1,  2],
-           [ 3, -1]])
-    """
+    """The common shapes and the padding values of ``Dataset.padded_batch``."""
 
     shapes: object
     values: object
@@ -113,13 +92,7 @@ class Padding:
         return f"padded_shapes={self.shapes!r}, padding_values={self.values!r}"
 
     def stack(self, elements: Sequence[object]) -> object:
-        """Return one element whose leaves are those of ``elements``, padded and stacked.
-
-        Raises:
-            TypeError: A value that the dtype does not hold.
-            ValueError: Different structures or numbers of axes; an array larger than its shape; shapes or values of
-                another structure.
-        """
+        """Pad and stack elements."""
         converted = [as_element(element) for element in elements]
         shapes, values = self._for_leaves(converted[0])
         return nest.map_structure(
@@ -128,37 +101,34 @@ class Padding:
         )
 
     def spec(self, spec: object) -> object:
-        """Return the spec of a batch of elements of ``spec``. Sizes that are not given are unknown."""
+        """Return the spec of padded elements."""
         leaves = map_spec(Hidden, spec)
         shapes, _ = self._for_leaves(leaves)
 
         def pad(leaf: Hidden[ArraySpec], shape: Hidden[list[int] | None]) -> ArraySpec:
             sizes = shape.value or [-1] * len(leaf.value.shape)
-            return ArraySpec(tuple(None if size == -1 else size for size in sizes), leaf.value.dtype, leaf.value.name)
+            return leaf.value._replace(shape=tuple(None if size == -1 else size for size in sizes))
 
         return nest.map_structure(pad, leaves, shapes)
 
     def _for_leaves(self, element: object) -> tuple[object, object]:
-        """Return nests of shapes and of values, both in the structure of ``element``.
-
-        None stands in the places for which nothing was given.
-        """
-        nothing = nest.map_structure(lambda _: Hidden(None), element)
-        shapes = nothing if self.shapes is None else _below(element, self.shapes, "padded_shapes")
+        """Return shapes and values in the structure of ``element``, with None for defaults."""
+        shapes = _below(element, self.shapes, "padded_shapes", is_nest=self.shapes is not None)
         shapes = nest.map_structure(lambda given: Hidden(_checked_shape(given.value)), shapes)
-        if isinstance(self.values, (tuple, Mapping)):
-            return shapes, _below(element, self.values, "padding_values")
-        return shapes, nest.map_structure(lambda _: Hidden(self.values), element)
+        is_nest = isinstance(self.values, (tuple, Mapping))
+        return shapes, _below(element, self.values, "padding_values", is_nest)
 
 
-def _below(structure: Any, given: object, name: str) -> object:
-    """Return a nest like ``structure`` whose leaves are the parts of ``given``."""
+def _below(structure: Any, given: object, name: str, is_nest: bool) -> object:
+    """Return a nest like ``structure``. Its leaves are parts of ``given``, or all are ``given``."""
+    if not is_nest:
+        return nest.map_structure(lambda _: Hidden(given), structure)
     if not nest.is_nest(structure):
         return Hidden(given)
     if isinstance(structure, dict) and isinstance(given, Mapping) and set(given) == set(structure):
-        return {key: _below(child, given[key], name) for key, child in structure.items()}
+        return {key: _below(child, given[key], name, is_nest) for key, child in structure.items()}
     if isinstance(structure, tuple) and isinstance(given, (tuple, list)) and len(given) == len(structure):
-        children: list[Any] = [_below(child, part, name) for child, part in zip(structure, given, strict=True)]
+        children: list[Any] = [_below(child, part, name, is_nest) for child, part in zip(structure, given, strict=True)]
         return type(structure)(*children) if hasattr(structure, "_fields") else tuple(children)
     raise ValueError(
         f"{name} has {given!r} for elements of {nest.describe(structure)}; expected one for each array, in the same "
@@ -187,7 +157,7 @@ def _padded(arrays: list[Array], shape: list[int] | None, value: object) -> Arra
     if any(most > size for most, size in zip(longest, target, strict=True)):
         raise ValueError(
             f"an element of a padded batch has sizes up to {longest}, and padded_shapes is {shape}; expected no larger "
-            "ones: give None for the longest of each batch, or cut them before"
+            "sizes. Pass None for the longest of each batch, or cut the elements before"
         )
     dtype = np.result_type(*{array.dtype for array in arrays})
     fill = _fill(value, dtype)
@@ -203,70 +173,56 @@ def _fill(value: object, dtype: DType) -> object:
     given = np.asarray(value)
     with np.errstate(all="ignore"):
         fill = given.astype(dtype) if given.dtype.kind in "biufc" and dtype.kind in "biufc" else given
-    same = fill == given or (fill != fill and given != given)  # NaN is unlike itself
+    same = fill == given or (fill != fill and given != given)  # NaN is unequal to itself
     if given.ndim or (fill.dtype.kind in "US") != (dtype.kind in "US") or not same:
         raise TypeError(f"padding_values has {value!r} for an array of {dtype}; expected a value of that dtype")
     return fill[()]
 
 
 class Unbatched(GraphNode):
-    """The rows of each element one by one."""
+    """The rows of each element."""
 
     def _set_up(self) -> None:
         self.text = "unbatch()"
         self.cardinality = self.source.row_count()
         self.batched = False
-        # Nothing is known of the axis that is the first one now.
+        # The next axis, now the first one, may have any size.
         self.dynamic = True
 
     def items(self, run: Pass) -> Iterator[object]:
         """Yield the rows of each element."""
         for element in map(as_element, self.source.elements(run)):
-            for row in range(_rows_of(element)):
+            shapes = [np.shape(leaf) for leaf in nest.flatten(element)]
+            sizes = {shape[:1] for shape in shapes}
+            if len(sizes) != 1 or () in sizes:
+                raise ValueError(
+                    f"unbatch() got an element of arrays of the shapes {', '.join(map(str, shapes))}; expected a first "
+                    "axis of the same size in all of them, as batch() makes it"
+                )
+            for row in range(shapes[0][0]):
                 yield nest.map_structure(itemgetter(row), element)
 
     def spec(self) -> object:
         """Return the spec of the input without its first axis."""
+
+        def without_rows(leaf: ArraySpec) -> ArraySpec:
+            if not leaf.shape:
+                raise ValueError(f"unbatch() got single values of {leaf.dtype}; expected batches")
+            return leaf._replace(shape=leaf.shape[1:])
+
         spec = self.source.spec()
-        return None if spec is None else map_spec(_without_rows, spec)
-
-
-def _rows_of(element: object) -> int:
-    sizes = {np.shape(leaf)[:1] for leaf in nest.flatten(element)}
-    if len(sizes) != 1 or () in sizes:
-        shapes = ", ".join(str(np.shape(leaf)) for leaf in nest.flatten(element))
-        raise ValueError(
-            f"unbatch() got an element of arrays of the shapes {shapes}; expected a first axis of the same size in all "
-            "of them, as batch() makes it"
-        )
-    return int(sizes.pop()[0])
-
-
-def _without_rows(leaf: ArraySpec) -> ArraySpec:
-    if not leaf.shape:
-        raise ValueError(f"unbatch() got single values of {leaf.dtype}; expected batches, whose first axis is cut")
-    return ArraySpec(leaf.shape[1:], leaf.dtype, leaf.name)
+        return None if spec is None else map_spec(without_rows, spec)
 
 
 @dataclass(eq=False, repr=False)
 class Windows(GraphNode):
-    """Windows: datasets of neighbouring elements.
-
-    Of a structure of arrays, a window is the structure of a dataset for each array.
-
-    Args:
-        size: Elements in a window.
-        shift: The distance in elements from a window's beginning to the next.
-        stride: The distance in elements between neighbours in a window.
-        drop_remainder: Leave out windows that the end cuts off.
-        dataset_of: Makes a dataset of a node.
-    """
+    """Windows: datasets of neighboring elements. Of a structure of arrays, a window is a structure of datasets."""
 
     size: int
-    shift: int
-    stride: int
+    shift: int  # between the starts of two windows
+    stride: int  # between neighbors in a window
     drop_remainder: bool
-    dataset_of: Callable[[GraphNode], object]
+    dataset_of: Callable[[GraphNode], object]  # makes a dataset of a node
 
     def _set_up(self) -> None:
         self.span = (self.size - 1) * self.stride + 1
@@ -279,7 +235,7 @@ class Windows(GraphNode):
         self.dynamic = True
 
     def items(self, run: Pass) -> Iterator[object]:
-        """Yield the windows. Only the elements that the next windows need are held."""
+        """Yield the windows. Only the elements that the next windows need are in memory."""
         elements = self.source.elements(run)
         held: deque[object] = deque()
         while True:
@@ -293,7 +249,7 @@ class Windows(GraphNode):
                 pass
 
     def _window(self, *leaves: object) -> object:
-        return self.dataset_of(TableRows(SequenceTable(list(leaves))))
+        return self.dataset_of(SequenceRows(list(leaves)))
 
     def spec(self) -> object:
         """Return the spec of the windows."""

@@ -1,263 +1,156 @@
-"""Elements that are kept in memory or in a file for all later passes.
-
-They do not depend on the pass that computes them: the source is always gone through as in its first pass of all. So a
-pass that goes on elsewhere, with nothing kept yet, gets the same elements, and so does every rank.
-
-A file has a line of JSON for each element, and the bytes of its arrays; nothing in it is ever carried out.
-"""
+"""``cache(filename)``: elements in a file. Each has a line of JSON and the bytes of its arrays. No code is executed."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 
-from mpidist.arrays.dtypes import DType, as_dtype
+from mpidist.arrays.dtypes import as_dtype
 from mpidist.core.files import open_regular, replacing
-from mpidist.input.elements import as_element, as_numpy, owned
-from mpidist.input.graph import Form, Pass, PassThrough, Seed, array_samples
+from mpidist.input.elements import as_element, as_numpy
+from mpidist.input.nodes import Form, Pass, PassThrough, Seed, array_samples
 
 _WRITTEN_AT_ONCE = 1 << 20
 _FIRST_LINE = b'{"format": "mpidist elements", "version": 1}\n'
 
 
 @dataclass(eq=False, repr=False)
-class Cached(PassThrough):
-    """Elements in the order of the first pass, kept in memory.
-
-    Of rows and batches of rows each row is read once. Other elements are kept when one pass over the input has come to
-    its end, and computed again until then.
-    """
-
-    # The seeds of all steps before, and the elements that come of them.
-    kept: tuple[list[tuple[int, ...]], list[object]] | None = field(init=False, default=None)
-
-    def _set_up(self) -> None:
-        self.text = "cache()"
-        self.table = None if self.table is None else self.table.cached()
-
-    def items(self, run: Pass) -> Iterator[object]:
-        """Yield the items of the first pass."""
-        if self.form is not Form.ELEMENTS:
-            return self.source.items(run.first())
-        seeds = [seed.entropy(run) for seed in self.source.seeds()]
-        if self.kept is not None and self.kept[0] == seeds:
-            return map(owned, self.kept[1])
-        return self._keeping(run, seeds)
-
-    def _keeping(self, run: Pass, seeds: list[tuple[int, ...]]) -> Iterator[object]:
-        kept: list[object] = []
-        for element in self.source.elements(run.first()):
-            kept.append(owned(element))
-            if len(kept) == self.cardinality:  # whoever knows that does not ask for one more
-                self.kept = (seeds, kept)
-            yield element
-        self.kept = (seeds, kept)
-
-    def __getstate__(self) -> dict[str, object]:
-        # Datasets travel to workers, which keep the elements that they read themselves.
-        return {**self.__dict__, "kept": None}
-
-
-@dataclass(eq=False, repr=False)
 class CachedFile(PassThrough):
-    """Elements in one order for every program, kept in a file.
+    """Elements in a file that a complete pass writes. Their order is the same for every program.
 
-    The file is written when a pass has come to its end. Shuffles before it that were given no seed have a fixed one, so
-    that the file is right whoever has written it: any rank, any program.
-
-    Args:
-        filename: The beginning of the file's name; the rest tells graphs apart.
+    Seeds before it that the user did not choose are fixed, because any rank or program may have written the file.
     """
 
-    filename: str
+    filename: str  # the beginning of the file's name
 
     def _set_up(self) -> None:
         self.text = "cache(file)"
-        self.form, self.table, self.read_ahead = Form.ELEMENTS, None, 0
+        self.form, self.chosen_from, self.read_ahead = Form.ELEMENTS, None, 0
 
     def path(self) -> str:
-        """Return the name of the file."""
+        """Return the name of the file, which differs between graphs."""
         samples = ",".join(map(str, array_samples(self.source)))
         return f"{self.filename}.{sha256(f'{self.source} {samples}'.encode()).hexdigest()[:16]}"
 
     def items(self, run: Pass) -> Iterator[object]:
-        """Yield the elements of the file.
-
-        While the file is being written, yield those of the input.
-        """
+        """Yield the elements of the file, or write it and yield those of the input."""
         path = self.path()
         if os.path.lexists(path):
             return read_elements(path)
         drawn = dict.fromkeys(seed for seed in self.source.seeds() if not seed.given)
-        seeds = {seed: (number,) for number, seed in enumerate(drawn)}
-        return self._keeping(path, replace(run.first(), seeds=seeds))
+        return self._writing(path, replace(run, key=(0,), seeds={seed: (number,) for number, seed in enumerate(drawn)}))
 
-    def _keeping(self, path: str, run: Pass) -> Iterator[object]:
+    def _writing(self, path: str, run: Pass) -> Iterator[object]:
         with ExitStack() as whole:
-            # Several ranks may do this at once, with the same result.
-            writer = ElementWriter(whole.enter_context(replacing(path)))
-            for element in map(storable, self.source.elements(run)):
-                writer.add(element)
-                if writer.count == self.cardinality:  # whoever knows that does not ask for one more
-                    writer.finish()
+            # Several ranks may do this at once, with the same result. Not a file object: if it outlived the descriptor,
+            # it could flush into another file with the same number.
+            descriptor = whole.enter_context(replacing(path))
+            count, is_last = 0, False
+            buffer = bytearray(_FIRST_LINE)
+            for element in map(as_element, self.source.elements(run)):
+                encoded = encode(element)
+                buffer += encoded
+                count += 1
+                is_last = count == self.cardinality  # the caller may know that too, and not ask for another one
+                if is_last:
+                    buffer += _end(count)
+                if is_last or len(buffer) >= _WRITTEN_AT_ONCE:
+                    buffer = _write(descriptor, buffer)
+                if is_last:
                     whole.close()
-                yield element
-            if not writer.is_finished:
-                writer.finish()
+                yield decode(encoded)
+            if not is_last:
+                _write(descriptor, buffer + _end(count))
 
     def seeds(self) -> Iterator[Seed]:
-        """Yield no seed: the order does not depend on the seeds of a program."""
+        """Yield no seed, because the order does not depend on the seeds of a program."""
         return iter(())
 
 
-def storable(element: object) -> object:
-    """Return ``element`` in the form in which a file keeps it.
-
-    Numbers and arrays are NumPy's; texts and bytes stay as they are.
-
-    Raises:
-        TypeError: Something in it is neither, or it has other structure than tuples and dicts with texts or whole
-            numbers as keys.
-
-    >>> storable((1, "a", [1.0]))
-    (np.int64(1), 'a', array([1.]))
-    """
-    return _storable(as_element(element))
+def _end(count: int) -> bytes:
+    return json.dumps({"elements": count}).encode() + b"\n"
 
 
-def _storable(value: object) -> object:
+def _write(descriptor: int, buffer: bytearray) -> bytearray:
+    """Write the buffer, and return an empty one."""
+    with memoryview(buffer) as view:
+        start = 0
+        while start < len(view):
+            start += os.write(descriptor, view[start:])
+    return bytearray()
+
+
+def encode(element: object) -> bytes:
+    """Return an element as a line of JSON and the bytes of its leaves."""
+    leaves: list[object] = []
+    payloads: list[bytes] = []
+    structure = _described(element, leaves, payloads)
+    return json.dumps({"structure": structure, "leaves": leaves}).encode() + b"\n" + b"".join(payloads)
+
+
+def _described(value: Any, leaves: list[object], payloads: list[bytes]) -> object:
+    """Return the structure of a value with numbered leaves. Append the leaves and their bytes to the lists."""
     if type(value) is tuple:
-        return tuple(map(_storable, value))
+        return ["tuple", [_described(child, leaves, payloads) for child in value]]
     if isinstance(value, Mapping):
         if not all(type(key) in (str, int) for key in value):
-            raise TypeError(f"cache(filename) got a dict with the keys {list(value)}; expected texts or whole numbers")
-        return {key: _storable(child) for key, child in value.items()}
+            raise TypeError(f"cache(filename) got a dict with the keys {list(value)}; expected text or whole numbers")
+        return ["dict", [[key, _described(child, leaves, payloads)] for key, child in value.items()]]
     if isinstance(value, tuple) or hasattr(type(value), "__attrs_attrs__"):
         raise TypeError(
-            f"cache(filename) got a {type(value).__name__}; a file keeps tuples and dicts: make it one by map(...) "
-            "before, or keep elements in memory, by cache()"
+            f"cache(filename) got a {type(value).__name__}. A file keeps tuples and dicts. Convert it with map(...) "
+            "before, or keep elements in memory with cache()"
         )
     if isinstance(value, (str, bytes)):
-        return str(value) if isinstance(value, str) else bytes(value)
-    array = np.asarray(as_numpy(value))
-    if _named(array.dtype) != array.dtype:
-        raise TypeError(f"cache(filename) got an array of {array.dtype}; expected numbers or texts, one kind an array")
-    return array[()]
-
-
-def _name(dtype: DType) -> str:
-    return str(dtype.name if dtype.kind == "V" else dtype.str)
-
-
-def _named(dtype: DType) -> DType | None:
-    """Return the dtype that a file reads from the name of ``dtype``, or None.
-
-    None for Python objects and structures.
-    """
-    if dtype.hasobject or dtype.names is not None or dtype.itemsize == 0:
-        return None
-    return as_dtype(_name(dtype))
-
-
-class ElementWriter:
-    """Writer of elements that :func:`storable` returned.
-
-    Args:
-        descriptor: The descriptor of a new file.
-
-    Attributes:
-        count: The number of elements written.
-        is_finished: Whether the end has been written.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        # No file object: one that outlives the descriptor writes its buffer into the file that has its number then.
-        self._descriptor = descriptor
-        self._held = bytearray(_FIRST_LINE)
-        self.count = 0
-        self.is_finished = False
-
-    def add(self, element: object) -> None:
-        """Write an element."""
-        leaves: list[object] = []
-        payloads: list[bytes] = []
-        structure = _described(element, leaves, payloads)
-        head = {"structure": structure, "leaves": leaves}
-        self._held += json.dumps(head).encode() + b"\n"
-        self._held += b"".join(payloads)
-        if len(self._held) >= _WRITTEN_AT_ONCE:
-            self._write_held()
-        self.count += 1
-
-    def finish(self) -> None:
-        """Write the end marker, without which a file is incomplete."""
-        self._held += json.dumps({"elements": self.count}).encode() + b"\n"
-        self._write_held()
-        self.is_finished = True
-
-    def _write_held(self) -> None:
-        with memoryview(self._held) as held:
-            start = 0
-            while start < len(held):
-                start += os.write(self._descriptor, held[start:])
-        self._held = bytearray()
-
-
-def _described(value: object, leaves: list[object], payloads: list[bytes]) -> object:
-    """Return the structure of ``value`` with its leaves numbered.
-
-    The leaves and their bytes are appended to the two lists.
-    """
-    if isinstance(value, tuple):
-        return ["tuple", [_described(child, leaves, payloads) for child in value]]
-    if isinstance(value, dict):
-        return ["dict", [[key, _described(child, leaves, payloads)] for key, child in value.items()]]
-    if isinstance(value, (str, bytes)):
-        payload = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
-        leaves.append(["text" if isinstance(value, str) else "bytes", [], len(payload)])
+        kind, shape = "text" if isinstance(value, str) else "bytes", ()
+        payload = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)
     else:
-        array = np.asarray(value)
-        payload = array.tobytes()
-        leaves.append([_name(array.dtype), array.shape, len(payload)])
+        array = np.asarray(as_numpy(value))
+        dtype = array.dtype
+        kind = dtype.name if dtype.kind == "V" else dtype.str
+        if dtype.hasobject or dtype.names is not None or dtype.itemsize == 0 or as_dtype(kind) != dtype:
+            raise TypeError(f"cache(filename) got an array of {dtype}; expected numbers or text, one kind in an array")
+        shape, payload = array.shape, array.tobytes()
+    leaves.append([kind, shape, len(payload)])
     payloads.append(payload)
     return len(leaves) - 1
 
 
 def read_elements(path: str) -> Iterator[object]:
-    """Yield the elements of a file as new arrays.
-
-    Raises:
-        ValueError: It is not such a file, or damaged.
-    """
+    """Yield the elements of a file as new arrays."""
     with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
         try:
             if file.readline() != _FIRST_LINE:
-                raise ValueError("it does not begin as one")
+                raise ValueError("its first line is unknown")
             count = 0
-            while True:
-                head = json.loads(file.readline())
-                if "elements" in head:
-                    break
+            while "elements" not in (head := json.loads(file.readline())):
                 yield _read(file, head)
                 count += 1
             if head["elements"] != count or file.read(1):
                 raise ValueError(f"{count} elements were found, and {head['elements']} have been written")
         except (ValueError, TypeError, KeyError, IndexError) as error:
             raise ValueError(
-                f"{path} is no whole file of elements, as cache(filename) writes it ({error}); remove it, and it is "
-                "written again"
+                f"{path} is no complete file of elements, as cache(filename) writes it ({error}). Remove it to write "
+                "it again"
             ) from error
 
 
-def _read(file: BinaryIO, head: dict[str, Any]) -> object:
-    leaves = []
+def decode(encoded: bytes) -> object:
+    """Return the element of :func:`encode`."""
+    file = io.BytesIO(encoded)
+    return _read(file, json.loads(file.readline()))
+
+
+def _read(file: IO[bytes], head: dict[str, Any]) -> object:
+    leaves: list[object] = []
     for kind, shape, size in head["leaves"]:
         payload = file.read(size)
         if len(payload) != size:

@@ -6,7 +6,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic, NoReturn, TypeVar, overload
 
 import numpy as np
@@ -14,22 +14,41 @@ from numpy.typing import DTypeLike
 
 from mpidist.arrays.dtypes import DType, as_dtype
 from mpidist.core import nest
-from mpidist.input import dealing, sources
+from mpidist.input import rules, sources
 from mpidist.input.batching import Batched, Padding, Unbatched, Windows
-from mpidist.input.caching import Cached, CachedFile
-from mpidist.input.choosing import Repeated, Shard, ShardHint, Shuffled, Skip, Take, check_shuffle
-from mpidist.input.derived_tables import ZippedTable
+from mpidist.input.caching import CachedFile
+from mpidist.input.combining import Concatenated, Interleaved, Sampled, Zipped
 from mpidist.input.distribution import Distribution
 from mpidist.input.elements import as_numpy, dataset_as_array, map_leaves
-from mpidist.input.graph import INFINITE, GraphNode, Seed, TableRows
-from mpidist.input.input_options import SHARD_HINT, AutoShardPolicy, DatasetOptions, Options, common_options
-from mpidist.input.interleaving import Interleaved
-from mpidist.input.iteration import DatasetIterator, E_co, S, passes_over, reduce_elements, spec_of_elements
-from mpidist.input.steps import Concatenated, Enumerated, Filtered, Mapped, Prefetched, Sampled, Zipped
-from mpidist.input.tables import RangeTable, array_table, element_table
+from mpidist.input.input_options import (
+    SHARD_HINT,
+    AutoShardPolicy,
+    DatasetOptions,
+    InputWorkers,
+    Options,
+    common_options,
+)
+from mpidist.input.iteration import DatasetIterator, E_co, S, reduce_elements, spec_of_elements
+from mpidist.input.local_batches import DealtBatches, batches_of_worker
+from mpidist.input.nodes import INFINITE, ArrayRows, GraphNode, RangeRows, Seed
+from mpidist.input.steps import (
+    Cached,
+    Enumerated,
+    Filtered,
+    Mapped,
+    Prefetched,
+    Repeated,
+    Shard,
+    ShardHint,
+    Shuffled,
+    check_shuffle,
+    skip,
+    take,
+)
 from mpidist.input.threads import AUTOTUNE, checked_calls
 
-# How many elements are kept ready where that is left to mpidist: one is used, one is ready, and one is being read.
+_ALONE = InputWorkers(1, 0, (1,), None, wrap=False)
+# The default number of elements kept ready: while one is used, one is ready and one is being read.
 _READY = 2
 
 P = TypeVar("P")
@@ -38,14 +57,12 @@ P = TypeVar("P")
 class Dataset(Generic[E_co]):
     """A re-iterable collection of elements (tf.data.Dataset).
 
-    An element is a nest of arrays and numbers.
+    An element is a nest of arrays and numbers. Build a dataset with :meth:`from_tensor_slices`, :meth:`from_source`,
+    :meth:`from_generator`, :meth:`from_files`, :meth:`list_files` or :meth:`range`, and chain transforms. Each returns
+    a new dataset. If rows can be read by number, they are read by the batch, and each rank reads only its own rows.
+    Elements and batches are new arrays. You may modify them.
 
-    Build one with :meth:`from_tensor_slices`, :meth:`from_source`, :meth:`from_generator`, :meth:`from_files`,
-    :meth:`list_files` or :meth:`range` and chain transforms; each returns a new dataset. Sources whose rows can be read
-    by number are read by the batch, and on several ranks each rank reads only its own rows. Elements and batches are
-    new arrays that the caller may change, and that no generator, source or function goes on to write into.
-
-    To type checkers a ``Dataset[T]`` has elements of type T, such as ``map_func`` returns; a list becomes an array.
+    For type checkers, ``Dataset[T]`` has elements of type T, such as ``map_func`` returns. A list becomes an array.
 
     >>> dataset = Dataset.range(10).shuffle(seed=1).batch(4)
     >>> [len(batch) for batch in dataset]
@@ -58,7 +75,9 @@ class Dataset(Generic[E_co]):
 
     @cached_property
     def _passes(self) -> Distribution:
-        return passes_over(self._node, self._options)
+        node, options = self._node, self._options
+        deal = partial(batches_of_worker, node, options)
+        return Distribution(DealtBatches(_ALONE, node, "block"), _ALONE, deal, options.assignment)
 
     def _then(self, node: GraphNode) -> Dataset:
         return Dataset(node, self._options)
@@ -71,8 +90,8 @@ class Dataset(Generic[E_co]):
 
         Args:
             tensors: A nest of arrays of shape (rows, ...), with the same number of rows each: NumPy arrays,
-                ``np.memmap``, arrays of h5py or zarr (read by slices, never whole), anything that
-                ``np.asarray`` takes. Tuples and dicts are structure; a list, also one of arrays, is one array.
+                ``np.memmap``, arrays of h5py or zarr (read by slices), anything that ``np.asarray`` accepts. Tuples and
+                dicts are structure. A list, even of arrays, is one array.
 
         Raises:
             ValueError: A value without axes, or different numbers of rows.
@@ -80,39 +99,39 @@ class Dataset(Generic[E_co]):
         >>> [int(element["x"]) for element in Dataset.from_tensor_slices({"x": [1, 2]})]
         [1, 2]
         """
-        return Dataset(TableRows(array_table(tensors)))
+        return Dataset(ArrayRows.of_slices(tensors))
 
     @staticmethod
     def from_tensors(tensors: object) -> Dataset:
-        """Return the dataset of one element, ``tensors`` as they are.
+        """Return the dataset of one element, ``tensors``.
 
         Args:
-            tensors: A nest of arrays and numbers; tuples and dicts are structure, a list is one array.
+            tensors: A nest of arrays and numbers. Tuples and dicts are structure, a list is one array.
 
         >>> list(Dataset.from_tensors([1, 2]))
         [array([1, 2])]
         """
-        return Dataset(TableRows(element_table(tensors)))
+        return Dataset(ArrayRows.of_element(tensors))
 
     @staticmethod
     def from_source(source: object, columns: Sequence[str] | None = None) -> Dataset:
         """Return the dataset of any object that holds data.
 
         Args:
-            source: An array (its rows); a table, record batch, dataset or Parquet file of pyarrow (each row a dict
-                of its columns; of Parquet only the row groups are read that hold rows which are asked for); an
+            source: An array (its rows); a table, record batch, dataset or Parquet file of pyarrow (a row is a dict
+                of its columns; only row groups with requested rows are read); an
                 object with ``__len__`` and ``__getitem__``, such as a PyTorch map-style dataset, a Hugging Face
-                dataset or a grain ``MapDataset`` (asked for ``source[i]``, or for all rows of a batch by
-                ``__getitems__`` where it has that, only for the rows that are needed); an object with ``__iter__``,
-                such as a PyTorch ``IterableDataset`` (gone through anew in each pass); a PyTorch ``DataLoader`` (its
+                dataset or a grain ``MapDataset`` (only necessary rows are read, by ``source[i]``, or by
+                ``__getitems__`` for all rows of a batch); an object with ``__iter__``,
+                such as a PyTorch ``IterableDataset`` (iterated once in each pass); a PyTorch ``DataLoader`` (its
                 batches, in the order of its sampler, as its ``collate_fn`` makes them); or a Dataset, which is
                 returned.
-            columns: The columns that are read of a source of pyarrow; None for all.
+            columns: The columns to read from a source of pyarrow. None: all.
 
         Raises:
-            TypeError: None of these, or an iterator, which could be read only once; ``columns`` of something else
-                than a source of pyarrow.
-            ValueError: A name in ``columns`` that there is not.
+            TypeError: Another object, or an iterator, which could be read only once; ``columns`` for a source that is
+                not of pyarrow.
+            ValueError: An unknown name in ``columns``.
 
         >>> [x for x, _ in Dataset.from_source([(1, "a"), (2, "b")])]
         [1, 2]
@@ -133,18 +152,17 @@ class Dataset(Generic[E_co]):
 
         Args:
             generator: Called at the start of each pass; returns a new iterable.
-            output_types: The older form of a signature, with ``output_shapes``: the nest of the dtypes of an element.
+            output_types: With ``output_shapes``, the older form of a signature: the nest of dtypes of an element.
             output_shapes: The shape for each of them, with None for sizes that differ.
             args: The arguments of ``generator``.
-            output_signature: The nest of ``ArraySpec`` that every element has; elements are converted to its
-                dtypes. None: each element is taken as it comes, and questions about the elements are answered
-                from the first one.
+            output_signature: The nest of ``ArraySpec`` of every element. Elements are converted to its
+                dtypes. None: elements are not converted, and the first element determines ``element_spec``.
 
         Raises:
-            TypeError: ``generator`` is not callable; the signature holds something else than ArraySpec, or is given in
-                both forms, or the older one without shapes.
-            ValueError: Types and shapes that do not belong together; while iterating, it returned the same iterator as
-                before, which is used up.
+            TypeError: ``generator`` is not callable; the signature is invalid, given in both forms, or in the older
+                form without shapes.
+            ValueError: Types and shapes that do not fit together; while iterating, it returned the same exhausted
+                iterator again.
 
         >>> def squares():
         ...     yield from (0, 1, 4)
@@ -158,18 +176,17 @@ class Dataset(Generic[E_co]):
     def from_files(paths: Iterable[P], reader: Callable[[P], Iterable[S]]) -> Dataset[S]:
         """Return the dataset of the elements that a function reads from files, in their order.
 
-        Distributed, whole files are dealt to the ranks, file i to rank i mod W, and there must be at least W of them;
-        with ``with_options(auto_shard_policy=AutoShardPolicy.DATA)`` every rank reads all files and keeps its part of
+        When distributed, file i goes to rank i mod W, and there must be at least W files. With
+        ``with_options(auto_shard_policy=AutoShardPolicy.DATA)`` every rank reads all files and keeps its part of
         each batch.
 
         Args:
-            paths: The paths of the files, on all ranks the same ones in the same order (sort the result of ``glob``).
-            reader: Called with a path, as it was given, when its turn comes in each pass; returns the elements as
-                an iterable, such as a generator.
+            paths: The paths of the files, the same on all ranks in the same order (sort the result of ``glob``).
+            reader: Called with a path in each pass; returns the elements as an iterable, such as a generator.
 
         Raises:
-            TypeError: ``paths`` are no paths; ``reader`` is not callable, or, while iterating, gave no iterable.
-            ValueError: There are no paths.
+            TypeError: ``paths`` are no paths; ``reader`` is not callable, or, while iterating, returned no iterable.
+            ValueError: ``paths`` is empty.
 
         >>> import tempfile, pathlib
         >>> import numpy as np
@@ -185,21 +202,18 @@ class Dataset(Generic[E_co]):
     def list_files(
         file_pattern: sources.Pattern | Iterable[sources.Pattern], shuffle: bool | None = None, seed: int | None = None
     ) -> Dataset[str]:
-        """Return the dataset of the paths of files.
+        """Return the dataset of the paths of files. Read them with ``map`` or ``interleave``.
 
-        ``map`` or ``interleave`` with a reader come after it.
-
-        Distributed, whole files are dealt to the ranks as those of :meth:`from_files`: file i of the sorted names goes
-        to rank i mod W in every pass, and shuffles order each rank's own files.
+        When distributed, file i of the sorted names goes to rank i mod W in every pass, and shuffles order each rank's
+        own files.
 
         Args:
-            file_pattern: A pattern as ``glob`` takes it, or several; looked up now.
-            shuffle: Whether each pass has the files in another order; None means True, as in TensorFlow. Without, they
-                are sorted by name.
+            file_pattern: One or several patterns for ``glob``, which are resolved now.
+            shuffle: Whether each pass has another order. None means True, as in TensorFlow. False sorts by name.
             seed: The seed of that order.
 
         Raises:
-            TypeError: A pattern is none.
+            TypeError: Something else than a pattern.
             ValueError: No file matches, or ``seed`` without ``shuffle``.
 
         >>> import tempfile, pathlib
@@ -214,7 +228,7 @@ class Dataset(Generic[E_co]):
         if shuffle is None or shuffle:
             return names.shuffle(seed=seed)
         if seed is not None:
-            raise ValueError(f"list_files() got seed={seed} with shuffle={shuffle}; a seed is for shuffle=True")
+            raise ValueError(f"list_files() got seed={seed} with shuffle={shuffle}. Use shuffle=True with a seed")
         return names
 
     @overload
@@ -227,7 +241,7 @@ class Dataset(Generic[E_co]):
 
     @staticmethod
     def range(*args: int, output_type: DTypeLike = np.int64) -> Dataset:
-        """Return the dataset of the numbers of Python's ``range``, which has the same arguments.
+        """Return the dataset of the numbers of Python's ``range`` with the same arguments.
 
         Args:
             args: Start, stop and step.
@@ -243,20 +257,18 @@ class Dataset(Generic[E_co]):
         ArraySpec(shape=(), dtype=dtype('float32'))
         """
         numbers = range(*args)
-        return Dataset(TableRows(RangeTable(numbers, _dtype_of_range(numbers, output_type))))
+        return Dataset(RangeRows(numbers, _dtype_of_range(numbers, output_type)))
 
     @staticmethod
     def zip(*datasets: object) -> Dataset:
-        """Return the dataset of tuples or dicts of the elements of several datasets.
-
-        It ends with the shortest one.
+        """Return the dataset of tuples or dicts of elements. It ends with the shortest dataset.
 
         Args:
             datasets: A tuple or dict of datasets, or several datasets.
 
         Raises:
-            TypeError: Something in it is no Dataset.
-            ValueError: No datasets, or datasets that carry different options.
+            TypeError: Something else than a Dataset.
+            ValueError: No datasets, or datasets with different options.
 
         >>> [(int(a), int(b)) for a, b in Dataset.zip(Dataset.range(3), Dataset.range(5, 9))]
         [(0, 5), (1, 6), (2, 7)]
@@ -268,36 +280,26 @@ class Dataset(Generic[E_co]):
             leaves.append(leaf)
             return len(leaves) - 1
 
-        places = map_leaves(number, structure)
+        numbers = map_leaves(number, structure)
         nodes, options = _together("zip", leaves, "a tuple or dict of datasets, or several datasets")
-
-        def build(parts: list[object]) -> object:
-            return map_leaves(parts.__getitem__, places)
-
-        tables = [node.row_table() for node in nodes if isinstance(node, TableRows)]
-        by_row = len(tables) == len(nodes)
-        return Dataset(TableRows(ZippedTable(tables, build)) if by_row else Zipped(nodes, build), options)
+        return Dataset(Zipped(nodes, lambda parts: map_leaves(parts.__getitem__, numbers)), options)
 
     # Transforms
 
     def map(
         self, map_func: Callable[..., S], num_parallel_calls: int | None = None, deterministic: bool | None = None
     ) -> Dataset[S]:
-        """Return the dataset of ``map_func`` of each element.
-
-        Elements keep their order, also with several calls at once.
+        """Return the dataset of ``map_func`` of each element, in the same order.
 
         Args:
-            map_func: Gets an element as the source gives it; a tuple comes as several arguments. Before
-                ``batch`` it is called only for the elements that this rank uses, so its result should depend
-                on its arguments alone. After ``batch`` it gets whole batches, and when the dataset is
-                distributed every rank computes the whole global batch and then keeps its part: put it before
-                where you can.
-            num_parallel_calls: The number of calls at once, each in a thread; -1 for as many as there are
-                cores. It gains time where the function waits or leaves Python (reading, decoding, NumPy on large
-                arrays). Before ``batch`` the rows of a batch are shared among the threads. None: calls run one
-                after the other in the thread that reads. Threads end with the pass as those of ``prefetch``.
-            deterministic: Taken as TensorFlow takes it, without effect: the order is kept in any case.
+            map_func: Receives an element, a tuple as several arguments. Before ``batch`` it is called only for the
+                elements that this rank uses, so its result should depend only on its arguments. After ``batch`` it
+                receives whole batches, and every rank computes the whole global batch and then keeps its part. Call
+                ``map`` before ``batch`` if you can.
+            num_parallel_calls: The number of calls at once, each in a thread; -1 for one for each core. Threads help
+                if the function waits or leaves Python (reading, decoding, NumPy on large arrays). Before ``batch``
+                they share the rows of a batch. None: the reading thread makes the calls.
+            deterministic: Accepted as in TensorFlow, and ignored: the order never changes.
 
         Raises:
             TypeError: ``map_func`` is not callable.
@@ -319,24 +321,22 @@ class Dataset(Generic[E_co]):
     ) -> Dataset[S]:
         """Return the elements of several datasets in turn, each made by ``map_func``.
 
-        The order is that of tf.data's deterministic ``interleave``: ``block_length`` elements of the first dataset that
-        is open, then of the next; one that ends makes room for the next element's, which begins in the next round.
-        Shuffles without a seed in these datasets have an order of their own in each, the same on all ranks. The
-        elements of :meth:`list_files` are dealt as files; other elements are, if the dataset of the first one reads
-        files.
+        The order is that of tf.data's deterministic ``interleave``: ``block_length`` elements of the first open
+        dataset, then of the next. When a dataset ends, the dataset of the next element takes its position, and begins
+        in the next round. Shuffles without a seed in these datasets have different orders, the same on all ranks. The
+        elements of :meth:`list_files` are dealt as files, and so are other elements if the first dataset reads files.
 
         Args:
-            map_func: Gets an element, a tuple as several arguments; returns a Dataset.
-            cycle_length: The number of datasets that are open at a time; None or -1 for 4, the same on every machine.
-            block_length: The number of elements that come from one dataset in a round.
-            num_parallel_calls: The number of threads that call ``map_func`` and read the datasets, -1 for as many as
-                there are cores: the next block of each one that is open, and the first of as many that come next as
-                there are threads. The order stays. None: they are read in turn in the thread that reads.
-            deterministic: Taken as TensorFlow takes it, without effect: the order is kept in any case.
+            map_func: Receives an element, a tuple as several arguments; returns a Dataset.
+            cycle_length: The number of open datasets; None or -1 for 4, the same on every machine.
+            block_length: The number of elements of one dataset in a round.
+            num_parallel_calls: The number of threads that call ``map_func`` and read the next block of each open
+                dataset, and the first block of as many next ones; -1 for one for each core. None: no threads.
+            deterministic: Accepted as in TensorFlow, and ignored: the order never changes.
 
         Raises:
             TypeError: ``map_func`` is no function; while iterating, it returned no Dataset.
-            ValueError: ``cycle_length`` or ``block_length`` below 1, ``num_parallel_calls`` too and not -1.
+            ValueError: ``cycle_length``, ``block_length`` or ``num_parallel_calls`` below 1, and not -1.
 
         >>> dataset = Dataset.range(1, 4).interleave(lambda x: Dataset.range(x * 10, x * 10 + 3), cycle_length=2)
         >>> [int(x) for x in dataset]
@@ -360,12 +360,10 @@ class Dataset(Generic[E_co]):
         return self._then(Interleaved((self._node,), node_of, cycle, block_length, Seed.of(None, True), calls))
 
     def flat_map(self, map_func: Callable[..., Dataset[S]]) -> Dataset[S]:
-        """Return the elements of several datasets, one after the other.
-
-        Each is made by ``map_func`` of an element.
+        """Return the elements of several datasets in order, each made by ``map_func`` of an element.
 
         Args:
-            map_func: See :meth:`interleave`, of which this is the case ``cycle_length=1``.
+            map_func: See :meth:`interleave`. This is its case ``cycle_length=1``.
 
         >>> [int(x) for x in Dataset.range(1, 4).flat_map(Dataset.range)]
         [0, 0, 1, 0, 1, 2]
@@ -378,17 +376,18 @@ class Dataset(Generic[E_co]):
         >>> [(int(i), int(x)) for i, x in Dataset.range(5, 7).enumerate()]
         [(0, 5), (1, 6)]
         """
-        if isinstance(self._node, TableRows):
+        if self._node.is_source:
             return Dataset.zip((Dataset.range(start, start + self.cardinality()), self))
         return self._then(Enumerated((self._node,), operator.index(start)))
 
     def filter(self, predicate: Callable[..., object]) -> Dataset[E_co]:
         """Return the dataset of the elements for which ``predicate`` is true.
 
-        How many there are is not known beforehand, and a rank must read all elements to tell.
+        The number of elements is unknown. Each rank calls ``predicate`` for all elements, also for those of other
+        ranks.
 
         Args:
-            predicate: Gets an element, a tuple as several arguments; returns something true or false.
+            predicate: Receives an element, a tuple as several arguments.
 
         >>> [int(x) for x in Dataset.range(6).filter(lambda x: x % 2)]
         [1, 3, 5]
@@ -400,10 +399,10 @@ class Dataset(Generic[E_co]):
         """Return the dataset of the elements before the first one for which ``predicate`` is false.
 
         The number of elements is unknown. Each rank calls ``predicate`` for all elements up to the first false one,
-        also for elements of other ranks. If whole files go to the ranks, each rank stops in its own files.
+        also for those of other ranks. If whole files go to the ranks, each rank stops in its own files.
 
         Args:
-            predicate: Gets an element, a tuple as several arguments; returns something true or false.
+            predicate: Receives an element, a tuple as several arguments.
 
         >>> [int(x) for x in Dataset.range(10).take_while(lambda x: x < 3)]
         [0, 1, 2]
@@ -412,10 +411,10 @@ class Dataset(Generic[E_co]):
         return self._then(Filtered((self._node,), predicate, "take_while"))
 
     def apply(self, transformation_func: Callable[[Dataset[E_co]], Dataset[S]]) -> Dataset[S]:
-        """Return ``transformation_func(self)``, for chains of transformations of your own.
+        """Return ``transformation_func(self)``, for your own chains of transformations.
 
         Args:
-            transformation_func: Gets this dataset and returns another.
+            transformation_func: Receives this dataset and returns another.
 
         Raises:
             TypeError: ``transformation_func`` is not callable, or returns something else than a Dataset.
@@ -441,15 +440,14 @@ class Dataset(Generic[E_co]):
         """Return the dataset of consecutive elements stacked along a new first axis.
 
         Args:
-            batch_size: Elements in a batch; of a dataset that is to be distributed, of all replicas together.
-            drop_remainder: Leave out a last batch that is smaller.
-            num_parallel_calls: Taken as TensorFlow takes it, without effect: rows are read by the batch, and
-                ``map`` and ``prefetch`` have threads.
-            deterministic: The same; the order is kept in any case.
+            batch_size: Elements in a batch. Before distribution: rows for all replicas together.
+            drop_remainder: Drop a smaller last batch.
+            num_parallel_calls: Accepted as in TensorFlow, and ignored: use the threads of ``map`` and ``prefetch``.
+            deterministic: Accepted as in TensorFlow, and ignored: the order never changes.
 
         Raises:
             TypeError: ``batch_size`` is no whole number.
-            ValueError: ``batch_size`` below 1; while iterating, elements of unlike shapes or structures.
+            ValueError: ``batch_size`` below 1; while iterating, elements of different shapes or structures.
 
         >>> list(Dataset.range(3).batch(2))
         [array([0, 1]), array([2])]
@@ -462,18 +460,18 @@ class Dataset(Generic[E_co]):
     ) -> Dataset:
         """Return the dataset of consecutive elements, padded to one shape and stacked.
 
-        Distributed, every rank reads whole global batches, as the longest element of a batch may be another rank's.
+        When distributed, every rank reads whole global batches, because the longest element may be another rank's.
 
         Args:
             batch_size: See :meth:`batch`.
             padded_shapes: The shape of each array, in the structure of an element: a list or tuple of sizes, with None
-                or -1 for the size of the longest element of the batch. None: that on all axes.
-            padding_values: The value behind each array's own, in the same structure, or one value for all arrays.
+                or -1 for the size of the longest element of the batch. None: the longest on all axes.
+            padding_values: The padding of each array in the same structure, or one value for all arrays.
                 None: 0, or the empty text.
-            drop_remainder: Leave out a last batch that is smaller.
+            drop_remainder: Drop a smaller last batch.
 
         Raises:
-            TypeError: ``batch_size`` is no whole number; while iterating, a value that the dtype does not hold.
+            TypeError: ``batch_size`` is no whole number; while iterating, a value that the dtype cannot hold.
             ValueError: ``batch_size`` below 1; while iterating, an element larger than its shape, different numbers of
                 axes, shapes or values of another structure.
 
@@ -498,14 +496,14 @@ class Dataset(Generic[E_co]):
     def window(self, size: int, shift: int | None = None, stride: int = 1, drop_remainder: bool = False) -> Dataset:
         """Return the dataset of windows, each a dataset of ``size`` elements.
 
-        Of a structure of arrays a window is the same structure of datasets. ``flat_map`` makes arrays of windows, which
-        cannot be distributed as they are.
+        Of a structure of arrays a window is the same structure of datasets. Windows cannot be distributed. Convert
+        them to arrays with ``flat_map``.
 
         Args:
             size: Elements in a window.
-            shift: The distance in elements from a window's beginning to the next; None for ``size``.
-            stride: The distance in elements between neighbours in a window.
-            drop_remainder: Leave out windows at the end that have fewer elements.
+            shift: The distance in elements between the starts of two windows. None: ``size``.
+            stride: The distance in elements between neighbors in a window.
+            drop_remainder: Drop incomplete windows at the end.
 
         Raises:
             ValueError: ``size``, ``shift`` or ``stride`` below 1.
@@ -522,16 +520,14 @@ class Dataset(Generic[E_co]):
     def cache(self, filename: sources.FilePath = "") -> Dataset[E_co]:
         """Return the same dataset, whose elements are computed once and kept.
 
-        The steps before it run once. The order is that of the first pass for ever; shuffle after it. Rows that are read
-        by number are kept one by one as they are read, on each rank its own. Other elements are kept when a pass over
-        them has come to its end; those of a pass that ends earlier are dropped.
+        The order is always that of the first pass, so shuffle after it. Rows with numbers are kept when they are read,
+        on each rank its own. Other elements are kept after a complete pass.
 
         Args:
-            filename: The file that keeps them, for other programs too; empty for memory. Its name gets an ending
-                that differs where the steps before or their data do, as far as the text of a dataset tells: functions
-                do not count, so remove ``filename.*`` when one has changed. Every rank reads all of the file. Ranks
-                may share it. Shuffles before it that were given no seed have a fixed one. Structure is tuples and
-                dicts.
+            filename: A file that keeps them, also for other programs. Empty: memory. The file name gets a suffix
+                that depends on the steps before, and for arrays in memory on some rows. It does not depend on
+                functions: remove ``filename.*`` after changing one. Every rank reads the whole file. Ranks
+                may share it. Shuffles before it without a seed get a fixed one. Structure is tuples and dicts.
 
         Raises:
             ValueError: The dataset is endless; while iterating, the file is damaged.
@@ -545,18 +541,18 @@ class Dataset(Generic[E_co]):
         """
         name = os.fsdecode(filename)
         if self.cardinality() == INFINITE:
-            raise ValueError(f"cache() of {self._node}, which has no end, would never end; call it before repeat()")
+            raise ValueError(f"cache() of {self._node} would never end. Call cache() before repeat()")
         return self._then(CachedFile((self._node,), name) if name else Cached((self._node,)))
 
     def concatenate(self, dataset: Dataset[E_co]) -> Dataset[E_co]:
-        """Return the dataset of these elements and then those of another one.
+        """Return the dataset of these elements and then those of another dataset.
 
         Args:
             dataset: With elements of the same structure and dtypes.
 
         Raises:
             TypeError: ``dataset`` is no Dataset; while iterating, elements of another structure or dtype.
-            ValueError: The datasets carry different options.
+            ValueError: The datasets have different options.
 
         >>> [int(x) for x in Dataset.range(2).concatenate(Dataset.range(7, 9))]
         [0, 1, 7, 8]
@@ -572,22 +568,19 @@ class Dataset(Generic[E_co]):
         stop_on_empty_dataset: bool = False,
         rerandomize_each_iteration: bool | None = None,
     ) -> Dataset[S]:
-        """Return the dataset whose elements come from randomly drawn datasets.
-
-        Each element is the next one of the dataset drawn. Distributed datasets are drawn from in the same order on all
-        ranks, also without a seed.
+        """Return the dataset whose elements come from randomly drawn datasets. All ranks draw the same ones.
 
         Args:
             datasets: With elements of the same structure and dtypes.
-            weights: The likelihood of each of them; None for all alike. They need not sum to 1.
-            seed: A whole number that fixes the draws; None draws one (see ``mpidist.set_seed``).
-            stop_on_empty_dataset: End when a dataset is drawn that has nothing left; else go on with the others.
-            rerandomize_each_iteration: Whether each pass has draws of its own; None: where there is no seed.
+            weights: The likelihood of each dataset. They need not sum to 1. None: all equal.
+            seed: A whole number that determines the draws; None draws one (see ``mpidist.set_seed``).
+            stop_on_empty_dataset: End when a dataset without more elements is drawn, instead of using the others.
+            rerandomize_each_iteration: Whether each pass has other draws. None: if there is no seed.
 
         Raises:
-            TypeError: Something in it is no Dataset; while iterating, elements of another structure or dtype.
-            ValueError: No datasets; other than one weight for each, negative or all 0; datasets with different options;
-                a negative seed.
+            TypeError: Something else than a Dataset; while iterating, elements of another structure or dtype.
+            ValueError: No datasets; not one weight for each, negative weights or only zeros; datasets with different
+                options; a negative seed.
 
         >>> datasets = [Dataset.range(3), Dataset.range(10, 13)]
         >>> sorted(int(x) for x in Dataset.sample_from_datasets(datasets, weights=[0.9, 0.1]))
@@ -604,15 +597,13 @@ class Dataset(Generic[E_co]):
     def prefetch(self, buffer_size: int) -> Dataset[E_co]:
         """Return the same dataset, with the next elements read ahead in a thread.
 
-        Elements, their order and which rows are read stay the same. Streams are read ahead up to this point. Rows
-        that are read by number are read ahead after a later ``batch`` or ``map`` too; of a distributed dataset each
-        rank reads ahead its own rows. The thread begins with the first element of a pass and ends with the pass,
-        ``close()`` of the iterator, an error, or when the iterator is dropped. An error in it is raised by
-        ``next``, with its own traceback. Functions that run in it are outside of any strategy's scope.
+        Streams are read ahead up to this step. Rows with numbers are read ahead after a later ``batch`` or ``map``
+        too, on each rank its own rows. The thread begins with the first element of a pass. It ends with the pass,
+        with ``close()`` of the iterator, after an error, or when the iterator is dropped. ``next`` raises its errors,
+        with the traceback of the thread. Functions in the thread are outside of any strategy's scope.
 
         Args:
-            buffer_size: The largest number of elements kept ready; batches, of a dataset of batches. -1
-                (``mpidist.input.AUTOTUNE``) for 2.
+            buffer_size: The largest number of elements kept ready. -1 (``mpidist.input.AUTOTUNE``) means 2.
 
         Raises:
             ValueError: ``buffer_size`` below 1 and not -1.
@@ -622,9 +613,7 @@ class Dataset(Generic[E_co]):
         """
         size = _READY if operator.index(buffer_size) == AUTOTUNE else buffer_size
         if size < 1:
-            raise ValueError(
-                f"buffer_size is {buffer_size}; expected 1 or more elements to keep ready, or -1 to leave that open"
-            )
+            raise ValueError(f"buffer_size is {buffer_size}; expected 1 or more elements to keep ready, or -1 for 2")
         return self._then(Prefetched((self._node,), size))
 
     def shuffle(
@@ -635,26 +624,23 @@ class Dataset(Generic[E_co]):
         *,
         block_size: int | None = None,
     ) -> Dataset[E_co]:
-        """Return the dataset in random order.
-
-        Distributed datasets come in the same order on all ranks, also without a seed.
+        """Return the dataset in random order, the same on all ranks.
 
         Args:
-            buffer_size: Elements of a stream that are held in memory to draw from; None holds all of them.
-                Rows that can be read by number are permuted as a whole and need no buffer, except in an
-                endless dataset, where it is the number of rows to draw from. Only their numbers are permuted, in
-                at most 32 MiB however many there are.
-            seed: A whole number that fixes the order; None draws one (see ``mpidist.set_seed``).
-            reshuffle_each_iteration: Whether each pass has an order of its own, also each one of a later
-                ``repeat``; None means True, as in TensorFlow.
-            block_size: For rows on a disk that is slow to jump about: blocks of so many consecutive rows come in
-                random order, and the rows of ``buffer_size // block_size`` blocks at a time are mixed. Take the rows
+            buffer_size: Elements of a stream in the buffer from which they are drawn. None: all.
+                Rows with numbers need no buffer, except in an endless dataset: only their numbers are permuted, in
+                at most 32 MiB for any number of rows.
+            seed: A whole number that determines the order; None draws one (see ``mpidist.set_seed``).
+            reshuffle_each_iteration: Whether each pass, and each repetition of a later ``repeat``, has another order.
+                None means True, as in TensorFlow.
+            block_size: For disks with slow random access: blocks of this many consecutive rows come in
+                random order, and the rows of ``buffer_size // block_size`` blocks at a time are mixed. Use the rows
                 of a chunk or row group, or of about a MiB.
 
         Raises:
-            ValueError: ``buffer_size`` below 1, or left out where the number of elements is endless or
-                unknown; a negative seed; ``block_size`` below 1, without ``buffer_size``, or for elements that are
-                no rows of a finite dataset.
+            ValueError: ``buffer_size`` below 1, or missing for an endless or unknown number of elements; a negative
+                seed; ``block_size`` below 1, without ``buffer_size``, or for elements that are no rows of a finite
+                dataset.
 
         >>> sorted(int(x) for x in Dataset.range(4).shuffle())
         [0, 1, 2, 3]
@@ -675,7 +661,7 @@ class Dataset(Generic[E_co]):
     def shard(self, num_shards: int, index: int) -> Dataset[E_co]:
         """Return the dataset of every ``num_shards``-th element, beginning with element ``index``.
 
-        ``shard(SHARD_HINT, SHARD_HINT)`` stands for ``shard(W, rank)``: it is filled in when the dataset is
+        ``shard(SHARD_HINT, SHARD_HINT)`` becomes ``shard(W, rank)`` when the dataset is
         distributed with ``AutoShardPolicy.HINT``.
 
         Raises:
@@ -691,7 +677,7 @@ class Dataset(Generic[E_co]):
                 f"num_shards is {num_shards} and index {index}; expected num_shards of at least 1 and 0 <= "
                 "index < num_shards, for example shard(ctx.num_input_pipelines, ctx.input_pipeline_id)"
             )
-        return self._then(Shard((self._node,), num_shards, index))
+        return self._then(Shard.of(self._node, num_shards, index))
 
     def take(self, count: int) -> Dataset[E_co]:
         """Return the dataset of the first ``count`` elements, of all for -1.
@@ -699,7 +685,7 @@ class Dataset(Generic[E_co]):
         >>> [int(x) for x in Dataset.range(5).take(2)]
         [0, 1]
         """
-        return self._then(Take((self._node,), operator.index(count)))
+        return self._then(take(self._node, operator.index(count)))
 
     def skip(self, count: int) -> Dataset[E_co]:
         """Return the dataset without its first ``count`` elements, an empty one for -1.
@@ -707,7 +693,7 @@ class Dataset(Generic[E_co]):
         >>> [int(x) for x in Dataset.range(5).skip(3)]
         [3, 4]
         """
-        return self._then(Skip((self._node,), operator.index(count)))
+        return self._then(skip(self._node, operator.index(count)))
 
     def with_options(
         self,
@@ -719,28 +705,24 @@ class Dataset(Generic[E_co]):
         """Return the same dataset with options for ``experimental_distribute_dataset``.
 
         Args:
-            options: TensorFlow's form: ``Options`` with the policy that ``auto_shard_policy`` says without them.
+            options: TensorFlow's form, ``Options`` with the policy.
             auto_shard_policy: The division over ranks; see ``AutoShardPolicy``.
-            assignment: The ranks of the parts of a global batch that all share (DATA). ``"tf"``: part j to rank
-                j mod W, TensorFlow's way and the default; ``"block"``: part j to replica j, so that the ranks'
-                parts are contiguous, and the only way where ranks have different numbers of replicas.
+            assignment: The ranks of the parts of a global batch (DATA). ``"tf"``, the default: part j to rank
+                j mod W. ``"block"``: part j to replica j, so that the parts of a rank are contiguous. It is
+                the only one if ranks have different numbers of replicas.
 
         Raises:
             TypeError: ``options`` are no Options, or the policy is no AutoShardPolicy.
-            ValueError: ``assignment`` is another word; a policy in both forms.
+            ValueError: ``assignment`` is unknown, or a policy in both forms.
 
         >>> Dataset.range(8).batch(4).with_options(assignment="block").cardinality()
         2
         """
         if options is not None:
             if not isinstance(options, Options):
-                raise TypeError(
-                    f"with_options() was given {options!r}; expected Options, or with_options(auto_shard_policy=...)"
-                )
+                raise TypeError(f"options is {options!r}. Use Options, or with_options(auto_shard_policy=...)")
             if auto_shard_policy is not None:
-                raise ValueError(
-                    f"with_options() got {options!r} and auto_shard_policy={auto_shard_policy!r}; give one of them"
-                )
+                raise ValueError(f"with_options() got {options!r} and {auto_shard_policy=}. Pass only one of them")
             auto_shard_policy = options.experimental_distribute.auto_shard_policy
         chosen = self._options
         if auto_shard_policy is not None:
@@ -748,7 +730,7 @@ class Dataset(Generic[E_co]):
                 raise TypeError(f"auto_shard_policy is {auto_shard_policy!r}; expected AutoShardPolicy.DATA or another")
             chosen = replace(chosen, auto_shard_policy=auto_shard_policy)
         if assignment is not None:
-            if assignment not in dealing.ASSIGNMENTS:
+            if assignment not in rules.ASSIGNMENTS:
                 raise ValueError(f"assignment is {assignment!r}; expected 'tf' or 'block'")
             chosen = replace(chosen, assignment=assignment)
         return Dataset(self._node, chosen)
@@ -762,8 +744,8 @@ class Dataset(Generic[E_co]):
         """Return the result of ``reduce_func`` over all elements of one pass.
 
         Args:
-            initial_state: The first state, of any kind; returned where there is no element.
-            reduce_func: Gets the state and an element, a tuple too as one argument; returns the next state.
+            initial_state: The first state, of any kind; returned if there are no elements.
+            reduce_func: Receives the state and an element, a tuple as one argument; returns the next state.
 
         Raises:
             TypeError: ``reduce_func`` is not callable.
@@ -776,12 +758,10 @@ class Dataset(Generic[E_co]):
 
     @property
     def element_spec(self) -> Any:
-        """The nest of ``ArraySpec`` of an element.
-
-        An element is read where only an element can tell.
+        """The nest of ``ArraySpec`` of an element. May read an element.
 
         Raises:
-            ValueError: There is no element to tell from.
+            ValueError: The dataset is empty, so its spec is unknown.
 
         >>> Dataset.range(5).batch(2).element_spec
         ArraySpec(shape=(None,), dtype=dtype('int64'))
@@ -800,16 +780,14 @@ class Dataset(Generic[E_co]):
         length = self.cardinality()
         if length < 0:
             kind = "endless" if length == INFINITE else "not known beforehand"
-            raise TypeError(f"the number of elements of {self._node} is {kind}; ask cardinality()")
+            raise TypeError(f"the number of elements of {self._node} is {kind}. Use cardinality()")
         return length
 
     def as_numpy_iterator(self) -> Iterator[Any]:
         """Return an iterator over the elements of a pass as NumPy arrays and scalars.
 
-        The arrays are in host memory.
-
         Raises:
-            TypeError: While iterating, an element that holds something else than arrays, numbers, texts and bytes.
+            TypeError: While iterating, an element with something else than arrays, numbers, text and bytes.
 
         >>> list(Dataset.from_source([(1, [2.0, 3.0])]).as_numpy_iterator())
         [(np.int64(1), array([2., 3.]))]

@@ -1,16 +1,12 @@
-"""Batches on their way to devices, by way of page-locked memory.
+"""Copies of batches to devices, ahead of use. A thread reads batches into page-locked memory.
 
-A thread reads them into that memory, from where they are copied ahead of use.
-
-The memory of a batch on the device is taken on the caller's stream, when the batch before it is handed out: whatever
-had that memory before was used by work that the copy waits for, and CuPy may hand it out again when the caller drops
-the batch, as it may any array of his. So a copy runs beside the work on the batch before, and waits for that on earlier
-ones.
+The memory of a batch on the device is allocated on the caller's stream, when the previous batch is returned. The copy
+waits for earlier work on that stream, because CuPy may reuse memory of that work. So a copy overlaps with the work on
+the previous batch, and waits for work on earlier ones.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +18,12 @@ from mpidist.arrays.device_ops import gpu_ops, is_device_array
 from mpidist.arrays.dtypes import Array, is_transportable
 from mpidist.arrays.streams import Event, Stream
 from mpidist.core import nest
-from mpidist.input.input_options import InputOptions
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.input_options import InputOptions, InputWorkers
 from mpidist.input.local_batches import MISSING
 from mpidist.input.threads import Readers
 from mpidist.values.placement import Place, place_at
 
-# At which multiples of bytes arrays start in page-locked memory.
+# Arrays start at multiples of this many bytes in page-locked memory.
 _ALIGNMENT = 256
 
 
@@ -38,17 +33,18 @@ class _Buffer:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._memory: Array = np.empty(0, np.uint8)
+        # When the device has read it. None: the device is not reading it.
         self.copied: Event | None = None
-        """When the device has read it; None where it is not being read."""
 
-    def take(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return copies of ``arrays`` in this memory.
-
-        Waits until the device has read the previous ones.
-        """
+    def wait(self) -> None:
+        """Wait until the device has read the memory."""
         if self.copied is not None:
             self.copied.synchronize()
             self.copied = None
+
+    def take(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return copies of ``arrays`` in this memory."""
+        self.wait()
         starts, end = [], 0
         for array in arrays:
             starts.append(end)
@@ -83,7 +79,7 @@ class _Transfer:
         self.buffers: list[_Buffer] = []
 
     def stage(self, batch: object) -> object:
-        """Put the arrays of a batch into page-locked memory. Runs in the reading thread."""
+        """Copy the arrays of a batch to page-locked memory. Runs in the reading thread."""
         leaves = nest.flatten(batch)
         # Text and objects stay on the host.
         indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray) and is_transportable(leaf.dtype)]
@@ -95,10 +91,7 @@ class _Transfer:
         return _Staged(batch, indices, buffer.take([leaves[i] for i in indices]), buffer)
 
     def send(self, staged: _Staged) -> tuple[object, Event]:
-        """Start copying a batch, and return it with the event of its arrival.
-
-        Runs in the caller's thread.
-        """
+        """Start copying a batch, and return it with the event of its arrival. Runs in the caller's thread."""
         ops, device = gpu_ops(), self.place.number
         leaves = nest.flatten(staged.batch)
         with self.place.current():
@@ -106,7 +99,7 @@ class _Transfer:
             targets = [ops.empty(array.shape, array.dtype, device) for array in staged.arrays]
             self._stream.wait(ops.current_stream(device).record())
             for target, array in zip(targets, staged.arrays, strict=True):
-                if math.prod(array.shape):
+                if array.size:
                     ops.copy_to_device(target, array, self._stream)
             # The reading thread waits for it.
             event = self._stream.record(blocks=True)
@@ -122,16 +115,7 @@ class _Transfer:
 
 
 class DeviceFeed(Iterator[list[object]]):
-    """The steps of a pass with each batch on the device of its replica.
-
-    Some steps are copied ahead of use.
-
-    Args:
-        open_steps: Returns the steps, lists with a batch per local replica; called in a thread that reads them.
-        places: The targets of each replica's batches; those of the host stay as they are.
-        size: The number of steps that are held ready on the devices.
-        readers: The threads of the pass.
-    """
+    """The steps of a pass with each batch on the device of its replica. ``size`` steps are kept ready there."""
 
     def __init__(
         self, open_steps: Callable[[], Iterator[list[object]]], places: Sequence[Place], size: int, readers: Readers
@@ -140,21 +124,21 @@ class DeviceFeed(Iterator[list[object]]):
         self._transfers: list[_Transfer | None] = transfers
         self._size = size
         self._source = readers.open(lambda: (_staged(step, transfers) for step in open_steps()), size)
-        self._on_the_way: deque[list[tuple[object, Event | None]]] = deque()
+        self._in_flight: deque[list[tuple[object, Event | None]]] = deque()
         self._end: Exception | None = None
-        # Memory that a copy still reads or writes must not be handed out again, whenever the pass ends.
+        # Memory that a copy reads or writes must not be reused, whenever the pass ends.
         self._finalizer = weakref.finalize(self, _drain, transfers)
 
     def __next__(self) -> list[object]:
-        if not self._on_the_way:
-            end, self._end = self._end, None  # the source gives StopIteration to whoever asks again
+        if not self._in_flight:
+            end, self._end = self._end, None  # the source raises StopIteration again in the next call
             try:
                 if end is not None:
                     raise end
             finally:
                 del end  # its traceback holds this frame
-            self._on_the_way.append(self._sent(next(self._source)))
-        ready = self._on_the_way.popleft()
+            self._in_flight.append(self._sent(next(self._source)))
+        ready = self._in_flight.popleft()
         self._send_ahead()
         step = []
         for transfer, (batch, event) in zip(self._transfers, ready, strict=True):
@@ -165,9 +149,9 @@ class DeviceFeed(Iterator[list[object]]):
 
     def _send_ahead(self) -> None:
         """Start the copies of steps that have been read already, up to ``size`` steps."""
-        while len(self._on_the_way) < self._size and self._end is None and self._source.has_ready():
+        while len(self._in_flight) < self._size and self._end is None and self._source.has_ready():
             try:
-                self._on_the_way.append(self._sent(next(self._source)))
+                self._in_flight.append(self._sent(next(self._source)))
             except Exception as error:  # the end, or an error of reading: raised after the steps before it
                 self._end = error
 
@@ -178,9 +162,9 @@ class DeviceFeed(Iterator[list[object]]):
         ]
 
     def close(self) -> None:
-        """Drop the steps that are held ready, once their copies are done."""
+        """Drop the steps that are kept ready, after their copies."""
         self._finalizer()
-        self._on_the_way.clear()
+        self._in_flight.clear()
 
 
 def _staged(step: list[object], transfers: Sequence[_Transfer | None]) -> list[object]:
@@ -191,14 +175,13 @@ def _staged(step: list[object], transfers: Sequence[_Transfer | None]) -> list[o
 
 
 def _drain(transfers: Sequence[_Transfer | None]) -> None:
-    """Wait until the devices have read all pending batches."""
-    for buffer in [buffer for transfer in transfers if transfer is not None for buffer in transfer.buffers]:
-        if buffer.copied is not None:
-            buffer.copied.synchronize()
+    for transfer in transfers:
+        for buffer in () if transfer is None else transfer.buffers:
+            buffer.wait()
 
 
 def on_place(place: Place, batch: object) -> object:
-    """Return ``batch`` with its arrays brought to ``place``."""
+    """Return ``batch`` with its arrays on ``place``."""
     return nest.map_structure(
         lambda leaf: place.brings(leaf) if isinstance(leaf, np.ndarray) and is_transportable(leaf.dtype) else leaf,
         batch,
@@ -206,10 +189,7 @@ def on_place(place: Place, batch: object) -> object:
 
 
 def fetch_places(workers: InputWorkers, options: InputOptions | None) -> list[Place] | None:
-    """Return the device places of the batches of the local replicas, or None.
-
-    None where all batches stay on the host.
-    """
+    """Return the devices of the local replicas' batches. None: all batches stay on the host."""
     if options is not None and options.experimental_fetch_to_device is False:
         return None
     places = [place_at(device) for device in workers.devices]

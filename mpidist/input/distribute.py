@@ -1,4 +1,4 @@
-"""Distribution of a dataset, of the datasets of a function, and of its values."""
+"""Distribution of datasets, datasets of functions, and values of functions."""
 
 from __future__ import annotations
 
@@ -10,25 +10,37 @@ from typing import Any
 from mpidist.core import context
 from mpidist.core.context import StrategyLike
 from mpidist.input.batching import Batched
+from mpidist.input.combining import Interleaved
 from mpidist.input.dataset import Dataset, graph_and_options
-from mpidist.input.dealing import idle_replicas
 from mpidist.input.distributed_dataset import DistributedDataset
 from mpidist.input.distribution import Distribution
-from mpidist.input.graph import Form, GraphNode, TableRows
-from mpidist.input.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
-from mpidist.input.input_workers import InputContext, InputWorkers, ValueContext, WorkerLayout
-from mpidist.input.interleaving import Interleaved
+from mpidist.input.input_options import (
+    AutoShardPolicy,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+    InputWorkers,
+    ValueContext,
+    WorkerLayout,
+)
 from mpidist.input.iteration import E_co
-from mpidist.input.loaders import check_shared, is_loader, unbatched_source
-from mpidist.input.local_batches import ConsecutiveBatches, DealtBatches, LocalBatches, ReplicaPipelines
-from mpidist.input.policies import batches_of_worker, dealt_batches, own_elements, policy_in_force
-from mpidist.input.resuming import Dealing
+from mpidist.input.local_batches import (
+    DealtBatches,
+    LocalBatches,
+    OwnBatches,
+    RecutBatches,
+    batches_of_worker,
+    dealt_batches,
+)
+from mpidist.input.nodes import Form, GraphNode
+from mpidist.input.rules import files_summary, idle_replicas, own_elements, policy_in_force
+from mpidist.input.torch_loader import check_shared, is_loader, unbatched_source
 from mpidist.values import regroup
 from mpidist.values.placement import place_at
 
 _log = logging.getLogger("mpidist")
 
-# Pipelines that every rank reads whole, and that have been warned of.
+# Pipelines that every rank reads as a whole, and that have been warned of.
 _warned_of: set[str] = set()
 
 _HOW_TO_MAKE_ONE = (
@@ -42,10 +54,10 @@ def distribute_dataset(
 ) -> DistributedDataset:
     """Divide a dataset over the replicas of all ranks (experimental_distribute_dataset).
 
-    The dataset is the same on all ranks. Collective: call it on every rank, in the same order. How it is divided is its
-    AutoShardPolicy; shuffles without a seed get one that all ranks share. Each rank logs a line "rank r of W reads ..."
-    (logger ``mpidist``, level INFO); rank 0 warns there of arrays that are not batched, of a batch size that leaves
-    replicas without rows, and of streams that all ranks go through although no policy was given.
+    Collective: call it on every rank, in the same order, with the same dataset. Its AutoShardPolicy determines the
+    division. Shuffles without a seed get one that all ranks share. Each rank logs a line "rank r of W reads ..."
+    (logger ``mpidist``, level INFO). Rank 0 warns of arrays that are not batched, of a batch size that leaves
+    replicas without rows, and of streams that all ranks read as a whole although no policy was given.
 
     Args:
         dataset: A Dataset, or a DataLoader of PyTorch; batched with the global batch size.
@@ -55,8 +67,8 @@ def distribute_dataset(
 
     Raises:
         TypeError: ``dataset`` is no Dataset, or ``options`` no InputOptions.
-        ValueError: The dataset is not batched; ``assignment="tf"`` with unequal numbers of local replicas; fewer files
-            than ranks, or other sources than files, with FILE.
+        ValueError: The dataset is not batched; ``assignment="tf"`` with unequal numbers of local replicas; with FILE,
+            fewer files than ranks, or sources other than files.
         NotImplementedError: PER_REPLICA.
         MismatchError: The ranks gave different datasets, and the policy is not OFF; on all ranks.
 
@@ -67,29 +79,30 @@ def distribute_dataset(
     if replication_mode(options) is InputReplicationMode.PER_REPLICA:
         raise NotImplementedError(
             "experimental_distribute_dataset() divides one pipeline over all replicas and cannot take "
-            "InputReplicationMode.PER_REPLICA; use distribute_datasets_from_function(dataset_fn, options)"
+            "InputReplicationMode.PER_REPLICA. Use distribute_datasets_from_function(dataset_fn, options)"
         )
-    with workers.shared_errors("looking at the dataset"):
+    with workers.shared_errors("inspecting the dataset"):
         node, dataset_options = graph_and_options(_as_dataset(dataset))
         check_shared(node)
-        batches, policy, reads = dealt_batches(node, dataset_options, workers)
+        batches, policy = dealt_batches(node, dataset_options, workers)
+        reads = f"{_summary(batches, policy)} of {node} (AutoShardPolicy.{policy.name})"
+    deal = partial(batches_of_worker, node, dataset_options)
+    distribution = Distribution(batches, workers, deal, dataset_options.assignment, strategy, options)
     off = policy is AutoShardPolicy.OFF
-    dealing = Dealing(partial(batches_of_worker, node, dataset_options), dataset_options.assignment)
-    distribution = Distribution(batches, workers, dealing, strategy, options)
     distribution.agree(same_everywhere=not off, own_orders=off)
     _log.info("rank %d of %d reads %s", workers.worker_id, workers.num_workers, reads)
     if workers.worker_id == 0 and workers.num_replicas_in_sync > 1:
-        if _gives_single_rows(node):
+        if _yields_single_rows(node):
             _log.warning(
                 "mpidist: %s has no batch(), so each row of its arrays is taken for a global batch and dealt to %d "
-                "replicas in parts. Expected: dataset.batch(global_batch_size); where the rows are batches already, a "
+                "replicas in parts. Use dataset.batch(global_batch_size). If the rows are batches already, pass a "
                 "sequence of them: Dataset.from_source(list(array))",
                 *(node, workers.num_replicas_in_sync),
             )
         elif isinstance(batches, DealtBatches):
             _warn_of_idle_replicas(node.batch_size(), workers.num_replicas_in_sync)
-    left_open = dataset_options.auto_shard_policy is AutoShardPolicy.AUTO and policy is AutoShardPolicy.DATA
-    if workers.worker_id == 0 and workers.num_workers > 1 and left_open:
+    is_default = dataset_options.auto_shard_policy is AutoShardPolicy.AUTO and policy is AutoShardPolicy.DATA
+    if workers.worker_id == 0 and workers.num_workers > 1 and is_default:
         _warn_of_whole_streams(node, workers.num_workers)
     return DistributedDataset(distribution)
 
@@ -101,10 +114,10 @@ def distribute_from_function(
     options: InputOptions | None = None,
     per_replica_allowed: bool = False,
 ) -> DistributedDataset:
-    """Give each rank's replicas the batches of the rank's own dataset.
+    """Give each rank's replicas the batches of the rank's own dataset (distribute_datasets_from_function).
 
     Collective: call it on every rank, in the same order. Nothing is cut or divided: the next batches go to the
-    local replicas in turn (distribute_datasets_from_function). Ranks may have different amounts of data.
+    local replicas in turn. Ranks may have different amounts of data.
 
     Args:
         dataset_fn: Called outside of any strategy's scope with an InputContext; returns a Dataset that is
@@ -112,11 +125,11 @@ def distribute_from_function(
         workers: The workers that share the input.
         strategy: The strategy whose replicas get it.
         options: An InputOptions or None.
-        per_replica_allowed: Whether the strategy takes PER_REPLICA.
+        per_replica_allowed: Whether the strategy supports PER_REPLICA.
 
     Raises:
         TypeError: ``dataset_fn`` is not callable or returns no Dataset, or ``options`` is no InputOptions.
-        NotImplementedError: PER_REPLICA where the strategy does not take it.
+        NotImplementedError: PER_REPLICA if the strategy does not support it.
 
     >>> workers = InputWorkers(1, 0, (2,), None, True)
     >>> list(distribute_from_function(lambda _: Dataset.range(3).batch(1), workers, context.get_strategy()))
@@ -125,7 +138,7 @@ def distribute_from_function(
     if not callable(dataset_fn):
         raise TypeError(
             f"dataset_fn is {dataset_fn!r} of type {type(dataset_fn).__name__}; expected a function that "
-            "takes an InputContext and returns a Dataset; a Dataset itself goes to "
+            "takes an InputContext and returns a Dataset. Pass a Dataset itself to "
             "experimental_distribute_dataset()"
         )
     per_replica = replication_mode(options) is InputReplicationMode.PER_REPLICA
@@ -134,15 +147,16 @@ def distribute_from_function(
 
     def deal(layout: WorkerLayout) -> LocalBatches:
         replicas = layout.num_replicas_in_sync
-        if per_replica:
-            nodes = [_call(dataset_fn, InputContext(replicas, i, replicas)) for i in layout.local_replica_ids]
-            return ReplicaPipelines(layout, nodes)
-        node = _call(dataset_fn, InputContext(layout.num_workers, layout.worker_id, replicas))
-        return ConsecutiveBatches(layout, node)
+        contexts = (
+            [InputContext(replicas, i, replicas) for i in layout.local_replica_ids]
+            if per_replica
+            else [InputContext(layout.num_workers, layout.worker_id, replicas)]
+        )
+        return OwnBatches(layout, [_call(dataset_fn, each) for each in contexts], per_replica)
 
     with workers.shared_errors("dataset_fn"):
         batches = deal(workers)
-    distribution = Distribution(batches, workers, Dealing(deal), strategy, options)
+    distribution = Distribution(batches, workers, deal, None, strategy, options)
     distribution.agree(same_everywhere=False)
     reads = ", ".join(map(str, batches.nodes))
     _log.info("rank %d of %d reads %s (from a function)", workers.worker_id, workers.num_workers, reads)
@@ -150,28 +164,21 @@ def distribute_from_function(
 
 
 def share_of(dataset: Dataset[E_co], num_workers: int, worker_id: int) -> Dataset[E_co]:
-    """Return the share of a worker that takes whole batches at its own pace.
-
-    Raises:
-        ValueError: The policy does not suit the dataset.
-
-    >>> [batch.tolist() for batch in share_of(Dataset.range(5).batch(2), 2, 0)]
-    [[0, 1], [4]]
-    """
+    """Return the share of a worker that takes whole batches at its own pace."""
     node, options = graph_and_options(dataset)
     policy = policy_in_force(node, options.auto_shard_policy, num_workers)
     if policy is AutoShardPolicy.DATA:
         return dataset.shard(num_workers, worker_id)
     own = own_elements(node, policy, WorkerLayout(num_workers, worker_id, (1,) * num_workers))
     shared: Dataset[E_co] = Dataset(own, options)
-    # No hint is left, and workers without hints would go through all of the data, in orders of their own.
+    # Its hint is filled in. With HINT, a worker would now read all of the data, in its own order.
     return shared.with_options(auto_shard_policy=AutoShardPolicy.DATA) if policy is AutoShardPolicy.HINT else shared
 
 
 def distribute_values(value_fn: Callable[[ValueContext], object], workers: InputWorkers) -> Any:
     """Return the results of a function for the local replicas, as PerReplica values.
 
-    Nothing is communicated (experimental_distribute_values_from_function).
+    Without communication (experimental_distribute_values_from_function).
 
     Args:
         value_fn: Called outside of any strategy's scope with a ValueContext, with the replica's device current;
@@ -196,46 +203,56 @@ def distribute_values(value_fn: Callable[[ValueContext], object], workers: Input
     return regroup(values, ids, always_wrap=True)
 
 
-def _gives_single_rows(node: GraphNode) -> bool:
-    """Return whether each element is a row of arrays or a function's result for one.
+def _summary(batches: DealtBatches | RecutBatches, policy: AutoShardPolicy) -> str:
+    """Return a text of the part of a worker."""
+    workers, cut = batches.workers, ""
+    if isinstance(batches, RecutBatches):
+        sizes = ", ".join(map(str, batches.sizes or ()))
+        whole = ", each batch cut into a part for each replica of all ranks"
+        cut = f", in sub-batches of {sizes} rows" if sizes else whole
+    elif policy is AutoShardPolicy.DATA and workers.num_replicas_in_sync > 1:
+        return f"its part{'s' * (workers.num_local_replicas > 1)} of each global batch ({batches.assignment!r})"
+    if policy is AutoShardPolicy.FILE:
+        return files_summary(batches.node) + cut
+    return f"{'its shard' if policy is AutoShardPolicy.HINT else 'all elements'}{cut}"
 
-    Other sources may give batches.
-    """
+
+def _yields_single_rows(node: GraphNode) -> bool:
+    """Return whether each element is a row of arrays. Elements of other sources may be batches."""
     for step in node.graph():
-        source_of_rows = isinstance(step, TableRows) and step.row_table().is_cut_from_arrays()
-        if isinstance(step, (Batched, Interleaved)) or not (step.inputs or source_of_rows):
+        if isinstance(step, (Batched, Interleaved)) or not (step.inputs or step.is_cut_from_arrays()):
             return False
     return True
 
 
 def _warn_of_idle_replicas(batch_size: int | None, replicas: int) -> None:
-    """Warn where full global batches leave some replicas without rows."""
+    """Warn if full global batches leave some replicas without rows."""
     if batch_size is None or not idle_replicas(batch_size, replicas):
         return
-    # Multiples of the number of replicas suit, so there is one within reach.
+    # A multiple of the number of replicas is always near.
     sizes = (batch_size + sign * step for step in range(1, replicas) for sign in (1, -1))
     near = next(size for size in sizes if size > 0 and not idle_replicas(size, replicas))
     _log.warning(
         "mpidist: a global batch of %d rows is dealt to %d replicas by %d, and %d of them get none in any full batch. "
-        "Expected: a batch size that gives every replica rows, such as batch(%d)",
+        "Use a batch size that gives every replica rows, such as batch(%d)",
         *(batch_size, replicas, -(-batch_size // replicas), idle_replicas(batch_size, replicas), near),
     )
 
 
 def _warn_of_whole_streams(node: GraphNode, num_workers: int) -> None:
-    """Warn once where all ranks read a whole stream, which nobody has asked for."""
+    """Warn once if all ranks read a whole stream by default."""
     streams = any(
         isinstance(step, Interleaved) or (not step.inputs and step.form is Form.ELEMENTS) for step in node.graph()
     )
     text = str(node)
-    # Files beside other sources have a warning of their own.
+    # There is another warning for files together with other sources.
     if not streams or next(node.files(), None) is not None or text in _warned_of:
         return
     _warned_of.add(text)
     _log.warning(
-        "mpidist: each of the %d ranks goes through all of %s and keeps its part of every batch, as there are no files "
-        "and no rows read by number to deal. If that is meant, say "
-        "dataset.with_options(auto_shard_policy=AutoShardPolicy.DATA); for ranks that read a part each: "
+        "mpidist: each of the %d ranks goes through all of %s and keeps its part of every batch, because it has "
+        "neither files nor rows that are read by number. If that is intended, use "
+        "dataset.with_options(auto_shard_policy=AutoShardPolicy.DATA). If each rank must read a part, use "
         "strategy.distribute_datasets_from_function(dataset_fn), where dataset_fn(context) returns part "
         "context.input_pipeline_id of context.num_input_pipelines, batched with the size of one replica",
         *(num_workers, text),
@@ -244,7 +261,7 @@ def _warn_of_whole_streams(node: GraphNode, num_workers: int) -> None:
 
 def _as_dataset(dataset: object) -> Dataset:
     if isinstance(dataset, DistributedDataset):
-        raise TypeError("experimental_distribute_dataset() got a dataset that is distributed already; iterate over it")
+        raise TypeError("experimental_distribute_dataset() got a dataset that is distributed already. Iterate over it")
     if is_loader(dataset):
         return Dataset.from_source(dataset)
     if not isinstance(dataset, Dataset):
@@ -254,8 +271,8 @@ def _as_dataset(dataset: object) -> Dataset:
             if batches is None
             else (
                 f"its elements are rows, not batches; expected {batches}, or for NumPy arrays "
-                "mpidist.Dataset.from_source(dataset).batch(global_batch_size); where each element is a global batch "
-                "already, DataLoader(dataset, batch_size=None)"
+                "mpidist.Dataset.from_source(dataset).batch(global_batch_size). If each element is a global batch "
+                "already, use DataLoader(dataset, batch_size=None)"
             )
         )
         raise TypeError(
@@ -265,10 +282,10 @@ def _as_dataset(dataset: object) -> Dataset:
 
 
 def per_replica_refused(strategy: StrategyLike) -> NotImplementedError:
-    """Return the error of a strategy that takes no PER_REPLICA input."""
+    """Return the error of a strategy without PER_REPLICA input."""
     return NotImplementedError(
         f"InputReplicationMode.PER_REPLICA is not offered by {type(strategy).__name__}, only by a MirroredStrategy of "
-        "one process; use InputReplicationMode.PER_WORKER"
+        "one process. Use InputReplicationMode.PER_WORKER"
     )
 
 

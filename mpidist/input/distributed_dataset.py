@@ -1,7 +1,4 @@
-"""DistributedDataset: batches for the replicas of a strategy, and the iterator of a pass.
-
-In every step of a pass each replica gets a batch, or an empty one.
-"""
+"""DistributedDataset: batches for the replicas of a strategy, and the iterator of a pass."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ from mpidist.core.context import StrategyLike
 from mpidist.core.errors import MismatchError
 from mpidist.core.text import said_lines
 from mpidist.input.device_feed import DeviceFeed, on_place
-from mpidist.input.distribution import Distribution
-from mpidist.input.element_spec import empty_batch, spec_of, with_rows
-from mpidist.input.graph import INFINITE, UNKNOWN
-from mpidist.input.iteration import E_co, Optional, PassIterator, S, pass_failed, reduce_elements
+from mpidist.input.distribution import Distribution, Remainder
+from mpidist.input.elements import empty_batch, spec_of, with_rows
+from mpidist.input.input_options import InputOptions
+from mpidist.input.iteration import E_co, PassIterator, S, reduce_elements
 from mpidist.input.local_batches import MISSING
-from mpidist.input.resuming import Remainder
+from mpidist.input.nodes import INFINITE, UNKNOWN
 from mpidist.values import regroup
 
 if TYPE_CHECKING:
@@ -31,8 +28,8 @@ class DistributedDataset(Generic[E_co]):
     """Batches for the replicas of a strategy, re-iterable (tf.distribute.DistributedDataset).
 
     Strategies make it: ``experimental_distribute_dataset`` and ``distribute_datasets_from_function``.
-    Elements have the structure of the dataset's own; each leaf is a PerReplica of this rank's replicas, or
-    the bare array where a strategy of one replica hands batches through. For replicas on GPUs the arrays have been
+    Elements have the structure of the dataset's own. Each leaf is a PerReplica of this rank's replicas, or
+    the bare array if a strategy of one replica does not wrap batches. For replicas on GPUs the arrays have been
     copied there, the next batches while the present one is used (see ``InputOptions``). ``iter()`` and ``next()``
     are collective: call them on every rank, in the same order.
 
@@ -65,26 +62,26 @@ class DistributedDataset(Generic[E_co]):
             if most != -least:
                 raise MismatchError(
                     f"this rank begins pass {number + 1} over a distributed dataset, and the ranks are "
-                    f"between pass {-least + 1} and {most + 1}; expected iter() the same number of times on "
-                    "every rank, since passes are shuffled alike"
+                    f"between pass {-least + 1} and {most + 1}. Call iter() the same number of times on "
+                    "every rank, because each pass has its own shuffles"
                 )
         return DistributedIterator(distribution, remainder)
 
     def __next__(self) -> NoReturn:
         raise TypeError(
-            "next() was called on a distributed dataset, of which every pass has an iterator of its own; call iter() "
-            "first: iterator = iter(dataset), then next(iterator), or write `for batch in dataset:`"
+            "next() was called on a distributed dataset. Call iter() first: iterator = iter(dataset), then "
+            "next(iterator), or write `for batch in dataset:`"
         )
 
     def reduce(self, initial_state: S, reduce_func: Callable[[S, E_co], S]) -> S:
         """Return the result of ``reduce_func`` over one pass, each rank for itself.
 
-        Collective as iterating is: call it on every rank, in the same order. The states are not combined: for a
+        Collective like iterating: call it on every rank, in the same order. The states are not combined. For a
         result of all ranks, let ``reduce_func`` use ``strategy.reduce``, or reduce the last state.
 
         Args:
-            initial_state: The first state, of any kind; returned where there is no element.
-            reduce_func: Gets the state and an element, as ``next`` gives it; returns the next state. It may use
+            initial_state: The first state, of any kind; returned if there are no elements.
+            reduce_func: Receives the state and an element, as ``next`` returns it; returns the next state. It may use
                 the strategy, on every rank alike.
 
         Raises:
@@ -103,12 +100,12 @@ class DistributedDataset(Generic[E_co]):
 
     @property
     def element_spec(self) -> Any:
-        """The nest of PerReplicaSpec of an element, or of ArraySpec where elements come bare.
+        """The nest of PerReplicaSpec of an element, or of ArraySpec for elements without wrapper.
 
-        The first size of a shape is None where batches may be smaller or empty. Not collective.
+        The first size of a shape is None if batches may be smaller or empty. Not collective.
 
         Raises:
-            ValueError: This rank's dataset has no element to tell from.
+            ValueError: This rank's dataset has no elements.
         """
         return self._distribution.element_spec()
 
@@ -123,7 +120,7 @@ class DistributedDataset(Generic[E_co]):
         steps = self.cardinality()
         if steps < 0:
             kind = "endless" if steps == INFINITE else "not known beforehand"
-            raise TypeError(f"the number of steps of this distributed dataset is {kind}; ask cardinality()")
+            raise TypeError(f"the number of steps of this distributed dataset is {kind}. Use cardinality()")
         return steps
 
     def __bool__(self) -> bool:
@@ -140,8 +137,8 @@ class DistributedIterator(PassIterator[E_co]):
     """One pass over a distributed dataset (tf.distribute.DistributedIterator).
 
     Every method that moves on is collective: call it on every rank, in the same order. The pass ends for all
-    ranks at the same step, when no replica anywhere has data left; replicas that run out earlier get batches
-    without rows. Where the number of steps is known nothing is exchanged in a step.
+    ranks at the same step, when no replica anywhere has more data. Replicas that run out earlier get batches
+    without rows. If the number of steps is known, a step needs no communication.
     """
 
     _over = "the distributed dataset"
@@ -152,14 +149,16 @@ class DistributedIterator(PassIterator[E_co]):
         run = remainder.run(self._readers)
 
         def steps() -> Iterator[list[object]]:
-            # Sources are opened where an error reaches all ranks: in the first step.
+            # Open sources in the first step, in which an error reaches all ranks.
             yield from batches.open(run, remainder.start)
 
         self._feed: DeviceFeed | None = None
+        self._steps: Iterator[list[object]]
         if distribution.places is None:
             self._steps = steps()
         else:
-            self._steps = self._feed = DeviceFeed(steps, distribution.places, distribution.buffer_size, self._readers)
+            size = (distribution.options or InputOptions()).experimental_per_replica_buffer_size
+            self._steps = self._feed = DeviceFeed(steps, distribution.places, size, self._readers)
         total = distribution.steps if batches is distribution.batches else batches.steps
         self._steps_left = total - remainder.start if total >= 0 else total
         self._ended = False
@@ -173,20 +172,20 @@ class DistributedIterator(PassIterator[E_co]):
         """Continue from a ``state()``; collective: call it on every rank.
 
         The dataset must be made of the same steps over the same data, on any number of ranks and replicas. The pass
-        goes on with the element that comes next, and later passes are shuffled as they would have been. On as many
-        ranks and replicas each goes on in its own part. On others the global batches stay the same and are cut for the
-        replicas there are now; elements that each rank read for itself (FILE, HINT, OFF and functions) every rank then
+        continues with the next element, and later passes have the shuffles that they would have had. On as many
+        ranks and replicas each continues its own part. On others the global batches stay the same and are cut for the
+        present replicas. Elements that each rank read for itself (FILE, HINT, OFF and functions) every rank then
         reads for all until the pass ends, and elements of functions go to the replicas in turn. With
-        AutoShardPolicy.DATA the batch size may be another one.
+        AutoShardPolicy.DATA the batch size may change.
 
-        Rows that are read by number are not read again; of a stream everything before is read and dropped.
+        Rows that are read by number are not read again. A stream is read from its beginning.
 
         Args:
             state: From ``state()``, the same on every rank.
 
         Raises:
             TypeError: ``state`` is no dict.
-            ValueError: It is damaged, or that of another dataset, or of another batch size where that must not change.
+            ValueError: It is damaged, or of another dataset, or of another batch size that must not change.
             MismatchError: The ranks were given different states; on all ranks.
 
         >>> import mpidist
@@ -203,75 +202,54 @@ class DistributedIterator(PassIterator[E_co]):
         distribution, workers = self._distribution, self._distribution.workers
         batches = distribution.batches
         require_outside_replica_function(distribution.strategy, "restore() of a distributed iterator")
-        with workers.shared_errors("going on from the state of an iterator"):
-            remainder = distribution.rest_from(state)
+        with workers.shared_errors("resuming from the state of an iterator"):
+            remainder = distribution.remainder(state)
         if workers.communicator is not None:
             _require_same(remainder, workers.communicator)
             if remainder.batches is batches and batches.may_run_out and distribution.steps != UNKNOWN:
-                # A rank whose data ran out before this step sees no batch of its own any more.
+                # A rank whose data ended before this step will read no batch of its own.
                 distribution.learn_spec()
-        self.close()
-        distribution.continue_from(remainder.position)
-        self._begin(remainder)
+        self._resume(remainder)
 
     def close(self) -> None:
         """End the pass and the threads of ``prefetch``.
 
-        Waits for the elements that they are reading. Nothing is exchanged: where ranks are to end a pass early they all
-        call it, at the same step.
+        Waits for the elements that they are reading. Without communication: to end a pass early, call it on all ranks
+        at the same step.
         """
         self._ended = True
-        self._close_readers()
+        self._stop_reading()
         self._steps = iter(())
         self._feed = None
 
-    def _close_readers(self, wait: bool = True) -> None:
-        self._readers.close(wait)
+    def _stop_reading(self, wait: bool = True) -> None:
+        super()._stop_reading(wait)
         if self._feed is not None:
             self._feed.close()
 
-    def _advance(self, method: str) -> Optional[E_co]:
+    def _advance(self, method: str) -> E_co:
         require_outside_replica_function(self._distribution.strategy, f"{method} of a distributed iterator")
-        if self._failure is not None:
-            raise pass_failed(method, self._failure)
-        if self._ended:
-            return Optional()
-        try:
-            found = self._next_step()
-        except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"
-            self._close_readers(wait=isinstance(error, Exception))
-            raise
-        if not found.has_value():
-            self.close()
-        return found
+        return super()._advance(method)
 
-    def _next_step(self) -> Optional[E_co]:
+    def _read(self) -> E_co:
         workers = self._distribution.workers
         several = workers.num_workers > 1
-        step: list[object] | None = None
-        if not (several and self._taken == self._steps_left):
-            with workers.shared_errors("reading the next batch"):
-                step = next(self._steps, None)
-                if step is not None and self._distribution.spec is None:
-                    element = next(part for part in step if part is not MISSING)
-                    self._distribution.spec = with_rows(spec_of(element), None)
-            more = step is not None or several
-            if several and self._steps_left == UNKNOWN:
-                more = self._vote(step)
-        else:
-            more = False
-        if not more:
-            return Optional()
-        self._taken += 1
-        with workers.shared_errors("making up the batches of a step"):
-            return Optional(self._complete(step or [MISSING] * workers.num_local_replicas))
+        if self._ended or (several and self._taken == self._steps_left):
+            self.close()
+            raise StopIteration
+        with workers.shared_errors("reading the next batch"):
+            step = next(self._steps, None)
+            if step is not None and self._distribution.spec is None:
+                element = next(part for part in step if part is not MISSING)
+                self._distribution.spec = with_rows(spec_of(element), None)
+        if not (self._vote(step) if several and self._steps_left == UNKNOWN else several or step is not None):
+            self.close()
+            raise StopIteration
+        with workers.shared_errors("completing the batches of a step"):
+            return self._complete(step or [MISSING] * workers.num_local_replicas)
 
     def _vote(self, step: list[object] | None) -> bool:
-        """Return whether any rank has data.
-
-        Learns the spec of its batches from it where need be.
-        """
+        """Return whether any rank has data. Learn the spec of its batches if a rank needs it."""
         distribution, communicator = self._distribution, self._distribution.workers.communicator
         assert communicator is not None
         ballot = np.array([step is not None, distribution.spec is None], dtype=np.int64)
@@ -280,7 +258,7 @@ class DistributedIterator(PassIterator[E_co]):
             distribution.gather_spec()
         return bool(someone_has_data)
 
-    def _complete(self, step: list[object]) -> Any:
+    def _complete(self, step: list[Any]) -> E_co:
         workers = self._distribution.workers
         if any(part is MISSING for part in step):
             empty = empty_batch(self._distribution.spec)
@@ -289,30 +267,28 @@ class DistributedIterator(PassIterator[E_co]):
                 part if part is not MISSING else empty if places is None else on_place(places[i], empty)
                 for i, part in enumerate(step)
             ]
-        return regroup(step, workers.local_replica_ids, always_wrap=True) if workers.wrap else step[0]
+        element: E_co = step[0]
+        return regroup(step, workers.local_replica_ids, always_wrap=True) if workers.wrap else element
 
 
 def _require_same(remainder: Remainder, communicator: Communicator) -> None:
-    """Raise MismatchError on all ranks unless all continue alike."""
-    told = communicator.all_gather_object((remainder.position, remainder.previous_pipelines()))
-    if any(other != told[0] for other in told):
-        plans = {rank: f"{position}, {'; '.join(pipelines)}" for rank, (position, pipelines) in enumerate(told)}
+    """Raise MismatchError on all ranks unless all resume alike."""
+    gathered = communicator.all_gather_object((remainder.position, remainder.previous_pipelines()))
+    if any(other != gathered[0] for other in gathered):
+        plans = {rank: f"{position}, {'; '.join(pipelines)}" for rank, (position, pipelines) in enumerate(gathered)}
         lines = "\n".join(["", *said_lines(plans.items(), "  ")])
         raise MismatchError(
-            "restore() of a distributed iterator does not go on alike on all ranks; expected the same state on every "
-            "rank, and, on another number of ranks, a dataset_fn whose dataset depends on its InputContext alone:"
+            "restore() of a distributed iterator differs between ranks. Pass the same state on every "
+            "rank, and, on another number of ranks, use a dataset_fn whose dataset depends on its InputContext alone:"
             f"{lines}",
             plans,
         )
 
 
 def require_outside_replica_function(strategy: StrategyLike | None, call: str) -> None:
-    """Raise ValueError inside a replica function.
-
-    ``call`` is the method and its object, for the message.
-    """
+    """Raise ValueError inside a replica function."""
     if context.has_strategy() and context.get_replica_context() is not None:
         raise ValueError(
-            f"{call} was called inside a replica function of {type(strategy).__name__}; take the element "
+            f"{call} was called inside a replica function of {type(strategy).__name__}. Take the element "
             "before, in strategy.run(fn, args=(next(iterator),))"
         )

@@ -1,30 +1,23 @@
-"""Iteration over a dataset in this process alone: a pass, and the order of passes."""
+"""Iterators over a pass of a dataset, and Optional."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
 from mpidist.core.errors import OutOfRangeError
 from mpidist.input import whole_elements
-from mpidist.input.distribution import Distribution
-from mpidist.input.element_spec import spec_of
-from mpidist.input.graph import INFINITE, GraphNode
-from mpidist.input.input_options import DatasetOptions
-from mpidist.input.input_workers import InputWorkers
-from mpidist.input.local_batches import DealtBatches
-from mpidist.input.policies import batches_of_worker
-from mpidist.input.position import Position
-from mpidist.input.resuming import Dealing, Remainder
+from mpidist.input.distribution import Distribution, Position, Remainder
+from mpidist.input.elements import spec_of
+from mpidist.input.nodes import INFINITE, GraphNode
 from mpidist.input.threads import Readers
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
-    # The type of an element; Any where none is written.
+    # The type of an element, Any by default.
     E_co = TypeVar("E_co", covariant=True, default=Any)
 else:
     from typing import TypeVar
@@ -32,7 +25,6 @@ else:
     E_co = TypeVar("E_co", covariant=True)
 
 S = TypeVar("S")
-_ALONE = InputWorkers(1, 0, (1,), None, wrap=False)
 
 
 class Optional(Generic[E_co]):
@@ -72,27 +64,18 @@ class Optional(Generic[E_co]):
         """Return the value.
 
         Raises:
-            ValueError: There is none.
+            ValueError: It is missing.
         """
         if not self._value:
-            raise ValueError("this Optional has no value; ask has_value() first")
+            raise ValueError("this Optional has no value. Call has_value() first")
         return self._value[0]
 
 
-def passes_over(node: GraphNode, options: DatasetOptions) -> Distribution:
-    """Return the passes over a dataset in this process alone."""
-    dealing = Dealing(partial(batches_of_worker, node, options), options.assignment)
-    return Distribution(DealtBatches(_ALONE, node, "block"), _ALONE, dealing)
-
-
 class PassIterator(ABC, Generic[E_co]):
-    """One pass: the base of the iterators of a dataset and of a distributed one.
+    """One pass: the base of the iterators of a dataset and of a distributed dataset.
 
-    Of a distributed dataset every method that moves on is collective: call it on every rank, in the same order.
+    For a distributed dataset every method that moves on is collective: call it on every rank, in the same order.
     """
-
-    # The thing that has no more elements at the end, for messages.
-    _over: object
 
     def __init__(self, distribution: Distribution, remainder: Remainder) -> None:
         self._distribution = distribution
@@ -104,18 +87,40 @@ class PassIterator(ABC, Generic[E_co]):
         self._taken = 0
         self._failure: str | None = None
 
+    @abstractmethod
+    def _read(self) -> E_co:
+        """Return the next element, or raise StopIteration at the end of the pass."""
+
+    def _resume(self, remainder: Remainder) -> None:
+        self.close()
+        self._distribution.resume(remainder)
+        self._begin(remainder)
+
+    def _stop_reading(self, wait: bool = True) -> None:
+        self._readers.close(wait)
+
+    def _advance(self, method: str) -> E_co:
+        if self._failure is not None:
+            # Its next element is lost.
+            raise RuntimeError(
+                f"{method} of an iterator that has failed before, with {self._failure}. Begin another pass with "
+                "iter(dataset), or restore() a state of this iterator"
+            )
+        try:
+            element = self._read()
+        except BaseException as error:  # the end, or an error: nothing more is read ahead
+            if not isinstance(error, StopIteration):
+                self._failure = f"{type(error).__name__}: {error}"
+            self._stop_reading(wait=isinstance(error, Exception))
+            raise
+        self._taken += 1
+        return element
+
     def __iter__(self) -> Iterator[E_co]:
         return self
 
     def __next__(self) -> E_co:
-        found = self._advance("next()")
-        if not found.has_value():
-            raise StopIteration
-        return found.get_value()
-
-    @abstractmethod
-    def _advance(self, method: str) -> Optional[E_co]:
-        """Return the next element, if any, to the caller of ``method``."""
+        return self._advance("next()")
 
     def get_next(self) -> E_co:
         """Return the next element.
@@ -123,16 +128,16 @@ class PassIterator(ABC, Generic[E_co]):
         Collective for a distributed dataset: call it on every rank, in the same order.
 
         Raises:
-            OutOfRangeError: There is none; on all ranks at the same step.
+            OutOfRangeError: The pass has no more elements; on all ranks at the same step.
             ValueError: Called inside a replica function, for a distributed dataset.
         """
-        found = self._advance("get_next()")
-        if not found.has_value():
+        try:
+            return self._advance("get_next()")
+        except StopIteration:
             raise OutOfRangeError(
-                f"there are no more elements in this pass over {self._over}; begin another one with "
-                "iter(dataset), or ask get_next_as_optional()"
-            )
-        return found.get_value()
+                f"there are no more elements in this pass over {self._over}. Begin another pass with "
+                "iter(dataset), or use get_next_as_optional()"
+            ) from None
 
     def get_next_as_optional(self) -> Optional[E_co]:
         """Return the next element, or an Optional without value; collective as :meth:`get_next`.
@@ -140,17 +145,29 @@ class PassIterator(ABC, Generic[E_co]):
         Raises:
             ValueError: Called inside a replica function, for a distributed dataset.
         """
-        found = self._advance("get_next_as_optional()")
+        try:
+            found = Optional(self._advance("get_next_as_optional()"))
+        except StopIteration:
+            found = Optional()
         found.iterator = self
         return found
+
+    @property
+    def _over(self) -> object:
+        """The dataset, for messages."""
+        return self._distribution
 
     @property
     @abstractmethod
     def element_spec(self) -> object:
         """The spec of the elements."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """End the pass."""
+
     def state(self) -> dict[str, Any]:
-        """Return the position of this iterator for ``restore``, in types that JSON has.
+        """Return the position of this iterator for ``restore``, in JSON types.
 
         Equal on all ranks for a distributed dataset; not collective. Batches that have been read ahead do not count as
         taken.
@@ -183,28 +200,12 @@ class DatasetIterator(PassIterator[E_co]):
 
     def _begin(self, remainder: Remainder) -> None:
         super()._begin(remainder)
-        self._over = self._distribution
         elements = remainder.batches.open_alone(remainder.run(self._readers), remainder.start)
         self._elements: Iterator[Any] = whole_elements.watch.over(self._distribution.batches.nodes[0], elements)
 
-    def __next__(self) -> E_co:
-        if self._failure is not None:
-            raise pass_failed("next()", self._failure)
-        try:
-            element: E_co = next(self._elements)
-        except BaseException as error:  # the end, or an error: nothing is read ahead any more
-            if not isinstance(error, StopIteration):
-                self._failure = f"{type(error).__name__}: {error}"
-            self._readers.close(wait=isinstance(error, Exception))
-            raise
-        self._taken += 1
+    def _read(self) -> E_co:
+        element: E_co = next(self._elements)
         return element
-
-    def _advance(self, method: str) -> Optional[E_co]:
-        try:
-            return Optional(next(self))
-        except StopIteration:
-            return Optional()
 
     @property
     def element_spec(self) -> Any:
@@ -215,11 +216,11 @@ class DatasetIterator(PassIterator[E_co]):
         """Continue from a ``state()``, as ``restore`` of a distributed iterator does.
 
         Args:
-            state: From ``state()`` of an iterator over the same steps and data, be it a distributed one.
+            state: From ``state()`` of an iterator over the same steps and data, maybe a distributed one.
 
         Raises:
             TypeError: ``state`` is no dict.
-            ValueError: It is damaged, or that of another dataset, or of another batch size where that must not change.
+            ValueError: It is damaged, or of another dataset, or of another batch size that must not change.
 
         >>> from mpidist.input import Dataset
         >>> iterator, other = iter(Dataset.range(3)), iter(Dataset.range(3))
@@ -228,10 +229,7 @@ class DatasetIterator(PassIterator[E_co]):
         >>> [int(x) for x in other]
         [1, 2]
         """
-        remainder = self._distribution.rest_from(state)
-        self.close()
-        self._distribution.continue_from(remainder.position)
-        self._begin(remainder)
+        self._resume(self._distribution.remainder(state))
 
     def close(self) -> None:
         """End the pass and the threads of ``prefetch``. Waits for the elements that they are reading."""
@@ -240,46 +238,24 @@ class DatasetIterator(PassIterator[E_co]):
 
 
 def spec_of_elements(node: GraphNode) -> object:
-    """Return the nest of ArraySpec of an element of a dataset.
-
-    Raises:
-        ValueError: There is no element to tell from.
-    """
+    """Return the nest of ArraySpec of an element of a dataset. Raises ValueError without an element."""
     spec = node.spec()
     if spec is None:
         raise ValueError(
-            f"{node} gives no element, so nothing tells what its elements look like; give "
-            "from_generator() an output_signature"
+            f"{node} has no elements, so its element_spec is unknown. Pass from_generator() an output_signature"
         )
     return spec
 
 
-def pass_failed(method: str, failure: str) -> RuntimeError:
-    """Return the error of an iterator that has raised ``failure`` before.
-
-    Its next element is lost.
-    """
-    return RuntimeError(
-        f"{method} of an iterator that has failed before, with {failure}; begin another pass with iter(dataset), or "
-        "restore() a state of this one"
-    )
-
-
 def reduce_elements(dataset: Any, state: S, reduce_func: Callable[..., S]) -> S:
-    """Return the final ``state = reduce_func(state, element)`` over a pass of ``dataset``.
-
-    Args:
-        dataset: Has ``cardinality`` and an iterator with ``close``.
-        state: The first state.
-        reduce_func: The function.
-    """
+    """Return the last ``state = reduce_func(state, element)`` of a pass over ``dataset``."""
     if not callable(reduce_func):
         raise TypeError(
             f"reduce_func is {reduce_func!r} of type {type(reduce_func).__name__}; expected a function of a state and "
             "an element that returns the next state"
         )
     if dataset.cardinality() == INFINITE:
-        raise ValueError("reduce() of an endless dataset would never return; say how much of it: dataset.take(count)")
+        raise ValueError("reduce() of an endless dataset would never return. Limit it: dataset.take(count)")
     with closing(iter(dataset)) as elements:
         for element in elements:
             state = reduce_func(state, element)

@@ -1,204 +1,74 @@
-"""The steps of this worker's replicas, before workers agree about the end.
-
-Global batches are cut by rule A, batches of a worker's own stream by rule B, or by rule A where their size is unknown.
-"""
+"""The steps of one worker's replicas, before the workers agree on the last step."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import cycle, islice, zip_longest
-from typing import Generic
+from typing import Any, Generic
 
-from mpidist.input import dealing, row_indices
+from mpidist.input import row_indices, rules
 from mpidist.input.batching import Batched, last_batching
-from mpidist.input.choosing import Skip
-from mpidist.input.element_spec import flatten_spec, with_rows
-from mpidist.input.elements import as_element, cut, join, require_array, row_count, unbatched
-from mpidist.input.graph import INFINITE, Form, GraphNode, Pass, T, combined
-from mpidist.input.input_workers import WorkerLayout
+from mpidist.input.combining import Zipped
+from mpidist.input.elements import as_element, cut, flatten_spec, join, require_array, row_count, unbatched, with_rows
+from mpidist.input.input_options import AutoShardPolicy, DatasetOptions, WorkerLayout
+from mpidist.input.nodes import INFINITE, Form, GraphNode, Pass, T, combined
 from mpidist.input.row_indices import RowIndex
-from mpidist.input.steps import Mapped, Prefetched, Zipped
-from mpidist.input.tables import RowTable
+from mpidist.input.steps import Mapped, Prefetched, skip
 
 
 class _Missing:
-    """The type of MISSING."""
-
     def __repr__(self) -> str:
         return "MISSING"
 
 
-MISSING = _Missing()
-"""Stands in a step for the batch of a replica whose data has run out."""
+MISSING: Any = _Missing()
+"""The element of a replica without data in a step."""
 
 
 class LocalBatches(ABC):
-    """The steps of one worker: lists with an element for each local replica.
+    """The steps of one worker: lists with an element, or MISSING, for each local replica.
 
-    MISSING stands for an element of a replica without data.
-
-    Attributes:
-        workers: The workers that share the input, and the one whose part this is.
-        nodes: The pipelines as they were given, before anything of them was dealt to a worker.
-        steps: Number of steps that this worker has data for, -1 without end, -2 unknown.
-        division: The part of each worker, as a text: the same words for the same rule.
-        is_cut: Whether the parts of a step are rows of one global batch, and not whole elements.
-        may_run_out: Whether a worker may have nothing left in a step for which others have data.
-        elements_per_step: The elements of ``Position`` that all workers take in a step; None where they take a step.
+    ``nodes`` are the pipelines of the user. Saved positions contain ``division``, a text of the division rule.
     """
 
-    division: str
-    is_cut = True
-    may_run_out = True
-    elements_per_step: int | None = None
+    is_cut = True  # the parts of a step are rows of one global batch, not whole elements
+    may_run_out = True  # a worker may have no data in a step in which others have some
+    elements_per_step: int | None = None  # that all workers take in a step. None: positions count steps.
 
-    def __init__(self, workers: WorkerLayout, nodes: Sequence[GraphNode], steps: int) -> None:
+    def __init__(self, workers: WorkerLayout, nodes: Sequence[GraphNode], steps: int, division: str) -> None:
         self.workers = workers
         self.nodes = tuple(nodes)
         self.steps = steps
+        self.division = division
 
     @abstractmethod
     def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
-        """Yield the steps of a pass after the first ``start``.
-
-        Data of skipped steps is read only where that cannot be avoided.
-        """
+        """Yield the steps of a pass after the first ``start``. Skipped data is read only if necessary."""
 
     def open_alone(self, run: Pass, start: int = 0) -> Iterator[object]:
-        """Yield the elements of the only replica of a lone worker, after the first ``start``."""
+        """Yield the elements of the only replica of a single worker, after the first ``start``."""
         return (element for (element,) in self.open(run, start))
 
-    @abstractmethod
     def local_specs(self) -> list[object] | None:
-        """Return the element spec for each local replica, or None without an element.
-
-        May read an element.
-        """
+        """Return the element spec for each local replica, or None if unknown. May read an element."""
+        return None
 
 
-def in_steps(elements: Iterator[object], replicas: int, whole_only: bool = False) -> Iterator[list[object]]:
-    """Yield the next elements of all replicas.
-
-    At the end MISSING makes up a step, or ``whole_only`` drops it.
-    """
-    while step := list(islice(elements, replicas)):
-        if len(step) == replicas or not whole_only:
-            yield step + [MISSING] * (replicas - len(step))
+def grouped(elements: Iterator[T], size: int) -> Iterator[list[T]]:
+    """Yield lists of ``size`` elements, the last one maybe shorter."""
+    while group := list(islice(elements, size)):
+        yield group
 
 
-_local_rows = lru_cache(dealing.local_rows)
-
-
-# Of what is read for a batch.
-_ROWS, _NOTHING, _SAMPLE = range(3)
-
-
-class DealtBatches(LocalBatches):
-    """This worker's parts of global batches that are the same on all workers (rule A).
-
-    Where a batch is known by the numbers of its rows only the rows of the local replicas are read. A lone
-    replica gets the elements as they are.
-    """
-
-    division = "its part of each global batch"
-    may_run_out = False
-
-    def __init__(self, workers: WorkerLayout, node: GraphNode, assignment: str) -> None:
-        super().__init__(workers, (node,), node.cardinality)
-        self.node = node
-        self.assignment = assignment
-        self._empty: object = None
-
-    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
-        """Yield the parts of each global batch of a pass."""
-        if self.workers.num_replicas_in_sync == 1:
-            return ([element] for element in self.open_alone(run, start))
-        node = skip_elements(self.node, start)
-        if node.form is Form.BATCHES:
-            return node.reading(run, lambda table: self._read_parts(table, node.items(run)))
-        return (
-            [cut(batch, start, stop) for start, stop in self._local_rows(row_count(batch))]
-            for batch in map(as_element, node.elements(run))
-        )
-
-    def open_alone(self, run: Pass, start: int = 0) -> Iterator[object]:
-        """Yield the elements as they are."""
-        return map(as_element, skip_elements(self.node, start).elements(run))
-
-    def _local_rows(self, batch_size: int) -> list[tuple[int, int]]:
-        workers = self.workers
-        return _local_rows(batch_size, workers.replica_counts, workers.worker_id, self.assignment)
-
-    def _read_parts(self, table: RowTable, batches: Iterator[RowIndex]) -> Iterator[list[object]]:
-        """Yield the parts of each batch.
-
-        They are asked for in one call, as workers of a DataLoader read ahead of it. A part without rows is cut from a
-        batch of one, the first time.
-        """
-        plan: deque[int] = deque()  # _ROWS and _NOTHING are parts, _SAMPLE tells what a part without rows looks like
-        asked: deque[RowIndex] = deque()
-        has_sample = self._empty is not None
-
-        def advance(is_ahead: bool) -> bool:
-            nonlocal has_sample
-            index = next(batches, None)
-            if index is None:
-                return False
-            parts = self._local_rows(len(index))
-            rows = [index[start:stop] for start, stop in parts if start < stop]
-            # One that reads ahead gets something of each batch: there may be no end of batches without rows for it.
-            if (len(rows) < len(parts) and not has_sample) or (is_ahead and not rows):
-                has_sample = True
-                plan.append(_SAMPLE)
-                asked.append(index[:1])
-            plan.extend([_ROWS if start < stop else _NOTHING for start, stop in parts])
-            asked.extend(rows)
-            return True
-
-        def wanted() -> Iterator[RowIndex]:
-            while asked or advance(True):
-                yield asked.popleft()
-
-        def in_turn() -> Iterator[object]:
-            read = table.each_batch(wanted())
-            while plan or advance(False):
-                kind = plan.popleft()
-                if kind == _NOTHING:
-                    yield self._empty
-                elif kind == _ROWS:
-                    yield next(read)
-                else:
-                    self._empty = _without_rows(next(read))
-
-        return map(list, zip(*[in_turn()] * self.workers.num_local_replicas, strict=True))
-
-    def local_specs(self) -> list[object] | None:
-        """Return the specs.
-
-        Sizes of the batch axis are known where every global batch has the same.
-        """
-        spec = self.node.spec()
-        count = self.workers.num_local_replicas
-        if spec is None or self.workers.num_replicas_in_sync == 1:
-            return None if spec is None else [spec] * count
-        if self.workers.num_workers > 1 or self.node.dynamic:
-            return [with_rows(spec, None)] * count
-        rows = next((leaf.shape[0] for leaf in flatten_spec(spec) if leaf.shape), None)
-        return [with_rows(spec, stop - start) for start, stop in self._local_rows(rows or 0)]
-
-
-def _without_rows(batch: object) -> object:
-    # A collate_fn may have made something else than batches, which is an error with the reason here.
-    row_count(batch)
-    return cut(batch, 0, 0)
+def padded(group: Sequence[T], size: int) -> list[T]:
+    """Return ``group`` with MISSING up to ``size``."""
+    return [*group, *[MISSING] * (size - len(group))]
 
 
 def check_batched(node: GraphNode) -> None:
-    """Raise ValueError if ``node`` is known to give single values, which cannot be split."""
+    """Raise ValueError if ``node`` is known to yield single values, which cannot be split."""
     if node.batched or not node.cardinality:
         return
     for leaf in flatten_spec(node.spec() or ()):
@@ -209,9 +79,9 @@ def check_batched(node: GraphNode) -> None:
 
 @dataclass(frozen=True)
 class _Pieces(Generic[T]):
-    """The operations on batches for cutting: open, length, part and join."""
+    """Operations on batches, or on their row numbers: open, measure, cut and join them."""
 
-    batches: Callable[[GraphNode, Pass], Iterator[T]]
+    open: Callable[[GraphNode, Pass], Iterator[T]]
     length: Callable[[T], int]
     part: Callable[[T, int, int], T]
     join: Callable[[Sequence[T]], T]
@@ -223,36 +93,158 @@ _ROW_NUMBERS = _Pieces[RowIndex](
 _ARRAYS = _Pieces[object](lambda node, run: map(as_element, node.elements(run)), row_count, cut, join)
 
 
-def _recut(batches: Iterator[T], sizes: Sequence[int], pieces: _Pieces[T], rows_before: int, first: int) -> Iterator[T]:
-    """Yield the rows of all batches in parts of the given sizes, which repeat.
+class CutBatches(LocalBatches):
+    """Batches of ``node``, of which each replica gets some rows. Rows with numbers are cut before they are read."""
 
-    The last part may be smaller. A part of size 0 is one without rows; none comes after the last row.
+    def __init__(self, workers: WorkerLayout, given: GraphNode, node: GraphNode, steps: int, division: str) -> None:
+        super().__init__(workers, (given,), steps, division)
+        self.node = node
+        self._empty: object = None
 
-    Args:
-        batches: The batches.
-        sizes: The sizes of the parts.
-        pieces: The operations on batches.
-        rows_before: So many rows are left out.
-        first: The place in ``sizes`` of the first part after them.
+    @abstractmethod
+    def parts(self, run: Pass, start: int, pieces: _Pieces[T]) -> Iterator[list[T]]:
+        """Yield the parts of each step after the first ``start``. The last step may have fewer."""
+
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
+        """Yield the parts of each step."""
+        if self.node.form is not Form.BATCHES:
+            steps: Iterator[list[object]] = self.parts(run, start, _ARRAYS)
+        else:
+            steps = run.read_ahead(lambda: self._read(self.parts(run, start, _ROW_NUMBERS), run), self.node.read_ahead)
+        count = self.workers.num_local_replicas
+        return (step if len(step) == count else padded(step, count) for step in steps)
+
+    def _read(self, steps: Iterator[list[RowIndex]], run: Pass) -> Iterator[list[object]]:
+        table = self.node.table
+        for step in table.each_step(steps, run):
+            if any(part is None for part in step):
+                if self._empty is None:
+                    # Any row has the structure of a part without rows.
+                    batch = next((part for part in step if part is not None), None)
+                    batch = table.read(range(1), run) if batch is None else batch
+                    # A collate_fn may return something else than batches, which is an error here.
+                    row_count(batch)
+                    self._empty = cut(batch, 0, 0)
+                step = [self._empty if part is None else part for part in step]
+            yield step
+
+
+class DealtBatches(CutBatches):
+    """A worker's parts of global batches, which are the same on all workers (rule A)."""
+
+    may_run_out = False
+
+    def __init__(self, workers: WorkerLayout, node: GraphNode, assignment: str) -> None:
+        super().__init__(workers, node, node, node.cardinality, "its part of each global batch")
+        self.assignment = assignment
+
+    def _local_rows(self, batch_size: int) -> list[tuple[int, int]]:
+        workers = self.workers
+        return rules.local_rows(batch_size, workers.replica_counts, workers.worker_id, self.assignment)
+
+    def parts(self, run: Pass, start: int, pieces: _Pieces[T]) -> Iterator[list[T]]:
+        """Yield the local parts of each global batch."""
+        for batch in pieces.open(skip_elements(self.node, start), run):
+            yield [pieces.part(batch, first, stop) for first, stop in self._local_rows(pieces.length(batch))]
+
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
+        """Yield the parts of each step. A single replica gets the elements unchanged."""
+        if self.workers.num_replicas_in_sync == 1:
+            return ([element] for element in self.open_alone(run, start))
+        return super().open(run, start)
+
+    def open_alone(self, run: Pass, start: int = 0) -> Iterator[object]:
+        """Yield the elements unchanged."""
+        return map(as_element, skip_elements(self.node, start).elements(run))
+
+    def local_specs(self) -> list[object] | None:
+        """Return the specs. The batch axis is known if every global batch has the same size."""
+        spec, count = self.node.spec(), self.workers.num_local_replicas
+        if spec is None or self.workers.num_replicas_in_sync == 1:
+            return None if spec is None else [spec] * count
+        if self.workers.num_workers > 1 or self.node.dynamic:
+            return [with_rows(spec, None)] * count
+        rows = next((leaf.shape[0] for leaf in flatten_spec(spec) if leaf.shape), None)
+        return [with_rows(spec, stop - start) for start, stop in self._local_rows(rows or 0)]
+
+
+class RecutBatches(CutBatches):
+    """Batches that a worker reads for itself, cut for its replicas.
+
+    By rule B if the batch size of the pipeline is known. Otherwise by rule A: every batch is cut into a part for each
+    replica of all workers, and the local replicas take these parts in turn.
     """
+
+    def __init__(self, workers: WorkerLayout, given: GraphNode, node: GraphNode, division: str) -> None:
+        size, counts = node.batch_size(), workers.replica_counts
+        # The cycle of sub-batch sizes, or None for rule A.
+        self.sizes = None if size is None else rules.sub_batch_sizes(size, counts, workers.worker_id)
+        steps = node.row_count() if self.sizes else node.cardinality
+        if steps >= 0:
+            parts = rules.count_sub_batches(steps, self.sizes) if self.sizes else steps * workers.num_replicas_in_sync
+            steps = -(-parts // workers.num_local_replicas)
+        super().__init__(workers, given, node, steps, division)
+
+    def parts(self, run: Pass, start: int, pieces: _Pieces[T]) -> Iterator[list[T]]:
+        """Yield groups of consecutive parts."""
+        replicas = self.workers.num_local_replicas
+        return grouped(self._stream(run, start * replicas, pieces), replicas)
+
+    def _stream(self, run: Pass, first: int, pieces: _Pieces[T]) -> Iterator[T]:
+        """Yield the parts of a pass from number ``first`` on."""
+        node = self.node
+        if self.sizes is None:
+            count = self.workers.num_replicas_in_sync
+            batches, more = divmod(first, count)
+            parts = (
+                pieces.part(batch, start, stop)
+                for batch in pieces.open(skip_elements(node, batches), run)
+                for start, stop in rules.parts(pieces.length(batch), count)
+            )
+            return islice(parts, more, None)
+        cycles, more = divmod(first, len(self.sizes))
+        rows = cycles * sum(self.sizes) + sum(self.sizes[:more])
+        batch = last_batching(node)
+        if batch is not None:  # all batches but the last have its size
+            node, rows = skip_elements(node, rows // batch.size), rows % batch.size
+        return _recut(pieces.open(node, run), islice(cycle(self.sizes), more, None), pieces, rows)
+
+    def local_specs(self) -> list[object] | None:
+        """Return the specs. The batch axis is known if all parts of a replica have the same size."""
+        spec, workers = self.node.spec(), self.workers
+        if spec is None:
+            return None
+        sizes: Sequence[int | None] = [None] * workers.num_local_replicas
+        if workers.num_workers == 1 and self.sizes is not None and self.node.batched and not self.node.dynamic:
+            sizes = self.sizes[: workers.num_local_replicas]
+        return [with_rows(spec, size) for size in sizes]
+
+
+def _recut(batches: Iterator[T], sizes: Iterator[int], pieces: _Pieces[T], dropped: int) -> Iterator[T]:
+    """Yield all rows but the first ``dropped`` ones in parts of the given sizes."""
     batch: T | None = None
     start = length = 0
-    while rows_before > length - start:
-        rows_before -= length - start
+
+    def advance() -> bool:
+        nonlocal batch, start, length
         batch = next(batches, None)
         if batch is None:
-            return
+            return False
         start, length = 0, pieces.length(batch)
-    start += rows_before
-    for size in islice(cycle(sizes), first, None):
+        return True
+
+    while dropped > length - start:
+        dropped -= length - start
+        if not advance():
+            return
+    start += dropped
+    for missing in sizes:
         parts: list[T] = []
-        missing = size
+        # A part of size 0 is a batch without rows. After the last row there are no more parts.
         while missing or not parts:
             while start == length:
-                batch = next(batches, None)
-                if batch is None:
+                if not advance():
                     break
-                start, length = 0, pieces.length(batch)
             if batch is None:
                 break
             stop = min(start + missing, length)
@@ -264,166 +256,77 @@ def _recut(batches: Iterator[T], sizes: Sequence[int], pieces: _Pieces[T], rows_
         yield parts[0] if len(parts) == 1 else pieces.join(parts)
 
 
-class RecutBatches(LocalBatches):
-    """Batches that the worker reads for itself, cut for its replicas.
+def dealt_batches(
+    node: GraphNode, options: DatasetOptions, workers: WorkerLayout
+) -> tuple[DealtBatches | RecutBatches, AutoShardPolicy]:
+    """Return a worker's batches of a shared dataset, and the policy for it."""
+    policy = rules.policy_in_force(node, options.auto_shard_policy, workers.num_workers)
+    own = rules.own_elements(node, policy, workers)
+    batches: DealtBatches | RecutBatches
+    if policy is AutoShardPolicy.DATA or workers.num_replicas_in_sync == 1:
+        batches = DealtBatches(workers, own, rules.choose_assignment(options.assignment, workers.replica_counts))
+    else:
+        batches = RecutBatches(workers, node, own, f"its rows by AutoShardPolicy.{policy.name}")
+    if workers.num_replicas_in_sync > 1:
+        check_batched(own)
+    return batches, policy
 
-    Where the batch size of the pipeline is known the stream is cut by rule B, so that all workers together take the
-    rows of one global batch in a step. Where it is not, every batch is cut into a part for each replica of all workers
-    (rule A), and the local ones take these in turn.
 
-    Args:
-        workers: The workers that share the input.
-        given: The pipeline as it was given.
-        node: The part of it that this worker reads.
-        division: See ``LocalBatches``.
-
-    Attributes:
-        sizes: The sizes of sub-batches, which repeat; None for rule A.
-    """
-
-    def __init__(self, workers: WorkerLayout, given: GraphNode, node: GraphNode, division: str) -> None:
-        size = node.batch_size()
-        counts = workers.replica_counts
-        self.sizes = None if size is None else dealing.sub_batch_sizes(size, counts, workers.worker_id)
-        rows = node.row_count() if self.sizes else node.cardinality
-        if rows >= 0:
-            parts = dealing.count_sub_batches(rows, self.sizes) if self.sizes else rows * workers.num_replicas_in_sync
-            rows = -(-parts // workers.num_local_replicas)
-        super().__init__(workers, (given,), rows)
-        self.node = node
-        self.division = division
-        self._empty: object = None
-
-    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
-        """Yield groups of consecutive parts of a pass."""
-        node, replicas = self.node, self.workers.num_local_replicas
-        first = start * replicas
-        if node.form is not Form.BATCHES:
-            return in_steps(self._parts(run, _ARRAYS, first), replicas)
-
-        def read(table: RowTable) -> Iterator[list[object]]:
-            parts = self._parts(run, _ROW_NUMBERS, first)
-            return in_steps((self._read(table, index) for index in parts), replicas)
-
-        return node.reading(run, read)
-
-    def _parts(self, run: Pass, pieces: _Pieces[T], first: int) -> Iterator[T]:
-        """Yield the parts of a pass from number ``first`` on."""
-        node = self.node
-        if self.sizes is None:
-            count = self.workers.num_replicas_in_sync
-            batches, more = divmod(first, count)
-            parts = (
-                pieces.part(batch, start, stop)
-                for batch in pieces.batches(skip_elements(node, batches), run)
-                for start, stop in dealing.parts(pieces.length(batch), count)
-            )
-            return islice(parts, more, None)
-        cycles, more = divmod(first, len(self.sizes))
-        rows = cycles * sum(self.sizes) + sum(self.sizes[:more])
-        made = last_batching(node)
-        if made is not None:
-            # All batches but the last have that size.
-            node, rows = skip_elements(node, rows // made.size), rows % made.size
-        return _recut(pieces.batches(node, run), self.sizes, pieces, rows, more)
-
-    def _read(self, table: RowTable, index: RowIndex) -> object:
-        """Return the rows of a part, which may have none. Only the rows in use are read."""
-        batch = table.read(index) if len(index) else self._empty
-        if self._empty is None:
-            self._empty = cut(table.read(range(1)) if batch is None else batch, 0, 0)
-        return self._empty if batch is None else batch
-
-    def local_specs(self) -> list[object] | None:
-        """Return the specs.
-
-        Sizes of the batch axis are known where all parts of a replica have the same.
-        """
-        spec = self.node.spec()
-        if spec is None:
-            return None
-        workers = self.workers
-        fixed = workers.num_workers == 1 and self.sizes is not None and self.node.batched and not self.node.dynamic
-        return [
-            with_rows(spec, self.sizes[replica] if fixed and self.sizes is not None else None)
-            for replica in range(workers.num_local_replicas)
-        ]
+def batches_of_worker(node: GraphNode, options: DatasetOptions, workers: WorkerLayout) -> LocalBatches:
+    """Return a worker's batches of a shared dataset."""
+    return dealt_batches(node, options, workers)[0]
 
 
 class OwnBatches(LocalBatches):
-    """Batches of datasets that a function made, which replicas get whole.
+    """Whole batches of datasets that a function made, one for the worker or each replica.
 
-    A lone worker whose batches all have one shape keeps it so: a step short of batches is dropped.
+    A single worker whose batches all have one shape drops a last step with too few batches.
     """
 
     is_cut = False
 
-    def __init__(self, workers: WorkerLayout, nodes: Sequence[GraphNode], steps: int) -> None:
-        super().__init__(workers, nodes, steps)
+    def __init__(self, workers: WorkerLayout, nodes: Sequence[GraphNode], per_replica: bool) -> None:
+        self.each = workers.num_local_replicas // len(nodes)
         self.whole_steps_only = keeps_steps_whole(workers, nodes)
+        counts = [node.cardinality for node in nodes]
+        if self.whole_steps_only:
+            counts = [count if count < 0 else count // self.each for count in counts]
+            steps = min((count for count in counts if count != INFINITE), default=INFINITE)
+        else:
+            steps = combined(max, [count if count < 0 else -(-count // self.each) for count in counts])
+        made_for = "each of its replicas" if per_replica else "it"
+        super().__init__(workers, nodes, steps, f"what a function made for {made_for}")
+
+    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
+        """Yield the next batches of each pipeline."""
+        nodes = [skip_elements(node, start * self.each) for node in self.nodes]
+        streams = [grouped(map(as_element, node.elements(run)), self.each) for node in nodes]
+        for groups in zip_longest(*streams, fillvalue=()):
+            step = [part for group in groups for part in padded(group, self.each)]
+            if self.whole_steps_only and any(part is MISSING for part in step):
+                return
+            yield step
 
     def local_specs(self) -> list[object] | None:
-        """Return the specs of the datasets.
-
-        The batch axis is unknown where empty batches may come.
-        """
+        """Return the specs of the datasets. The batch axis is unknown if empty batches may occur."""
         specs = [node.spec() for node in self.nodes]
         if any(spec is None for spec in specs):
             return None
         if not (self.whole_steps_only or self.steps == INFINITE):
             specs = [with_rows(spec, None) for spec in specs]
-        return specs * (self.workers.num_local_replicas // len(specs))
+        return specs * self.each
 
 
 def keeps_steps_whole(workers: WorkerLayout, nodes: Sequence[GraphNode]) -> bool:
-    """Return whether a step with too few batches is dropped.
-
-    So all batches have one shape.
-    """
+    """Return whether incomplete steps are dropped, so that all batches have one shape."""
     return workers.num_workers == 1 and not any(node.dynamic for node in nodes)
-
-
-class ConsecutiveBatches(OwnBatches):
-    """The worker's own dataset; the local replicas take the next batches in turn."""
-
-    division = "what a function made for it"
-
-    def __init__(self, workers: WorkerLayout, node: GraphNode) -> None:
-        steps, replicas = node.cardinality, workers.num_local_replicas
-        if steps >= 0:
-            steps = steps // replicas if keeps_steps_whole(workers, [node]) else -(-steps // replicas)
-        super().__init__(workers, (node,), steps)
-
-    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
-        """Yield groups of consecutive batches of a pass."""
-        replicas = self.workers.num_local_replicas
-        elements = skip_elements(self.nodes[0], start * replicas).elements(run)
-        return in_steps(map(as_element, elements), replicas, self.whole_steps_only)
-
-
-class ReplicaPipelines(OwnBatches):
-    """A dataset of its own for each local replica (PER_REPLICA)."""
-
-    division = "what a function made for each of its replicas"
-
-    def __init__(self, workers: WorkerLayout, nodes: Sequence[GraphNode]) -> None:
-        counts = [node.cardinality for node in nodes]
-        shortest = min((count for count in counts if count != INFINITE), default=INFINITE)
-        super().__init__(workers, nodes, shortest if keeps_steps_whole(workers, nodes) else combined(max, counts))
-
-    def open(self, run: Pass, start: int = 0) -> Iterator[list[object]]:
-        """Yield the next batch of each pipeline of a pass."""
-        streams = [map(as_element, skip_elements(node, start).elements(run)) for node in self.nodes]
-        if self.whole_steps_only:
-            return (list(step) for step in zip(*streams, strict=False))
-        return (list(step) for step in zip_longest(*streams, fillvalue=MISSING))
 
 
 def skip_elements(node: GraphNode, count: int) -> GraphNode:
     """Return the graph without its first ``count`` elements.
 
-    Rows that are known by number are not read, and functions after ``batch`` are not called for those that are skipped;
-    elements of a stream have to be read. Shuffles and repetitions give the same order as without skipping.
+    Rows with numbers are not read, and functions after ``batch`` are not called for skipped elements. Streams are read.
+    Shuffles keep their order.
 
     >>> from mpidist.input import Dataset
     >>> print(skip_elements(Dataset.range(10).batch(2).map(len)._node, 3))
@@ -431,25 +334,16 @@ def skip_elements(node: GraphNode, count: int) -> GraphNode:
     """
     if count == 0:
         return node
-    if isinstance(node, (Mapped, Prefetched, Zipped)):
+    if isinstance(node, (Mapped, Prefetched, Zipped)) and not node.is_source:
         return node.with_inputs([skip_elements(before, count) for before in node.inputs])
     if isinstance(node, Batched):
         return node.with_inputs([skip_elements(node.source, count * node.size)])
-    return Skip((node,), count)
+    return skip(node, count)
 
 
 def skip_rows(node: GraphNode, count: int) -> GraphNode:
-    """Return the graph whose batches begin after ``count`` rows.
-
-    Args:
-        node: With a ``last_batching``.
-        count: Rows, or elements of a stream, before ``batch``.
-
-    >>> from mpidist.input import Dataset
-    >>> print(skip_rows(Dataset.range(10).batch(4).map(len)._node, 3))
-    range(0, 10).skip(3).batch(4).map
-    """
+    """Return the graph whose ``last_batching`` begins after ``count`` rows."""
     if count == 0:
         return node
-    skip = skip_elements if isinstance(node, Batched) else skip_rows
-    return node.with_inputs([skip(node.source, count)])
+    skip_input = skip_elements if isinstance(node, Batched) else skip_rows
+    return node.with_inputs([skip_input(node.source, count)])

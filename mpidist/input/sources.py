@@ -1,7 +1,4 @@
-"""The first nodes of graphs: streams, files, names of files, and users' data.
-
-Elements of the user's iterators are copied at once, since these may go on to write into them.
-"""
+"""Sources of datasets: streams, files, names of files, and the objects of ``Dataset.from_source``."""
 
 from __future__ import annotations
 
@@ -15,30 +12,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
-from zlib import crc32
 
 import numpy as np
 
-from mpidist.input.arrow_tables import arrow_rows, is_arrow
-from mpidist.input.element_spec import ArraySpec, conform, flatten_spec, spec_of
-from mpidist.input.elements import map_leaves, owned
-from mpidist.input.graph import UNKNOWN, Form, GraphNode, Pass, TableRows
-from mpidist.input.loaders import is_loader, loader_node
-from mpidist.input.tables import RowTable, SequenceTable, array_table, is_stored_array
+from mpidist.input.arrow import arrow_rows, is_arrow
+from mpidist.input.elements import ArraySpec, conform, flatten_spec, map_leaves, owned, spec_of
+from mpidist.input.nodes import UNKNOWN, ArrayRows, Form, GraphNode, Pass, SequenceRows, is_stored_array
+from mpidist.input.torch_loader import is_loader, loader_node
 
 Pattern: TypeAlias = "str | os.PathLike[str]"
 FilePath: TypeAlias = "Pattern | bytes"
 
 
 class StreamSource(GraphNode):
-    """The elements of an iterator that a function returns; their number is not known.
-
-    Args:
-        make_iterable: Called once a pass.
-        text: The call that made it.
-        signature: The nest of ArraySpec that each element has, or None.
-        cardinality: Number of elements, -1 without end, -2 unknown.
-    """
+    """The elements of the iterator that ``make_iterable`` returns in each pass."""
 
     def __init__(
         self, make_iterable: Callable[[], Iterable[object]], text: str, signature: object, cardinality: int = UNKNOWN
@@ -51,7 +38,7 @@ class StreamSource(GraphNode):
         self._opened_last: Callable[[], object] = _nothing
 
     def items(self, run: Pass) -> Iterator[object]:
-        """Yield copies of the elements of a new iterator."""
+        """Yield copies of the elements, because user code may modify its arrays later."""
         elements = self._open()
         if self.signature is None:
             return map(owned, elements)
@@ -59,72 +46,58 @@ class StreamSource(GraphNode):
 
     def spec(self) -> object:
         """Return the signature, or the spec of the first element of a new iterator."""
-        if self.signature is not None:
-            return self.signature
-        for element in self._open():
-            return spec_of(element)
-        return None
+        return next(map(spec_of, self._open()), None) if self.signature is None else self.signature
 
     def _open(self) -> Iterator[object]:
         elements = iter(self.make_iterable())
-        again = elements is self._opened_last()
+        is_same = elements is self._opened_last()
         try:
-            # Weakly, so that a generator is closed with its pass, with the files that it has open.
+            # A weak reference, so that a generator is closed with its pass, and its files with it.
             self._opened_last = weakref.ref(elements)
-        except TypeError:  # lists' iterators, zip and the like, of which there are no weak references
+        except TypeError:  # iterators of lists, zip and others have no weak references
             self._opened_last = lambda: elements
-        # The same object is no fault by itself: it may begin again with each iter(), or have more to give.
-        return self._rest(elements) if again else elements
+        # The same object is correct if it starts again or has more elements.
+        return self._remaining(elements) if is_same else elements
 
-    def _rest(self, elements: Iterator[object]) -> Iterator[object]:
-        nothing = True
+    def _remaining(self, elements: Iterator[object]) -> Iterator[object]:
+        is_empty = True
         for element in elements:
-            nothing = False
+            is_empty = False
             yield element
-        if nothing:
+        if is_empty:
             raise ValueError(
                 f"{self.text} was given the same {type(elements).__name__} object as before, with nothing left in it, "
-                "so this pass would have no elements; expected a new iterator for each pass: from_generator(read), "
-                "where read is the generator function, not called, or from_generator(lambda: read(path))"
+                "so this pass would have no elements. Pass a function that returns a new iterator: "
+                "from_generator(read), where read is the generator function, not called, or "
+                "from_generator(lambda: read(path))"
             )
 
     def __getstate__(self) -> dict[str, object]:
-        # Datasets travel to workers; iterators cannot.
+        # Iterators cannot be pickled.
         return {**self.__dict__, "_opened_last": _nothing}
 
 
 def _nothing() -> None:
-    """Stand for the iterator before the first one."""
+    """Return None, the iterator before the first one."""
 
 
 def files_text(paths: Sequence[FilePath], without_folder: bool = False) -> str:
-    """Return a short text that differs where the files or their order do.
-
-    Args:
-        paths: The paths of the files.
-        without_folder: Leave out the folder that they have in common.
-    """
+    """Return a short text of the files and their order, maybe without the common folder."""
     names = [os.fsdecode(path) for path in paths]
     if without_folder:
         folders = {os.path.dirname(name) for name in names}
         common = os.path.commonpath(folders) if len({os.path.isabs(name) for name in names}) == 1 else ""
         names = [os.path.relpath(name, common) if common else name for name in names]
-    checksum = f"{crc32(chr(0).join(names).encode(errors='surrogateescape')):08x}"
+    checksum = f"{zlib.crc32(chr(0).join(names).encode(errors='surrogateescape')):08x}"
     return repr(names[0]) + (f" and {len(names) - 1} more [{checksum}]" if len(names) > 1 else "")
 
 
 class Files(GraphNode):
-    """The elements that a function reads from files, file after file.
-
-    Args:
-        paths: The paths of the files, at least one.
-        reader: Returns the elements of the file at a path.
-    """
+    """The elements that a function reads from files, file after file."""
 
     def __init__(self, paths: Sequence[FilePath], reader: Callable[..., Iterable[object]]) -> None:
-        name = getattr(reader, "__name__", type(reader).__name__)
         super().__init__(())
-        self.text = f"from_files({files_text(paths)}, {name})"
+        self.text = f"from_files({files_text(paths)}, {getattr(reader, '__name__', type(reader).__name__)})"
         self.paths = tuple(paths)
         self.reader = reader
         self.dynamic = True
@@ -140,28 +113,21 @@ class Files(GraphNode):
 
     def items(self, run: Pass) -> Iterator[object]:
         """Yield copies of the elements of each file."""
-        for path in self.paths:
-            yield from map(owned, self._read(path))
+        return map(owned, self._elements())
 
     def spec(self) -> object:
-        """Return the spec of the first element that there is."""
+        """Return the spec of the first element."""
+        return next(map(spec_of, self._elements()), None)
+
+    def _elements(self) -> Iterator[object]:
         for path in self.paths:
-            for element in self._read(path):
-                return spec_of(element)
-        return None
-
-    def part(self, num_parts: int, index: int) -> Files:
-        """Return the node that reads every ``num_parts``-th file, beginning with file ``index``."""
-        return Files(self.paths[index::num_parts], self.reader)
-
-    def _read(self, path: FilePath) -> Iterator[object]:
-        elements: object = self.reader(path)
-        if not isinstance(elements, Iterable):
-            raise TypeError(
-                f"reader({path!r}) returned {elements!r} of type {type(elements).__name__}; expected the elements of "
-                "the file as an iterable: a list, an array, or a reader that yields them"
-            )
-        return iter(elements)
+            elements: object = self.reader(path)
+            if not isinstance(elements, Iterable):
+                raise TypeError(
+                    f"reader({path!r}) returned {elements!r} of type {type(elements).__name__}; expected the elements "
+                    "of the file as an iterable: a list, an array, or a reader that yields them"
+                )
+            yield from elements
 
 
 class FileNames(GraphNode):
@@ -170,7 +136,7 @@ class FileNames(GraphNode):
     def __init__(self, paths: list[str]) -> None:
         super().__init__(())
         self.text, self.cardinality = f"list_files({files_text(paths)})", len(paths)
-        self.form, self.table = Form.ROWS, SequenceTable(paths)
+        self.form, self.chosen_from = Form.ROWS, SequenceRows(paths)
         self.paths = paths
 
     @property
@@ -188,38 +154,32 @@ class FileNames(GraphNode):
 
 
 def node_of(source: Any, columns: Sequence[str] | None = None) -> GraphNode:
-    """Return the source node for any ``source``, by the rules of ``Dataset.from_source``.
-
-    Raises:
-        TypeError: Nothing that can be read again in each pass.
-    """
+    """Return the source node of an object, by the rules of ``Dataset.from_source``."""
     kind = type(source).__name__
     if is_arrow(source):
         rows = arrow_rows(source, columns)
-        return TableRows(rows) if isinstance(rows, RowTable) else StreamSource(rows, f"from_source({kind})", None)
+        return rows if isinstance(rows, GraphNode) else StreamSource(rows, f"from_source({kind})", None)
     if columns is not None:
         raise TypeError(f"from_source() got columns={columns!r} and a {kind}; only sources of pyarrow have columns")
     if is_loader(source):
         return loader_node(source)
     if isinstance(source, Mapping):
-        raise TypeError(
-            f"from_source() got a {kind}; a dict of arrays is cut into elements by Dataset.from_tensor_slices(...)"
-        )
+        raise TypeError(f"from_source() got a {kind}. Use Dataset.from_tensor_slices(...) for a dict of arrays")
     if isinstance(source, (str, bytes)) or hasattr(source, "iloc"):
         raise TypeError(
-            f"from_source() got a {kind}; expected a sequence, an iterable or an array; a table of columns "
-            "is given as Dataset.from_tensor_slices({name: array, ...})"
+            f"from_source() got a {kind}; expected a sequence, an iterable or an array. Pass a table of columns "
+            "as Dataset.from_tensor_slices({name: array, ...})"
         )
     if isinstance(source, np.ndarray) or is_stored_array(source) or hasattr(source, "__array__"):
-        return TableRows(array_table(source))
-    # PyTorch's and Hugging Face's iterable datasets inherit a __getitem__ that only raises.
-    streams_only = any(base.__name__ == "IterableDataset" for base in type(source).__mro__)
-    if not streams_only and hasattr(source, "__len__") and hasattr(source, "__getitem__"):
-        return TableRows(SequenceTable(source))
+        return ArrayRows.of_slices(source)
+    # Iterable datasets of PyTorch and Hugging Face inherit a __getitem__ that only raises.
+    is_stream = any(base.__name__ == "IterableDataset" for base in type(source).__mro__)
+    if not is_stream and hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        return SequenceRows(source)
     if isinstance(source, Iterator):
         raise TypeError(
-            f"from_source() got an iterator ({kind}), which can be read only once; give the object that it "
-            "came from, or Dataset.from_generator(function) with a function that returns a new iterator"
+            f"from_source() got an iterator ({kind}), which can be read only once. Pass the object that it "
+            "came from, or use Dataset.from_generator(function) with a function that returns a new iterator"
         )
     if hasattr(source, "__iter__"):
         return StreamSource(lambda: source, f"from_source({kind})", None)
@@ -236,10 +196,9 @@ def line_reader(compression_type: str | None) -> Callable[[FilePath], Iterator[s
         "GZIP": gzip.GzipFile,
         "ZLIB": lambda path: io.BytesIO(zlib.decompress(path.read_bytes())),
     }
-    try:
-        open_bytes = openers[compression_type or ""]
-    except KeyError:
-        raise ValueError(f"compression_type is {compression_type!r}. Use None, 'GZIP' or 'ZLIB'") from None
+    if (compression_type or "") not in openers:
+        raise ValueError(f"compression_type is {compression_type!r}. Use None, 'GZIP' or 'ZLIB'")
+    open_bytes = openers[compression_type or ""]
 
     def read_lines(path: FilePath) -> Iterator[str]:
         name, number = os.fsdecode(path), 0
@@ -261,29 +220,18 @@ def line_reader(compression_type: str | None) -> Callable[[FilePath], Iterator[s
 def generator_node(
     generator: Callable[..., Iterable[object]], signature: object, args: tuple[object, ...]
 ) -> GraphNode:
-    """Return the source node for a function that returns an iterable.
-
-    Raises:
-        TypeError: ``generator`` is no function.
-    """
+    """Return the source node of a function that returns an iterable."""
     if not callable(generator):
         raise TypeError(
-            f"generator is {generator!r}; expected a function without arguments that returns an iterator: "
-            "write from_generator(my_generator), without calling it"
+            f"generator is {generator!r}; expected a function that returns an iterator. Write "
+            "from_generator(my_generator), without calling it"
         )
     name = getattr(generator, "__name__", type(generator).__name__)
     return StreamSource(partial(generator, *args), f"from_generator({name})", signature)
 
 
 def files_node(paths: object, reader: Callable[..., Iterable[object]]) -> GraphNode:
-    """Return the source node for files and their reader.
-
-    The rules are those of ``Dataset.from_files``.
-
-    Raises:
-        TypeError: ``paths`` are no paths, or ``reader`` is no function.
-        ValueError: There are no paths.
-    """
+    """Return the source node of files and their reader."""
     if isinstance(paths, (str, bytes, os.PathLike)) or not isinstance(paths, Iterable):
         raise TypeError(f"paths is {paths!r}; expected several paths: from_files([path], reader)")
     if not callable(reader):
@@ -297,20 +245,17 @@ def files_node(paths: object, reader: Callable[..., Iterable[object]]) -> GraphN
             raise TypeError(f"paths has {path!r} of type {type(path).__name__} in it; expected str or os.PathLike")
         known.append(path)
     if not known:
-        raise ValueError("from_files() got no paths; expected at least one: look for the pattern that matched nothing")
+        raise ValueError("from_files() got no paths; expected at least one. Check the pattern that found no file")
     return Files(known, reader)
 
 
-def names_node(file_pattern: Any) -> FileNames:
-    """Return the node of the files that match. The rules are those of ``Dataset.list_files``.
-
-    Raises:
-        TypeError: No pattern.
-        ValueError: Nothing matches.
-    """
-    several = isinstance(file_pattern, Iterable) and not isinstance(file_pattern, (str, bytes, os.PathLike))
+def names_node(file_pattern: object) -> FileNames:
+    """Return the node of the files that match one or several patterns."""
+    patterns: Iterable[object] = [file_pattern]
+    if isinstance(file_pattern, Iterable) and not isinstance(file_pattern, (str, bytes, os.PathLike)):
+        patterns = file_pattern
     found: set[str] = set()
-    for pattern in file_pattern if several else [file_pattern]:
+    for pattern in patterns:
         if not isinstance(pattern, (str, os.PathLike)):
             raise TypeError(
                 f"file_pattern has {pattern!r} of type {type(pattern).__name__} in it; expected a pattern such as "
@@ -325,12 +270,7 @@ def names_node(file_pattern: Any) -> FileNames:
 
 
 def signature_of(output_types: object, output_shapes: object, output_signature: object) -> object:
-    """Return the nest of ArraySpec of either form, or None without both.
-
-    Raises:
-        TypeError: Both forms, half of one, or a signature that holds something else than ArraySpec.
-        ValueError: Types and shapes that do not belong together, or are none.
-    """
+    """Return the nest of ArraySpec of either form of a signature, or None."""
     if output_types is None and output_shapes is None:
         return None if output_signature is None else map_leaves(_signature_leaf, output_signature, ArraySpec)
     if output_types is None or output_shapes is None or output_signature is not None:
@@ -349,10 +289,7 @@ def signature_of(output_types: object, output_shapes: object, output_signature: 
 
 
 def _spec_of_types(types: Any, shapes: Any) -> object:
-    """Return the ArraySpecs of a nest of dtypes and one of shapes.
-
-    Only the dtypes tell where the leaves are.
-    """
+    # Only the types show where the leaves are: a shape is itself a tuple or list.
     if isinstance(types, Mapping):
         return {key: _spec_of_types(kind, shapes[key]) for key, kind in types.items()}
     if isinstance(types, tuple):

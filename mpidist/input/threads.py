@@ -1,10 +1,8 @@
-"""The threads of a pass: those that read ahead, and those that call functions.
+"""The threads of a pass: one reads ahead, others call functions. Results keep the order of their input.
 
-A thread that reads ahead only runs the iterator, so there is no MPI call in it. Thread and user meet in two queues:
-``ready`` carries elements, ``permits`` says how many more may be read. They are SimpleQueues because a ReadAhead may be
-finalised, and so end its thread, in the middle of any other line of any thread; conditions would not bear that.
-
-Results of several threads keep the order of their input.
+A thread that reads ahead only advances the iterator and makes no MPI call. It shares two queues with its user:
+``ready`` has elements, ``permits`` has one entry for each element that may be read. They are SimpleQueues, which are
+reentrant, because a ReadAhead may be finalized at any line of any thread.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from time import monotonic
 from typing import Any, Generic, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from mpidist.core.concurrency import mark_own_thread
 from mpidist.topology import allowed_cores
@@ -29,20 +27,17 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 AUTOTUNE = -1
-"""Where a number of calls or elements is asked for, leaves it to mpidist (tf.data.AUTOTUNE)."""
+"""Lets mpidist choose a number of calls or elements (tf.data.AUTOTUNE)."""
 
-# Shares of a batch per thread: more than one, as some elements take longer than others.
+# Shares of a batch for each thread: more than one, because some elements take longer than others.
 _SHARES = 4
 _NOTHING = object()
-# How long a process that ends waits for elements that are just being read.
+# How long an exiting process waits for elements that are being read.
 _EXIT_SECONDS = 5.0
 
 
 class _ReadingThread(threading.Thread):
-    """The thread of a ReadAhead.
-
-    It must not know the ReadAhead, which could then never be finalised.
-    """
+    """The thread of a ReadAhead. It does not hold the ReadAhead, which could then never be finalized."""
 
     def __init__(self, open_source: Callable[[], Iterator[object]], size: int) -> None:
         super().__init__(name="mpidist-read-ahead", daemon=True)
@@ -54,7 +49,7 @@ class _ReadingThread(threading.Thread):
         self._open_source = open_source
 
     def run(self) -> None:
-        """Read elements, then tell the end or the error."""
+        """Read elements, then report the end or the error."""
         mark_own_thread()
         _running.add(self)
         end: BaseException | None = None
@@ -66,10 +61,10 @@ class _ReadingThread(threading.Thread):
                 if element is _NOTHING:
                     break
                 self.ready.put((True, element))
-                del element  # it is not kept alive while this thread waits
-        except BaseException as error:  # whatever it is, the ReadAhead raises it
+                del element  # do not keep it alive while this thread waits
+        except BaseException as error:  # the ReadAhead raises it
             end = error
-        # Generators are closed here, in the thread that ran them, before anyone hears of the end.
+        # Generators are closed here, in the thread that ran them, before the end is reported.
         source = iter(())
         del self._open_source
         self.ready.put((False, end))
@@ -77,19 +72,15 @@ class _ReadingThread(threading.Thread):
         _running.discard(self)
 
     def request_end(self) -> None:
-        """Make the thread end after its present element. object thread may call it at any time."""
+        """End the thread after its present element. Any thread may call it at any time."""
         self.closed = True
         self.permits.put(None)
 
     def end(self, seconds: float | None = None) -> None:
-        """End the thread, and wait for that, for at most ``seconds``."""
+        """End the thread, and wait for it at most ``seconds``."""
         self.request_end()
         if self.ident is not None and self is not threading.current_thread():
             self.join(seconds)
-
-    def is_over(self) -> bool:
-        """Return whether the thread has ended, or never will start."""
-        return self.closed if self.ident is None else not self.is_alive()
 
 
 _running: set[_ReadingThread] = set()
@@ -99,28 +90,17 @@ os.register_at_fork(after_in_child=_running.clear)
 
 @atexit.register
 def _end_at_exit() -> None:
-    """End the threads that the program leaves.
-
-    One that runs on while Python goes away can crash it.
-    """
+    """End remaining threads, because a thread that runs during the interpreter's exit can crash it."""
     limit = monotonic() + _EXIT_SECONDS
     for thread in list(_running):
         thread.end(max(0.0, limit - monotonic()))
 
 
 class ReadAhead(Iterator[T], Generic[T]):
-    """The elements of an iterator, of which a thread keeps up to ``size`` ready.
+    """An iterator whose next ``size`` elements a thread keeps ready.
 
-    The thread starts with the first ``next``. It ends with the elements, with an error, which ``next`` raises
-    with the traceback that it has from the thread, with :meth:`close`, and when nobody holds this object any
-    more.
-
-    Args:
-        open_source: Called in the thread; returns the iterator.
-        size: The largest number of elements kept ready, at least 1.
-
-    >>> list(ReadAhead(lambda: iter("abc"), 2))
-    ['a', 'b', 'c']
+    The thread starts with the first ``next``. It ends with the elements, an error, :meth:`close`, or with this object.
+    ``next`` raises an error with the traceback of the thread.
     """
 
     def __init__(self, open_source: Callable[[], Iterator[T]], size: int) -> None:
@@ -137,23 +117,20 @@ class ReadAhead(Iterator[T], Generic[T]):
             thread.permits.put(None)
             element: T = value
             return element
-        thread.ready.put((False, None))  # for whoever asks again
+        thread.ready.put((False, None))  # for the next call
         thread.join()
         try:
-            # Closing cancels calls that the thread waits for, which then ends with an error.
+            # close() cancels calls for which the thread waits, which then raise an error in it.
             raise StopIteration if value is None or thread.closed else value
         finally:
             del value  # its traceback holds this frame
 
     def has_ready(self) -> bool:
-        """Return whether ``next`` would not wait.
-
-        An element, the end or an error is there then.
-        """
+        """Return whether ``next`` would not wait."""
         return not self.thread.closed and not self.thread.ready.empty()
 
     def close(self) -> None:
-        """End the thread after its present element, and wait for that."""
+        """End the thread after its present element, and wait for it."""
         self.thread.end()
 
     def __del__(self) -> None:
@@ -167,27 +144,22 @@ class Readers:
         self._lock = threading.Lock()
         self._threads: list[_ReadingThread] = []
         self._pools: WeakSet[ThreadPoolExecutor] = WeakSet()
+        self._pool_of: WeakKeyDictionary[object, ThreadPoolExecutor] = WeakKeyDictionary()
         self._closed = False
 
     def open(self, open_source: Callable[[], Iterator[T]], size: int) -> ReadAhead[T]:
-        """Return an iterator whose next ``size`` elements a thread keeps ready.
-
-        It has no elements if the pass is closed.
-        """
+        """Return an iterator that reads ``size`` elements ahead. It is empty if the pass is closed."""
         reader = ReadAhead(open_source, size)
         with self._lock:
-            self._threads = [thread for thread in self._threads if not thread.is_over()]
-            self._threads.append(reader.thread)
+            running = [each for each in self._threads if (each.is_alive() if each.ident else not each.closed)]
+            self._threads = [*running, reader.thread]
             closed = self._closed
         if closed:
             reader.close()
         return reader
 
     def workers(self, count: int) -> ThreadPoolExecutor:
-        """Return up to ``count`` threads for calls of functions.
-
-        They end with the pass, or when nobody holds them.
-        """
+        """Return up to ``count`` threads for calls of functions. They end with the pass or with the last reference."""
         pool = ThreadPoolExecutor(count, "mpidist-call")
         with self._lock:
             self._pools.add(pool)
@@ -196,40 +168,33 @@ class Readers:
             pool.shutdown()
         return pool
 
-    def close(self, wait: bool = True) -> None:
-        """End all threads, each after its present element or call.
+    def workers_of(self, owner: object, count: int) -> ThreadPoolExecutor:
+        """Return the threads of ``owner`` in this pass."""
+        pool = self._pool_of.get(owner)
+        if pool is None:
+            pool = self._pool_of.setdefault(owner, self.workers(count))
+        return pool
 
-        Args:
-            wait: Return when they have ended.
-        """
+    def close(self, wait: bool = True) -> None:
+        """End all threads, each after its present element or call."""
         with self._lock:
             self._closed = True
             threads, self._threads = self._threads, []
             pools = list(self._pools)
         for thread in threads:
             thread.request_end()
-        # A thread that waits for a call that has not begun gets an error.
+        # A thread that waits for a call that has not started gets an error.
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
-        if not wait:
-            return
-        for thread in threads:
-            thread.end()
-        for pool in pools:
-            pool.shutdown()
+        if wait:
+            for thread in threads:
+                thread.end()
+            for pool in pools:
+                pool.shutdown()
 
 
 def checked_calls(num_parallel_calls: int | None) -> int:
-    """Return the number of calls at once: 1 for None, that of cores for -1.
-
-    -1 is tf.data.AUTOTUNE.
-
-    Raises:
-        ValueError: Below 1, and not -1.
-
-    >>> checked_calls(None), checked_calls(3)
-    (1, 3)
-    """
+    """Return the number of calls at once. None means 1, AUTOTUNE the number of cores."""
     if num_parallel_calls is None:
         return 1
     calls = operator.index(num_parallel_calls)
@@ -245,10 +210,7 @@ def checked_calls(num_parallel_calls: int | None) -> int:
 
 @contextmanager
 def ending(threads: ThreadPoolExecutor) -> Iterator[None]:
-    """End ``threads`` after the block, a part of a generator.
-
-    No call begins any more.
-    """
+    """End ``threads`` after the block of a generator, and cancel calls that have not started."""
     dropped = False
     try:
         yield
@@ -256,18 +218,18 @@ def ending(threads: ThreadPoolExecutor) -> Iterator[None]:
         dropped = True
         raise
     finally:
-        # Nobody waits where a generator is only dropped, which may happen in the middle of any other line.
+        # A dropped generator does not wait, because that may happen at any line of any thread.
         threads.shutdown(wait=not dropped, cancel_futures=True)
 
 
 def taken_ahead(items: Iterable[T], count: int) -> Iterator[T]:
-    """Yield items that are taken ``count`` items ahead. An error comes in its turn."""
+    """Yield items that are taken ``count`` items ahead. An error is raised in its turn."""
     waiting: deque[T] = deque()
     failure: Exception | None = None
     try:
         for item in items:
             waiting.append(item)
-            del item  # it is not kept alive once it has been given
+            del item  # do not keep it alive after it has been yielded
             if len(waiting) > count:
                 yield waiting.popleft()
     except Exception as error:
@@ -282,32 +244,25 @@ def taken_ahead(items: Iterable[T], count: int) -> Iterator[T]:
 
 
 def map_stream(fn: Callable[[T], S], items: Iterable[T], threads: ThreadPoolExecutor, calls: int) -> Iterator[S]:
-    """Yield ``fn`` of each item, with up to ``calls`` calls at once.
-
-    They run while the caller works on a result. Items are taken in the caller's thread. Errors, of the items too, come
-    in their turn. Ends ``threads``.
-    """
+    """Yield ``fn`` of each item, with ``calls`` calls ahead. The caller's thread takes items. Ends ``threads``."""
     with ending(threads):
         for call in taken_ahead((threads.submit(fn, item) for item in items), calls):
             yield call.result()
 
 
 def map_batch(fn: Callable[[T], S], items: Sequence[T], threads: ThreadPoolExecutor, calls: int) -> list[S]:
-    """Return ``fn`` of each item, called in up to ``calls`` threads.
-
-    Raises the error of the first item that failed.
-    """
+    """Return ``fn`` of each item, called in up to ``calls`` threads. Raises the error of the first failed item."""
     size = max(1, -(-len(items) // (calls * _SHARES)))
 
     def share(start: int) -> list[S]:
         return [fn(item) for item in items[start : start + size]]
 
-    under_way = deque(threads.submit(share, start) for start in range(0, len(items), size))
+    futures = deque(threads.submit(share, start) for start in range(0, len(items), size))
     results: list[S] = []
     try:
-        while under_way:
-            results += under_way.popleft().result()
+        while futures:
+            results += futures.popleft().result()
     finally:
-        for future in under_way:
+        for future in futures:
             future.cancel()
     return results

@@ -1,7 +1,7 @@
-"""Elements of a plain dataset that reach ``run`` on several ranks.
+"""Warning for elements of a plain dataset that reach ``run`` on several ranks.
 
-All ranks then do the same work. Looked at is the first element of a pass, so that no step after it costs anything; and
-arrays are told by identity, so that whoever cuts an element by hand is left alone.
+All ranks then do the same work. Only the first element of a pass is compared, by identity, so that later steps cost
+nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from itertools import chain
 import numpy as np
 
 from mpidist.core import nest
-from mpidist.input.choosing import Shard
-from mpidist.input.graph import GraphNode
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.input_options import InputWorkers
+from mpidist.input.nodes import GraphNode
+from mpidist.input.steps import Shard
 
 _log = logging.getLogger("mpidist")
 
@@ -24,10 +24,8 @@ _log = logging.getLogger("mpidist")
 class FirstElementWatch:
     """The first element of the latest pass over a plain dataset.
 
-    It is held until ``run`` has been called with it.
-
     Attributes:
-        pending: Whether there is an element that no ``run`` has been compared with.
+        pending: Whether the next ``run`` must be compared with it.
     """
 
     def __init__(self) -> None:
@@ -37,10 +35,7 @@ class FirstElementWatch:
         self._arrays: list[weakref.ref[object]] = []
 
     def over(self, node: GraphNode, elements: Iterator[object]) -> Iterator[object]:
-        """Return ``elements``, a pass over ``node``, and remember the first one.
-
-        A graph with a shard in it is left alone.
-        """
+        """Return ``elements``, a pass over ``node``, and remember the first one. A graph with a shard is correct."""
         if self._has_warned or any(isinstance(step, Shard) for step in node.graph()):
             return elements
         return chain(self._first(node, elements), elements)
@@ -53,10 +48,7 @@ class FirstElementWatch:
             return
 
     def look_at(self, arguments: object, workers: InputWorkers) -> None:
-        """Warn once if an array of the element is among ``arguments``.
-
-        Only the first of several workers does.
-        """
+        """Warn once, on the first worker, if an array of the element is among ``arguments``."""
         self.pending = False
         whole = {id(array) for array in (ref() for ref in self._arrays) if array is not None}
         if self._has_warned or whole.isdisjoint(map(id, nest.flatten(arguments))):
@@ -64,10 +56,10 @@ class FirstElementWatch:
         self._has_warned = True
         if workers.worker_id == 0:
             _log.warning(
-                "mpidist: run() was given an element of %s, which each of the %d ranks goes through by itself; if they "
-                "all have the same data, every row counts %d times. Expected: strategy.experimental_distribute_dataset("
-                "dataset), which gives each rank its part; where each rank has data of its own, or is meant to go "
-                "through all of it, strategy.distribute_datasets_from_function(lambda context: dataset)",
+                "mpidist: run() was given an element of %s, which each of the %d ranks reads by itself. If they "
+                "all have the same data, every row counts %d times. Use strategy.experimental_distribute_dataset("
+                "dataset), which gives each rank its part. If each rank has its own data, or must read all of it, use "
+                "strategy.distribute_datasets_from_function(lambda context: dataset)",
                 *(self._text, workers.num_workers, workers.num_workers),
             )
 

@@ -14,7 +14,7 @@ import numpy as np
 from mpidist.arrays.convert import to_array
 from mpidist.input import Dataset, DistributedDataset
 from mpidist.input.dataset import graph_and_options
-from mpidist.input.graph import array_samples
+from mpidist.input.nodes import array_samples
 from mpidist.keras.rank_sums import RankSums
 from mpidist.keras.shares import own_rows, rank_parts, row_order
 from mpidist.keras.untyped import KerasObject, Tensors

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpidist.arrays.dtypes import Array
-from mpidist.input.dealing import parts
+from mpidist.input.rules import parts
 
 
 def rank_parts(rows: int, replica_counts: Sequence[int]) -> list[tuple[int, int]]:

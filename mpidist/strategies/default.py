@@ -12,7 +12,7 @@ from mpidist.cross_device_ops import Pairs
 from mpidist.cross_device_ops.local_values import device_of
 from mpidist.input import Dataset, InputContext, InputOptions, InputReplicationMode, InputWorkers, ValueContext
 from mpidist.input.distribute import per_replica_refused, replication_mode
-from mpidist.input.loaders import is_loader
+from mpidist.input.torch_loader import is_loader
 from mpidist.strategies.base import ReplicaContext, Strategy
 from mpidist.strategies.strategy_extended import Result, StrategyExtended
 from mpidist.values import Variable

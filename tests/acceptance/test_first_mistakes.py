@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.input.dealing import idle_replicas, parts
+from mpidist.input.rules import idle_replicas, parts
 from mpidist.parameter_server.remote_value import RemoteValue
 
 pytestmark = pytest.mark.one_rank
@@ -48,7 +48,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "next of a dataset": (
         lambda s: next(s.experimental_distribute_dataset(mpidist.Dataset.range(6).batch(3))),
         TypeError,
-        r"distributed dataset, .*; call iter\(\) first",
+        r"distributed dataset. Call iter\(\) first",
     ),
 }
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset, distribute_from_function
-from mpidist.input.input_options import SHARD_HINT
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.input_options import SHARD_HINT, InputWorkers
 from tests.input.policy_helpers import DATA, FILE, HINT, OFF, named, read, rows_of, stream
 from tests.input.worker_threads import lists, run_workers, steps_of
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpidist.core import context
-from mpidist.input import tables
+from mpidist.input import nodes as tables
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset
 from tests.input.worker_threads import run_workers
@@ -100,7 +100,7 @@ def test_any_rows_in_any_order(rows, chunks):
             return DATA[index]
 
     Array.chunks = chunks
-    assert np.array_equal(tables.read_rows(InMemory(Array()), np.array(rows)), DATA[rows])
+    assert np.array_equal(tables.read_stored(InMemory(Array()), np.array(rows)), DATA[rows])
 
 
 def test_a_chunk_is_asked_for_once(tmp_path):
@@ -113,7 +113,7 @@ def test_a_chunk_is_asked_for_once(tmp_path):
 
     array = Slices(hdf5(tmp_path, chunks=(7, 3)))
     rows = np.array([13, 0, 2, 8, 4, 10, 6, 12, 58, 56, 59, 57, 57])
-    assert np.array_equal(tables.read_rows(array, rows), DATA[rows])
+    assert np.array_equal(tables.read_stored(array, rows), DATA[rows])
     assert asked == [(0, 0), (1, 1), (8, 8)]
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from mpidist.core import context
-from mpidist.input import arrow_tables
+from mpidist.input import arrow as arrow_tables
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset
-from mpidist.input.element_spec import ArraySpec
+from mpidist.input.elements import ArraySpec
 from tests.input.worker_threads import run_workers
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed; it is an optional source")

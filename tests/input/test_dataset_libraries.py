@@ -6,7 +6,7 @@ import pytest
 from mpidist.core import context
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.input_options import InputWorkers
 from tests.input.worker_threads import run_workers
 
 pytestmark = pytest.mark.one_rank

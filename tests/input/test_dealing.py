@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidist.input import dealing
+from mpidist.input import rules
 
 quick = settings(max_examples=200)
 pytestmark = pytest.mark.one_rank
@@ -35,7 +35,7 @@ def reference(batch, counts, assignment):
 
 def dealt(batch, counts, assignment):
     return [
-        [batch[a:b] for a, b in dealing.local_rows(len(batch), counts, worker, assignment)]
+        [batch[a:b] for a, b in rules.local_rows(len(batch), counts, worker, assignment)]
         for worker in range(len(counts))
     ]
 
@@ -50,7 +50,7 @@ def test_tf_assignment_agrees_with_the_reference(rows, num_workers, replicas):
 @quick
 @given(st.integers(0, 70), st.lists(st.integers(1, 4), min_size=1, max_size=5))
 def test_block_assignment_agrees_with_the_reference_and_keeps_the_order(rows, counts):
-    hands = dealt(list(range(rows)), counts, "block")
+    hands = dealt(list(range(rows)), tuple(counts), "block")
     assert hands == reference(range(rows), counts, "block")
     assert [row for worker in hands for part in worker for row in part] == list(range(rows))
 
@@ -60,17 +60,17 @@ def test_block_assignment_agrees_with_the_reference_and_keeps_the_order(rows, co
     [(4, 3, [2, 2, 0]), (5, 4, [2, 2, 1, 0]), (2, 2, [1, 1]), (1, 2, [1, 0]), (0, 2, [0, 0])],
 )
 def test_sizes_of_the_parts(rows, n, sizes):
-    assert [stop - start for start, stop in dealing.parts(rows, n)] == sizes
+    assert [stop - start for start, stop in rules.parts(rows, n)] == sizes
 
 
 def test_unequal_counts_are_dealt_in_blocks_only():
-    assert dealing.choose_assignment(None, (2, 1)) == "block"
-    assert dealing.choose_assignment("block", (2, 1)) == "block"
-    assert dealing.choose_assignment(None, (2, 2)) == "tf"
+    assert rules.choose_assignment(None, (2, 1)) == "block"
+    assert rules.choose_assignment("block", (2, 1)) == "block"
+    assert rules.choose_assignment(None, (2, 2)) == "tf"
     with pytest.raises(ValueError, match=r"\(2, 1\).*assignment='block'"):
-        dealing.choose_assignment("tf", (2, 1))
+        rules.choose_assignment("tf", (2, 1))
     with pytest.raises(ValueError, match="'round'"):
-        dealing.choose_assignment("round", (1, 1))
+        rules.choose_assignment("round", (1, 1))
 
 
 def reference_b(rows, batch, counts, worker):
@@ -92,10 +92,10 @@ def reference_b(rows, batch, counts, worker):
 @given(st.integers(1, 30), st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 60))
 def test_rule_b_agrees_with_the_reference(batch, counts, rows):
     for worker, replicas in enumerate(counts):
-        sizes = dealing.sub_batch_sizes(batch, counts, worker)
+        sizes = rules.sub_batch_sizes(batch, counts, worker)
         assert len(sizes) % replicas == 0
         steps = reference_b(range(rows), batch, counts, worker)
-        count = dealing.count_sub_batches(rows, sizes)
+        count = rules.count_sub_batches(rows, sizes)
         assert -(-count // replicas) == len(steps)
         taken = [len(part) for step in steps for part in step][:count]
         left = rows
@@ -108,7 +108,7 @@ def test_rule_b_agrees_with_the_reference(batch, counts, rows):
 @quick
 @given(st.integers(1, 30), st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_every_step_of_rule_b_takes_a_global_batch(batch, counts):
-    cycles = [dealing.sub_batch_sizes(batch, counts, worker) for worker in range(len(counts))]
+    cycles = [rules.sub_batch_sizes(batch, counts, worker) for worker in range(len(counts))]
     steps = {len(sizes) // replicas for sizes, replicas in zip(cycles, counts, strict=True)}
     assert len(steps) == 1
     for step in range(steps.pop()):
@@ -119,8 +119,8 @@ def test_every_step_of_rule_b_takes_a_global_batch(batch, counts):
 
 
 def test_sizes_of_rule_b():
-    assert dealing.sub_batch_sizes(7, (2, 2), 0) == [2, 2, 2, 1]
-    assert dealing.sub_batch_sizes(7, (2, 2), 1) == [2, 1, 2, 2]
-    assert [dealing.sub_batch_sizes(5, (1, 1), worker) for worker in (0, 1)] == [[3, 2], [2, 3]]
-    assert dealing.sub_batch_sizes(4, (3,), 0) == [2, 1, 1]
-    assert [dealing.sub_batch_sizes(2, (2, 2), worker) for worker in (0, 1)] == [[1, 1, 0, 0], [0, 0, 1, 1]]
+    assert rules.sub_batch_sizes(7, (2, 2), 0) == [2, 2, 2, 1]
+    assert rules.sub_batch_sizes(7, (2, 2), 1) == [2, 1, 2, 2]
+    assert [rules.sub_batch_sizes(5, (1, 1), worker) for worker in (0, 1)] == [[3, 2], [2, 3]]
+    assert rules.sub_batch_sizes(4, (3,), 0) == [2, 1, 1]
+    assert [rules.sub_batch_sizes(2, (2, 2), worker) for worker in (0, 1)] == [[1, 1, 0, 0], [0, 0, 1, 1]]

@@ -12,9 +12,8 @@ import mpidist
 from mpidist.core.errors import MismatchError, OutOfRangeError
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset
-from mpidist.input.element_spec import ArraySpec, PerReplicaSpec
-from mpidist.input.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.elements import ArraySpec, PerReplicaSpec
+from mpidist.input.input_options import AutoShardPolicy, InputOptions, InputReplicationMode, InputWorkers
 from mpidist.values import PerReplica
 from tests.input.test_dealing import reference
 from tests.input.worker_threads import lists, run_workers, steps_of

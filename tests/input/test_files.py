@@ -10,7 +10,7 @@ import pytest
 from mpidist.core.errors import MismatchError
 from mpidist.input.dataset import Dataset, TextLineDataset
 from mpidist.input.distribute import distribute_dataset
-from mpidist.input.element_spec import ArraySpec
+from mpidist.input.elements import ArraySpec
 from mpidist.input.input_options import AutoShardPolicy
 from tests.input.worker_threads import run_workers, steps_of
 
@@ -138,11 +138,6 @@ def test_bad_arguments(paths, reader, error, text):
 def test_a_reader_that_returns_nothing():
     with pytest.raises(TypeError, match=r"reader\('a.txt'\) returned None"):
         list(Dataset.from_files(["a.txt"], lambda path: None))
-
-
-def test_repr_names_the_first_file():
-    assert repr(Dataset.from_files(["a.txt"], lines)) == "<Dataset from_files('a.txt', lines)>"
-    assert repr(Dataset.from_files(["a.txt", b"b"], lines)).startswith("<Dataset from_files('a.txt' and 1 more [")
 
 
 @pytest.mark.parametrize(

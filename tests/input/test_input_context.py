@@ -1,11 +1,8 @@
 """InputContext, ValueContext, InputOptions and InputWorkers."""
 
-import dataclasses
-
 import pytest
 
-from mpidist.input.input_options import InputOptions, InputReplicationMode
-from mpidist.input.input_workers import InputContext, InputWorkers, ValueContext
+from mpidist.input.input_options import InputContext, InputOptions, InputReplicationMode, InputWorkers
 
 pytestmark = pytest.mark.one_rank
 
@@ -15,13 +12,6 @@ def test_per_replica_batch_size():
     assert context.get_per_replica_batch_size(8) == 2
     with pytest.raises(ValueError, match=r"6.*4"):
         context.get_per_replica_batch_size(6)
-
-
-def test_contexts_are_read_only_and_print_their_fields():
-    assert str(InputContext()) == ("InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=1)")
-    assert str(ValueContext(2, 4)) == "ValueContext(replica_id_in_sync_group=2, num_replicas_in_sync=4)"
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        ValueContext().num_replicas_in_sync = 2
 
 
 def test_input_options():

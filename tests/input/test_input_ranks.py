@@ -7,8 +7,7 @@ from mpidist.collectives import Communicator
 from mpidist.core.errors import MismatchError, PeerError
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset, distribute_from_function
-from mpidist.input.input_options import AutoShardPolicy
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.input_options import AutoShardPolicy, InputWorkers
 from tests.input.policy_helpers import read
 from tests.input.worker_threads import lists, steps_of
 

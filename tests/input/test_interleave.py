@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset
-from mpidist.input.element_spec import ArraySpec
+from mpidist.input.elements import ArraySpec
 from tests.input.worker_threads import run_workers, steps_of
 
 pytestmark = pytest.mark.one_rank

@@ -20,7 +20,7 @@ from mpidist.core import context
 from mpidist.core.errors import MismatchError, PeerError
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset, distribute_from_function
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.input_options import InputWorkers
 from tests.input.worker_threads import lists
 from tests.support.ranks.jobs import run_script
 
@@ -342,7 +342,7 @@ REFUSED = {
     "dataset": (lambda: distribute(Samples(int)), TypeError, r"expected an mpidist.Dataset"),
     "torch dataset": (lambda: distribute(torch.utils.data.TensorDataset(torch.ones(3))), TypeError, "shuffle=True"),
     "iterable": (lambda: distribute(Streamed()), TypeError, r"DataLoader\(dataset, batch_size=global_batch_size\), or"),
-    "own loader": (lambda: distribute(OwnLoader(Rows())), TypeError, "in a way of its own"),
+    "own loader": (lambda: distribute(OwnLoader(Rows())), TypeError, "has its own __iter__"),
     "no length": (lambda: shared(sampler=itertools.count), TypeError, "no __len__"),
     "fork": (lambda: shared(num_workers=1, multiprocessing_context="fork"), ValueError, "'forkserver'"),
     "no order": (lambda: shared(num_workers=1, in_order=False), ValueError, "in_order=True"),
@@ -510,7 +510,7 @@ def test_an_error_or_the_end_of_a_worker_process_reaches_all_ranks(act, text, co
 
 @pytest.mark.one_rank
 def test_a_dataset_that_no_worker_can_be_given_is_named():
-    with pytest.raises(TypeError, match="cannot be given its dataset.*at the top of a module; or num_workers=0"):
+    with pytest.raises(TypeError, match="cannot be given its dataset.*at the top of a module. Or use num_workers=0"):
         list(shared(dataset=lambda: Rows(lambda index: None), batch_size=5, num_workers=1))
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset
-from mpidist.input.element_spec import ArraySpec
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.elements import ArraySpec
+from mpidist.input.input_options import InputWorkers
 
 pytestmark = pytest.mark.one_rank
 

@@ -10,8 +10,7 @@ import pytest
 
 from mpidist.core import context
 from mpidist.input.dataset import Dataset
-from mpidist.input.input_workers import InputWorkers
-from mpidist.input.threads import Readers
+from mpidist.input.input_options import InputWorkers
 from tests.input.worker_threads import run_workers, steps_of
 
 pytestmark = pytest.mark.one_rank
@@ -195,31 +194,6 @@ def test_closing_while_a_reader_waits_for_calls_that_never_begin():
     asking.join(SECONDS)
     assert (closing.is_alive(), asking.is_alive()) == (False, False)
     assert call_threads() == []
-
-
-def test_a_closed_pass_opens_no_threads():
-    readers = Readers()
-    readers.close()
-    with pytest.raises(RuntimeError, match="shutdown"):
-        readers.workers(2).submit(print)
-
-
-def test_repetitions_leave_no_threads_behind():
-    iterator = iter(stream(3).map(lambda x: x, num_parallel_calls=2).repeat())
-    for _ in range(100):
-        next(iterator)
-    gc.collect()
-    assert len(call_threads()) <= 4
-    iterator.close()
-    assert call_threads() == []
-
-
-def test_questions_about_the_dataset_start_no_thread():
-    started = []
-    dataset = Dataset.range(5).batch(2).map(lambda x: started.append(threading.active_count()) or x, 4)
-    before = threading.active_count()
-    assert dataset.element_spec.shape == (None,)
-    assert started == [before]
 
 
 def test_calls_are_outside_of_any_strategy():

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from mpidist.core.errors import PeerError
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset, distribute_from_function
-from mpidist.input.input_options import InputOptions, InputReplicationMode
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.input_options import InputOptions, InputReplicationMode, InputWorkers
 from tests.input.test_read_ahead import SECONDS, readers_alive
 from tests.input.worker_threads import run_workers, steps_of
 
@@ -115,13 +114,6 @@ def test_how_far_rows_are_read_ahead(transform, rows, ahead):
     assert samples.threads == {"mpidist-read-ahead"}
 
 
-def test_random_access_is_kept():
-    samples = Samples(100)
-    dataset = Dataset.from_source(samples).prefetch(2).shuffle(seed=1).skip(90).prefetch(1).batch(4)
-    assert numbers(dataset) == [samples.asked[:4], samples.asked[4:8], samples.asked[8:]]
-    assert len(samples.asked) == 10
-
-
 def test_a_look_at_the_elements_starts_no_thread():
     samples = Samples(10)
     dataset = Dataset.from_source(samples).batch(2).prefetch(2).map(lambda x: x).prefetch(2)
@@ -166,20 +158,6 @@ def test_the_thread_ends_with_the_iterator(dataset):
     for thread in threads:
         thread.join(SECONDS)
         assert not thread.is_alive()
-
-
-def test_an_error_after_the_prefetch_ends_the_thread_too():
-    def fail(_):
-        raise RuntimeError("no")
-
-    for dataset in (stream(9).prefetch(2).map(fail), Dataset.range(9).batch(2).prefetch(2).map(fail)):
-        with pytest.raises(RuntimeError, match="no") as caught:
-            list(dataset)
-        assert readers_alive() == []
-        assert caught.traceback[-1].name == "fail"
-        with pytest.raises(RuntimeError, match="no"):
-            dataset.reduce(0, lambda state, _: state)
-        assert readers_alive() == []
 
 
 def test_an_error_in_the_thread_comes_in_its_turn():
@@ -265,15 +243,6 @@ def test_the_thread_ends_with_the_distributed_iterator(source, ending):
 
 
 @pytest.mark.parametrize("source", [Dataset.range, stream], ids=["rows", "stream"])
-def test_the_thread_ends_where_the_distributed_dataset_ends_before_it(source):
-    prefetched = source(40).batch(4).prefetch(2)
-    for dataset in (prefetched.take(3), Dataset.zip(Dataset.range(3).batch(1), prefetched).map(lambda _, batch: batch)):
-        iterator = iter(distribute_dataset(dataset, TWO, None))
-        assert len(list(iterator)) == 3
-        assert readers_alive() == []
-
-
-@pytest.mark.parametrize("source", [Dataset.range, stream], ids=["rows", "stream"])
 def test_an_error_after_the_prefetch_ends_the_thread_of_a_distributed_dataset_too(source):
     def fail(_):
         raise RuntimeError("no")
@@ -283,20 +252,6 @@ def test_an_error_after_the_prefetch_ends_the_thread_of_a_distributed_dataset_to
         list(distributed)
     assert readers_alive() == []
     assert caught.traceback[-1].name == "fail"
-
-
-@pytest.mark.parametrize("distributed", [False, True])
-def test_an_error_of_the_function_of_reduce_ends_the_thread_too(distributed):
-    def fail(state, step):
-        raise RuntimeError("no")
-
-    dataset = Dataset.range(40).batch(4).prefetch(2)
-    dataset = distribute_dataset(dataset, TWO, None) if distributed else dataset
-    with pytest.raises(RuntimeError, match="no") as caught:
-        dataset.reduce(0, fail)
-    assert readers_alive() == []
-    assert caught.traceback[-1].name == "fail"
-    assert dataset.reduce(0, lambda count, _: count + 1) == 10
 
 
 @pytest.mark.parametrize("ahead", [lambda dataset: dataset, lambda dataset: dataset.prefetch(2)])
@@ -322,7 +277,3 @@ def test_bad_sizes(size):
         Dataset.range(3).prefetch(size)
     with pytest.raises(TypeError):
         Dataset.range(3).prefetch("2")
-
-
-def test_repr_shows_it():
-    assert repr(Dataset.range(4).prefetch(2).batch(2)) == "<Dataset range(0, 4).prefetch(2).batch(2)>"

@@ -56,12 +56,6 @@ def test_close_ends_the_thread_and_closes_the_generator_in_it():
     elements.close()
 
 
-def test_closing_before_the_first_element():
-    elements = ReadAhead(lambda: pytest.fail("it was opened"), 2)
-    elements.close()
-    assert list(elements) == []
-
-
 @pytest.mark.parametrize("in_a_cycle", [False, True])
 def test_dropping_it_ends_the_thread(in_a_cycle):
     numbers = Numbers()
@@ -131,13 +125,6 @@ def test_closing_a_pass_ends_all_its_threads_also_nested_ones():
     assert readers_alive() == []
     assert list(readers.open(numbers, 2)) == []
     readers.close()
-
-
-def test_threads_that_are_over_are_forgotten():
-    readers = Readers()
-    for _ in range(20):
-        assert list(readers.open(lambda: iter(range(3)), 1)) == [0, 1, 2]
-    assert len(readers._threads) == 1
 
 
 @pytest.mark.jobs

@@ -9,7 +9,7 @@ from mpidist.collectives import Communicator
 from mpidist.input import row_indices
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.input_options import InputWorkers
 from tests.input.worker_threads import steps_of
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts]

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from mpidist.core.seed import _State, next_seed, set_seed
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset, distribute_from_function
-from mpidist.input.input_options import AutoShardPolicy, InputOptions, InputReplicationMode
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.input_options import AutoShardPolicy, InputOptions, InputReplicationMode, InputWorkers
 from tests.input.policy_helpers import FILE, OFF, named, read, rows_of, stream
 from tests.input.resume_helpers import (
     CASES,

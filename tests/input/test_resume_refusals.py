@@ -5,7 +5,7 @@ import pytest
 from mpidist.core.errors import MismatchError
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset, distribute_from_function
-from mpidist.input.input_workers import InputContext, InputWorkers
+from mpidist.input.input_options import InputContext, InputWorkers
 from tests.input.policy_helpers import rows_of
 from tests.input.resume_helpers import CASES, begin, go_on_error, restored, rows, sharded, streamed
 from tests.input.worker_threads import lists, run_workers

@@ -1,12 +1,15 @@
 """Positions that earlier versions have saved: they go on with the same elements, in this pass and in the next."""
 
+import itertools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from mpidist.core import nest
 from mpidist.input import SHARD_HINT, Dataset, distribute_dataset, distribute_from_function
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.input_options import InputWorkers
 from tests.input.policy_helpers import AUTO, DATA, HINT, OFF, named, read, rows_of, stream
 from tests.input.worker_threads import steps_of
 
@@ -73,3 +76,26 @@ def test_a_position_of_an_earlier_version_goes_on(name):
     assert iterator.state() == saved["state"]
     assert rows_of(steps_of(iterator)) == saved["rest"]
     assert rows_of(steps_of(dataset)) == saved["next_pass"]
+
+
+# Saved by commit c3f966c after 3 steps of the first pass.
+OLDER = json.loads(Path(__file__).with_name("data").joinpath("c3f966c.json").read_text())
+ARRAYS = {"x": np.arange(60).reshape(30, 2), "y": np.arange(30)}
+OLDER_CASES = {
+    "array": lambda: Dataset.from_tensor_slices(ARRAYS).shuffle().batch(4),
+    "cipher": lambda: Dataset.range(5_000_000).shuffle().map(lambda x: x + 0).batch(6),
+    "windows": lambda: Dataset.range(5_000_000).shuffle(4096, block_size=1024).batch(6),
+    "seeded": lambda: Dataset.range(50).shuffle(seed=7).repeat(2).batch(8),
+    "zip": lambda: Dataset.zip((Dataset.range(20), Dataset.range(20).map(lambda x: x * 2))).shuffle(5).batch(4),
+}
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_a_shuffled_epoch_of_c3f966c_resumes(name):
+    saved = OLDER[name]
+    dataset = distribute_dataset(OLDER_CASES[name](), InputWorkers(1, 0, (1,), None, wrap=False), None)
+    iterator = iter(dataset)
+    iterator.restore(saved["state"])
+    for passed, expected in ((iterator, saved["rest"]), (iter(dataset), saved["next_pass"])):
+        steps = itertools.islice(passed, len(expected))
+        assert [[np.asarray(leaf).tolist() for leaf in nest.flatten(step)] for step in steps] == expected

@@ -58,10 +58,6 @@ def test_an_endless_dataset_is_drawn_from_a_buffer():
     assert all(290 <= found.count(value) <= 310 for value in range(10))
 
 
-def test_without_a_seed_two_datasets_differ():
-    assert numbers(rows(100).shuffle()) != numbers(rows(100).shuffle())
-
-
 def test_batches_are_shuffled_as_wholes():
     batches = [batch.tolist() for batch in rows(40).batch(4).shuffle(seed=0)]
     assert sorted(batches) == [list(range(i, i + 4)) for i in range(0, 40, 4)]

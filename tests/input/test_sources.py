@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpidist.input.dataset import Dataset
-from mpidist.input.element_spec import ArraySpec
+from mpidist.input.elements import ArraySpec
 
 pytestmark = pytest.mark.one_rank
 
@@ -142,11 +142,6 @@ class _Frame:
 def test_what_is_no_source(source, text):
     with pytest.raises(TypeError, match=text):
         Dataset.from_source(source)
-
-
-def test_a_dataset_is_its_own_source():
-    dataset = Dataset.range(3)
-    assert Dataset.from_source(dataset) is dataset
 
 
 def test_a_list_in_a_sample_is_one_array_and_map_can_make_it_a_structure():

@@ -7,7 +7,7 @@ import pytest
 
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.input_options import InputWorkers
 from tests.input.worker_threads import lists
 
 pytestmark = pytest.mark.one_rank

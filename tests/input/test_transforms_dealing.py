@@ -9,7 +9,7 @@ import pytest
 from mpidist.collectives import Communicator
 from mpidist.input import AutoShardPolicy, Dataset
 from mpidist.input.distribute import distribute_dataset
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.input_options import InputWorkers
 from tests.input.policy_helpers import DATA, FILE, HINT, named, read, rows_of, stream
 from tests.input.resume_helpers import LAYOUTS, Case, all_rows, begin, go_on
 from tests.input.worker_threads import lists, run_workers, steps_of

@@ -93,7 +93,7 @@ def test_elements_that_nobody_divided(
     workers = all_ranks.extended.input_workers()
     assert len(told) == (workers.num_workers > 1 and workers.worker_id == 0)
     for text in told:
-        assert f"which each of the {workers.num_workers} ranks goes through by itself" in text
+        assert f"which each of the {workers.num_workers} ranks reads by itself" in text
         assert "experimental_distribute_dataset(dataset)" in text
         assert "distribute_datasets_from_function(lambda context: dataset)" in text
 

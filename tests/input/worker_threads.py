@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from mpidist.core.errors import PeerError
-from mpidist.input.input_workers import InputWorkers
+from mpidist.input.input_options import InputWorkers
 from mpidist.values import PerReplica
 
 

@@ -688,7 +688,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "every worker begins with the larger sub-batches",
-        "mpidist/input/dealing.py",
+        "mpidist/input/rules.py",
         "least + ((first + replica + step * shift) % count < larger)",
         "least + ((replica + step * shift) % count < larger)",
         ("tests/input/test_dealing.py",),
@@ -703,7 +703,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "take_while goes on behind the first element that does not fit",
         "mpidist/input/steps.py",
-        'keep = takewhile if self.step == "take_while" else filter',
+        'keep = itertools.takewhile if self.step == "take_while" else filter',
         "keep = filter",
         ("tests/input/test_transforms.py",),
     ),
