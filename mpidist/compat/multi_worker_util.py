@@ -130,9 +130,7 @@ def has_worker(cluster_spec: Cluster) -> bool:
 def collective_leader(cluster_spec: Cluster, task_type: str, task_id: int) -> str:
     """Return the device path of the leader of collectives, or ``""``; local.
 
-    That is the chief, or worker 0. There is none in an empty cluster and for the evaluator.
-
-    That is the chief, or worker 0. There are none in an empty cluster and for the evaluator.
+    It is the chief or worker 0. An empty cluster and the evaluator have no leader.
 
     Raises:
         ValueError: As :func:`is_chief`.

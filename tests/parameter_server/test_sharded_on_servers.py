@@ -12,7 +12,7 @@ import mpidist
 from mpidist import Checkpoint, IndexedSlices, Variable
 from mpidist.cluster_resolver import MPIClusterResolver
 from mpidist.optimizers import SGD, Adam
-from mpidist.parameter_server import connection
+from mpidist.parameter_server import transport
 from tests.parameter_server.shards import sharded
 from tests.support.ranks.pool import run
 
@@ -62,13 +62,13 @@ def on_a_rank(folder: str) -> dict[str, Any] | None:
 def noted_requests() -> list[list[str]]:
     """Return a list to which each request to a server is added from now on: the names of its operations."""
     noted: list[list[str]] = []
-    real = connection.Connection.start
+    real = transport.Connection.start
 
     def start(self: Any, request: Any) -> Any:
-        noted.append([part.operation.name for part in request.parts])
+        noted.append([part.method for part in request.parts])
         return real(self, request)
 
-    connection.Connection.start = start  # type: ignore[method-assign]
+    transport.Connection.start = start  # type: ignore[method-assign]
     return noted
 
 
@@ -78,10 +78,10 @@ def test_shards_on_servers(tmp_path: Path) -> None:
     for name, array in expected.items():
         np.testing.assert_array_equal(seen[name][0], array)
     # Shards 0 and 2 are on the first server, shard 1 on the second: one message to each that is needed.
-    assert sorted(seen["whole"][1]) == [["reading"], ["reading", "reading"]]
-    assert seen["row"][1] == [["reading rows of"]]
-    assert seen["rows"][1] == [["reading rows of", "reading rows of"]]
-    assert sorted(seen["slice"][1]) == [["reading"], ["reading rows of"]]
+    assert sorted(seen["whole"][1]) == [["read"], ["read", "read"]]
+    assert seen["row"][1] == [["gather"]]
+    assert seen["rows"][1] == [["gather", "gather"]]
+    assert sorted(seen["slice"][1]) == [["gather"], ["read"]]
     np.testing.assert_allclose(*seen["same"], rtol=1e-14)
     # A sparse update by SGD goes to the shards with rows alone, one of momentum to all, since their moments decay.
     counts = [sum("update" in name for parts in update for name in parts) for update in seen["updates"][::2]]
