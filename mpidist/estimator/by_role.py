@@ -44,22 +44,22 @@ def launch(
     roles: Sequence[str] = ("chief", "worker"),
     cluster_resolver: ClusterResolver | None = None,
 ) -> T | None:
-    """Call ``main_fn`` on the ranks of some ``roles``, which the others serve meanwhile.
+    """Call ``main_fn`` on the ranks of some ``roles``. The other ranks serve them.
 
-    Call it on every rank of the job. ``ps`` ranks serve, and workers where ``roles`` is ``("chief",)``, as with a
-    coordinator. An evaluator does neither: with one use ``train_and_evaluate``.
+    Call it on every rank of the job. ``ps`` ranks serve, and with ``roles=("chief",)``, for a coordinator, workers too.
+    With an evaluator use ``train_and_evaluate``.
 
     Args:
-        main_fn: The program; it makes the strategy.
+        main_fn: The program, which creates the strategy.
         roles: The jobs that call it.
-        cluster_resolver: Who is who; by default as ``MPIDIST_JOBS`` says.
+        cluster_resolver: Resolver of the roles. By default ``MPIDIST_JOBS`` defines them.
 
     Returns:
-        The result of ``main_fn``; None on ranks that serve.
+        The result of ``main_fn``, or None on ranks that serve.
 
     Raises:
         TypeError: ``main_fn`` is no function, or ``cluster_resolver`` no resolver.
-        ValueError: Other roles than chief and worker, or this rank is an evaluator.
+        ValueError: ``roles`` has other jobs than chief and worker, or this rank is an evaluator.
 
     Source: ``run_distribute_coordinator`` of TensorFlow's ``distribute_coordinator``.
 
@@ -82,45 +82,39 @@ def train_and_evaluate(
 ) -> Any:
     """Train on the ranks that train, while the evaluator evaluates the newest checkpoint (tf.estimator).
 
-    Collective: call it on every rank of the job, with the same arguments. The resolver gives each rank its role.
-    ``chief`` and ``worker`` call ``train_fn(context)`` and wait for the last evaluation. The ``evaluator`` calls
-    ``eval_fn(path)`` while the others train, whenever there is a new newest checkpoint, and at last for the final one.
+    Collective: call it on every rank of the job, with the same arguments. The resolver defines the role of each rank.
+    ``chief`` and ``worker`` call ``train_fn(context)`` and wait for the last evaluation. During the training, the
+    ``evaluator`` calls ``eval_fn(path)`` for each new checkpoint, and at the end for the final one. Other ranks serve
+    (``mpidist.Server(resolver).join()``): ``ps``, and with ``TrainSpec(train_jobs=("chief",))`` also ``worker``.
 
-    Ranks that do neither serve those that train (``mpidist.Server(resolver).join()``): ``ps``, and with
-    ``TrainSpec(train_jobs=("chief",))`` also ``worker``.
+    Without an evaluator the chief (or the first worker) evaluates the final checkpoint after training, and others when
+    ``train_fn`` calls ``context.evaluate()``. Each result is also a line in ``eval/metrics.jsonl`` in the directory of
+    the checkpoints. A restarted job appends to it.
 
-    Without an evaluator the chief (or the first worker) evaluates the final checkpoint after training, and those in
-    between where ``train_fn`` calls ``context.evaluate()``. Each result is also a line in ``eval/metrics.jsonl`` in the
-    directory of the checkpoints; a job that is started again adds to it.
+    A strategy that ``train_fn`` creates from ``context.cluster_resolver`` or ``MPIDIST_JOBS`` has only the training
+    ranks. If a checkpoint is removed during its evaluation (``max_to_keep``), the next newest one is evaluated. Saves
+    with ``async_save`` are finished before the last evaluation.
 
-    The evaluator belongs to none of the communicators of the training: a strategy that ``train_fn`` makes of
-    ``context.cluster_resolver`` or ``MPIDIST_JOBS`` has the ranks that train. A checkpoint that is removed while it is
-    evaluated (``max_to_keep``) is given up for the next newest. Checkpoints that ``train_fn`` began to save with
-    ``async_save`` are waited for.
+    An exception of ``train_fn`` or ``eval_fn`` on one rank is a PeerError on ranks that wait for it. If all training
+    ranks leave by ``sys.exit``, as after a save of PreemptionCheckpointHandler, the evaluator finishes its current
+    evaluation and leaves with the chief's code. It ignores the signals that request such a save.
 
-    Whatever ends the training ends the evaluator. An exception of ``train_fn`` or ``eval_fn`` on one rank is a
-    PeerError on those that wait for it. Where all training ranks leave by ``sys.exit``, as after a save of
-    PreemptionCheckpointHandler, the evaluator leaves with the same code, without the last evaluation; signals that ask
-    for such a save are left to the ranks that train. An evaluation that has begun is finished first.
-
-    Not together with ``mpidist.elastic.run``, whose ranks are all ranks of the job.
+    Do not use it with ``mpidist.elastic.run``, whose ranks are all ranks of the job.
 
     Args:
-        train_spec: How to train.
-        eval_spec: How to evaluate.
-        cluster_resolver: Who is who; by default as ``MPIDIST_JOBS="chief:1,worker:2,evaluator:1"`` says, without it all
-            ranks are workers.
+        train_spec: The training.
+        eval_spec: The evaluation.
+        cluster_resolver: Resolver of the roles. By default ``MPIDIST_JOBS="chief:1,worker:2,evaluator:1"`` defines
+            them. Without it all ranks are workers.
 
     Returns:
-        The result of ``train_fn``, on the ranks that train; on the evaluator a list of EvalResult, one per evaluation;
-        on ranks that serve None.
+        The result of ``train_fn`` on training ranks, a list of EvalResult on the evaluator, None on ranks that serve.
 
     Raises:
-        TypeError: An argument of another type.
-        ValueError: There are two evaluators or chiefs, nobody trains, or ranks were given different directories; on all
-            ranks.
-        FileNotFoundError: The training is over, and the evaluator sees no checkpoint, or not the one that the chief has
-            saved last; on the others PeerError.
+        TypeError: An argument has another type.
+        ValueError: There are two evaluators or chiefs, no rank trains, or directories differ. All ranks raise it.
+        FileNotFoundError: After the training, the evaluator does not see the last checkpoint of the chief, or any.
+            Other ranks raise PeerError.
         PeerError: Another rank has failed.
 
     Source: ``tf.estimator.train_and_evaluate``.

@@ -107,12 +107,20 @@ class PerWorkerValues:
         number: Number by which the workers know it.
         built_by: Recipe that builds it on a worker at the first use.
         uses: The other per-worker values that the recipe uses.
+        iterate: Implementation of ``iter()``, for a dataset.
     """
 
-    def __init__(self, number: int, built_by: Recipe, uses: frozenset[PerWorkerValues]) -> None:
+    def __init__(
+        self,
+        number: int,
+        built_by: Recipe,
+        uses: frozenset[PerWorkerValues],
+        iterate: Callable[[PerWorkerValues], PerWorkerValues] | None = None,
+    ) -> None:
         self.number = number
         self.built_by = built_by
         self.uses = uses
+        self._iterate = iterate
 
     def __next__(self) -> Any:
         raise NotImplementedError(
@@ -127,18 +135,9 @@ class PerWorkerValues:
 class PerWorkerDataset(PerWorkerValues):
     """A dataset on each worker. ``iter()`` of it returns the iterators, one on each worker."""
 
-    def __init__(
-        self,
-        number: int,
-        built_by: Recipe,
-        uses: frozenset[PerWorkerValues],
-        make_iterators: Callable[[PerWorkerDataset], PerWorkerValues],
-    ) -> None:
-        super().__init__(number, built_by, uses)
-        self._make_iterators = make_iterators
-
     def __iter__(self) -> PerWorkerValues:
-        return self._make_iterators(self)
+        assert self._iterate is not None
+        return self._iterate(self)
 
 
 def with_all_used(uses: Iterable[PerWorkerValues]) -> frozenset[PerWorkerValues]:
@@ -172,10 +171,9 @@ class _Worker:
     def __init__(self, link: Link, rank: int) -> None:
         self.name = link.name(rank)
         self.pipe = Pipe(link.comm, rank, message_tags.TO_WORKER, message_tags.FROM_WORKER)
-        # Numbers of the per-worker values that it has, of those that it must drop, and of closed strategies.
+        # Numbers of the per-worker values whose recipes it has, and entries of `Dispatcher.gone` that it knows.
         self.has: set[int] = set()
-        self.drops: list[int] = []
-        self.closed: list[int] = []
+        self.entries = 0
         self.queue: FunctionQueue | None = None
         self.closure: Closure | None = None
         self.since = 0.0
@@ -191,8 +189,7 @@ class Dispatcher:
         queues: One for each coordinator, the next one first.
         failure: The error that ended the thread, if any.
         numbers: Numbers for per-worker values.
-        dropped: Numbers of values to drop. The garbage collector appends to it, in any thread.
-        closed: Numbers of closed strategies.
+        gone: Kind and number of each dropped value and closed strategy. The garbage collector appends in any thread.
         strategies: The ``extended`` objects of this process by number.
     """
 
@@ -203,8 +200,7 @@ class Dispatcher:
         self.queues: deque[FunctionQueue] = deque()
         self.failure: Exception | None = None
         self.numbers = itertools.count()
-        self.dropped: deque[int] = deque()
-        self.closed: deque[int] = deque()
+        self.gone: list[tuple[str, int]] = []
         self.strategies: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._is_stopping = False
         self._thread: threading.Thread | None = None
@@ -311,8 +307,11 @@ class Dispatcher:
 
     def _execute(self, worker: _Worker, queue: FunctionQueue, closure: Closure) -> Steps[None]:
         worker.pipe.expect()
-        news = self._news_for(worker, closure)
-        worker.pipe.send(Message((queue.strategy, *news, closure.payload)))
+        gone = self.gone[worker.entries :]
+        worker.entries += len(gone)
+        recipes = {values.number: values.built_by for values in closure.uses if values.number not in worker.has}
+        worker.has.update(recipes)
+        worker.pipe.send(Message((queue.strategy, gone, recipes, closure.payload)))
         while not (worker.pipe.has_come() and worker.pipe.is_sent()):
             yield
         result, failure = worker.pipe.content
@@ -333,24 +332,6 @@ class Dispatcher:
             # Later functions may depend on the failed one.
             queue.error = queue.error or error
             queue.cancel()
-
-    def _news_for(self, worker: _Worker, closure: Closure) -> tuple[list[int], list[int], dict[int, Recipe]]:
-        """Return the values and strategies that ``worker`` drops, and the recipes of new values."""
-        while self.dropped:
-            number = self.dropped.popleft()
-            for each in self.workers:
-                if number in each.has:
-                    each.has.remove(number)
-                    each.drops.append(number)
-        while self.closed:
-            strategy = self.closed.popleft()
-            for each in self.workers:
-                each.closed.append(strategy)
-        drops, worker.drops = worker.drops, []
-        closed, worker.closed = worker.closed, []
-        new = {values.number: values.built_by for values in closure.uses if values.number not in worker.has}
-        worker.has.update(new)
-        return drops, closed, new
 
     def _lose(self, worker: _Worker) -> None:
         """Remove a failed worker. Another one executes its function."""

@@ -168,7 +168,7 @@ class ParameterServerExtended(CentralExtended):
         counter = component_of(optimizer.iterations)
         if known.writes != counter.writes:
             self._recount(optimizer, known)
-        rate = optimizer.rate_at(known.count)
+        rate = float(optimizer.rate_at(known.count))
         parts: list[tuple[Connection, Part]] = []
         for gradient, variable in pairs:
             component = component_of(variable)
@@ -177,7 +177,7 @@ class ParameterServerExtended(CentralExtended):
         parts.append((counter.connection, counter.part("count", "counting a step in")))
         if self._max_staleness is not None:
             # The last part, so that the step is counted before this worker waits for slower ones.
-            args = self.number, self.link.rank, self._max_staleness
+            args = self.number, self.link.rank, int(self._max_staleness)
             parts.append((self.link.connections[0], Part("tick", args, (), "waiting for slower workers")))
         known.count = ask_all(parts)[len(pairs)]
 

@@ -214,7 +214,7 @@ class ChiefExtended(CoordinatedExtended):
         if self._queue is not None:
             self._queue.stop()
         if not self.is_closed:
-            self.dispatcher.closed.append(self.number)
+            self.dispatcher.gone.append(("strategy", self.number))
         super().close()
 
     def warn_once(self, method: str) -> None:
@@ -242,24 +242,24 @@ class ParameterServerStrategy(Strategy):
 
     The chief constructs it, creates variables in its scope, which go to the parameter servers in turn, and schedules
     functions by a ``mpidist.coordinator.ClusterCoordinator``. ``ps`` and ``worker`` ranks call
-    ``mpidist.Server(resolver).join()``. Collective over all ranks of the cluster the first time. The chief may make
-    more strategies for the same cluster, one after the other or at the same time.
+    ``mpidist.Server(resolver).join()``. The first strategy is collective over all ranks of the cluster. The chief may
+    create more strategies for the same cluster, one after the other or at the same time.
 
-    ``run`` and ``reduce`` cover the replicas of one worker: call them in scheduled functions. Outside, they work on the
+    ``run`` and ``reduce`` cover the replicas of one worker: call them in scheduled functions. Outside, they use the
     chief, with a warning. Closing a strategy keeps its variables readable.
 
     Args:
-        cluster_resolver: Who is who; the roles of the MPI job by default
+        cluster_resolver: Resolver of the cluster. By default the roles of the MPI job
             (``MPIDIST_JOBS="chief:1,ps:2,worker:5"``).
-        variable_partitioner: Called with shape and dtype of each new variable, such as
-            ``mpidist.experimental.partitioners.MinSizePartitioner()``; a variable of several shards is a
-            ShardedVariable. Scalars, and variables that are colocated with others, are not cut.
+        variable_partitioner: Function of shape and dtype that returns the shards of each new variable, such as
+            ``mpidist.experimental.partitioners.MinSizePartitioner()``. A variable of several shards is a
+            ShardedVariable. Scalars and colocated variables have one shard.
 
     Raises:
-        ValueError: A cluster without chief, server or worker; workers with different numbers of devices; a rank that
-            is not the chief; a partitioner that cuts another axis than the first.
+        ValueError: The cluster has no chief, server or worker, workers differ in their number of devices, this rank is
+            not the chief, or the partitioner cuts another axis than the first.
         RuntimeError: This rank has served as a task of the cluster, and its job is over.
-        CollectiveTimeoutError: Not all ranks of the cluster came.
+        CollectiveTimeoutError: Some ranks of the cluster did not arrive.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ParameterServerStrategy
     """
@@ -288,13 +288,13 @@ class ParameterServerStrategy(Strategy):
         kwargs: dict[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Result:
-        """Call ``fn`` on the chief, with a warning; in a scheduled function this is ``Strategy.run``."""
+        """Call ``fn`` on the chief, with a warning. In a scheduled function this is ``Strategy.run``."""
         self._require_open()
         _extended_of(self).warn_once("run")
         return super().run(fn, args, kwargs, options)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Value, axis: int | tuple[int, ...] | None) -> Value:
-        """Reduce on the chief, with a warning; in a scheduled function this is ``Strategy.reduce``."""
+        """Reduce on the chief, with a warning. In a scheduled function this is ``Strategy.reduce``."""
         self._require_open()
         _extended_of(self).warn_once("reduce")
         return super().reduce(reduce_op, value, axis)
@@ -303,28 +303,28 @@ class ParameterServerStrategy(Strategy):
 class ClusterCoordinator:
     """A scheduler of functions on the workers of a ParameterServerStrategy.
 
-    It is tf.distribute.coordinator.ClusterCoordinator, for the chief alone; workers and parameter servers call
-    ``mpidist.Server(resolver).join()``. Constructing it again for the same strategy returns the same object. Functions
-    are pickled. Functions of the program's own file need cloudpickle (``pip install cloudpickle``). Scheduling a
-    function copies the objects that it refers to. Variables, optimizers, the strategy, and the results of
-    ``create_per_worker_dataset`` and ``create_per_worker_resource`` are not copied: they mean the same on every worker.
+    This is tf.distribute.coordinator.ClusterCoordinator, for the chief alone. Workers and parameter servers call
+    ``mpidist.Server(resolver).join()``. A second call for the same strategy returns the same object. Functions are
+    pickled. Functions of the program's own file need cloudpickle (``pip install cloudpickle``). Scheduling a function
+    copies the objects that it refers to. Variables, optimizers, the strategy, and the results of
+    ``create_per_worker_dataset`` and ``create_per_worker_resource`` are not copied. They mean the same on every worker.
     So keep state in variables. Workers import a function of another file. Pass the program's objects to it as
     arguments.
 
-    A function is carried out at least once: where MPI survives a lost worker (``mpirun --with-ft ulfm``), another one
-    carries out its function.
+    A function is executed at least once. If MPI survives a lost worker (``mpirun --with-ft ulfm``), another worker
+    executes its function.
 
     Args:
         strategy: A ``mpidist.ParameterServerStrategy``.
 
     Raises:
-        ValueError: Another strategy.
+        ValueError: The argument is another strategy.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/coordinator/ClusterCoordinator
     """
 
     def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
-        """Return the coordinator of the strategy, made the first time."""
+        """Return the only coordinator of the strategy."""
         if not isinstance(strategy, ParameterServerStrategy):
             raise ValueError(
                 f"ClusterCoordinator was given {strategy!r}; expected a mpidist.ParameterServerStrategy(resolver)"
@@ -363,24 +363,24 @@ class ClusterCoordinator:
     def schedule(
         self, fn: Callable[..., Result], args: Sequence[object] = (), kwargs: dict[str, Any] | None = None
     ) -> RemoteValue[Result]:
-        """Have a worker call ``fn(*args, **kwargs)`` in the strategy's scope, and return at once.
+        """Schedule ``fn(*args, **kwargs)`` on a worker, in the strategy's scope, and return at once.
 
-        Functions start in the order in which they were scheduled; which worker takes one, and in which order they end,
-        is not said. Waits only while 262,144 functions are queued.
+        Functions start in the order in which they were scheduled, on any worker, and end in any order. The call waits
+        only if 262,144 functions are queued.
 
         Args:
-            fn: The function. PerWorkerValues among the arguments mean those of the worker that calls it.
+            fn: The function. PerWorkerValues in the arguments mean the values of the worker that calls it.
             args: Its arguments.
             kwargs: Its keyword arguments.
 
         Returns:
-            The future result of ``fn``, as one RemoteValue, whatever its structure.
+            One RemoteValue for the result of ``fn``, whatever its structure.
 
         Raises:
             TypeError: ``fn`` is no function, or something cannot be pickled.
-            ValueError: A RemoteValue, or the coordinator, among the arguments or the objects that ``fn`` refers to.
+            ValueError: The arguments, or objects that ``fn`` refers to, contain a RemoteValue or the coordinator.
             RuntimeError: The strategy has been closed.
-            Exception: That of a function that was scheduled before; queued functions have been cancelled.
+            Exception: The error of an earlier function. Queued functions have been cancelled.
         """
         if not callable(fn):
             raise TypeError(f"schedule() was given {fn!r}; expected a function")
@@ -400,34 +400,33 @@ class ClusterCoordinator:
         After ``MPIDIST_WARN_AFTER`` seconds it reports the state of every worker.
 
         Raises:
-            Exception: The first error of a function; raised once, after which scheduling can go on. Functions that were
-                queued when it failed have been cancelled.
+            Exception: The first error of a function. It is raised once, and you may schedule more functions after it.
+                Functions that were queued when it failed have been cancelled.
         """
         self._queue.join()
 
     def done(self) -> bool:
-        """Return whether all scheduled functions have ended; raises as :meth:`join`, and does not wait."""
+        """Return whether all scheduled functions have ended, or raise the error that :meth:`join` would raise."""
         return self._queue.check_done()
 
     def fetch(self, val: object) -> Any:
-        """Return a nest with the results in the place of its RemoteValues; waits for them.
+        """Wait for the RemoteValues of a nest, and replace them by their results.
 
         Raises:
             CancelledError: A function was cancelled.
-            Exception: That of a function that failed.
+            Exception: The error of a function that failed.
         """
         return fetch(val)
 
     def create_per_worker_dataset(self, dataset_fn: object) -> PerWorkerDataset:
-        """Return a dataset that each worker has for itself.
+        """Return a dataset of each worker, which the worker builds at the first use.
 
-        It is built there when it is first used. Every worker sees all of the data; shard it by
-        ``experimental_get_current_worker_index()`` if each is to see a part. On a worker that takes the place of a lost
-        one it begins anew.
+        Every worker sees all of the data. To give each worker a part, shard by
+        ``experimental_get_current_worker_index()``. A worker that replaces a lost one starts from the beginning.
 
         Args:
-            dataset_fn: A function without arguments that is called on each worker, and returns a Dataset or the result
-                of a ``distribute_`` method of the strategy; or one of these itself.
+            dataset_fn: A function without arguments that is called on each worker. It returns a Dataset or the result
+                of a ``distribute_`` method of the strategy. You may also pass one of these.
 
         Returns:
             A PerWorkerDataset; ``iter()`` of it gives iterators to pass to ``schedule``.
@@ -438,16 +437,13 @@ class ClusterCoordinator:
                 "without arguments that returns one"
             )
 
-        def iterators(dataset: PerWorkerDataset) -> PerWorkerValues:
+        def iterate(dataset: PerWorkerValues) -> PerWorkerValues:
             return self._kept_while_used(PerWorkerValues(*self._to_build("iterator", dataset)))
 
-        return self._kept_while_used(PerWorkerDataset(*self._to_build("dataset", dataset_fn), iterators))
+        return self._kept_while_used(PerWorkerDataset(*self._to_build("dataset", dataset_fn), iterate))
 
     def create_per_worker_resource(self, fn: Callable[[], object]) -> PerWorkerValues:
-        """Return the value of ``fn()`` on each worker, such as a lookup table.
-
-        It is called there when the value is first used.
-        """
+        """Return the value of ``fn()`` on each worker, such as a lookup table. Each calls it at the first use."""
         if not callable(fn):
             raise TypeError(f"create_per_worker_resource() was given {fn!r}; expected a function without arguments")
         return self._kept_while_used(PerWorkerValues(*self._to_build("resource", fn)))
@@ -470,7 +466,7 @@ class ClusterCoordinator:
 
     def _kept_while_used(self, values: _Values) -> _Values:
         """Let the workers drop their values when the program has dropped ``values``."""
-        weakref.finalize(values, self._extended.dispatcher.dropped.append, values.number).atexit = False
+        weakref.finalize(values, self._extended.dispatcher.gone.append, ("value", values.number)).atexit = False
         return values
 
 

@@ -32,10 +32,10 @@ def _report_only(what: str) -> Deadline:
 
 
 def current_worker_index() -> int:
-    """Return the index of the worker that carries out the scheduled function that calls this.
+    """Return the index of the worker that executes the calling scheduled function.
 
     Raises:
-        RuntimeError: Called elsewhere than in a scheduled function.
+        RuntimeError: The caller is not in a scheduled function.
     """
     index = _index.get()
     if index is None:
@@ -124,14 +124,14 @@ class WorkerLoop:
             _index.set(None)
 
     def _answer(
-        self, strategy: int, drops: list[int], closed: list[int], recipes: dict[int, Recipe], payload: bytes
+        self, strategy: int, gone: list[tuple[str, int]], recipes: dict[int, Recipe], payload: bytes
     ) -> tuple[bytes, tuple[object, ...] | None]:
         """Return the packed result of a function, and None, or its error."""
-        for number in drops:
-            del self._recipes[number]
-            self._own.pop(number, None)
-        for number in closed:
-            if number in self._strategies:
+        for kind, number in gone:
+            if kind == "value":
+                self._recipes.pop(number, None)
+                self._own.pop(number, None)
+            elif number in self._strategies:
                 self._strategies.pop(number).close()
         extended = self.extended_of(strategy)
         self._recipes.update(recipes)
@@ -191,23 +191,23 @@ _BUILDERS: dict[str, Callable[[Any], object]] = {
 class Server:
     """The task of this rank in a cluster with parameter servers.
 
-    ``ps`` ranks, and with a coordinator also ``worker`` ranks, make a server and call :meth:`join`. It returns when
+    ``ps`` ranks, and with a coordinator also ``worker`` ranks, create a server and call :meth:`join`. It returns when
     the job is over (TensorFlow's never returns). End the program there, or put the other ranks' program under
     ``else:``. Collective: at the same time the chief and the workers construct their ParameterServerStrategy.
 
     Args:
         server_or_cluster_def: A cluster resolver, such as ``MPIClusterResolver(jobs={"ps": 1, "worker": 3})``; or a
-            ClusterSpec or the dict of one, whose tasks are those of the ranks.
-        job_name: The job of this rank; that of the resolver, or the only job there is, by default.
-        task_index: Its index in the job; that of the resolver, or the only one there is, by default.
-        protocol: Ignored: messages go by MPI.
+            ClusterSpec or a dict, whose tasks are the tasks of the ranks.
+        job_name: The job of this rank. By default the job of the resolver, or the only job.
+        task_index: Its index in the job. By default the index of the resolver, or the only index.
+        protocol: Ignored, because messages use MPI.
         config: Ignored.
-        start: Whether to connect at once; otherwise :meth:`start` does, and :attr:`server_def` is local all the same.
+        start: Whether to connect at once. If not, :meth:`start` does. :attr:`server_def` is local in both cases.
 
     Raises:
-        ValueError: A task that the cluster does not have, or that this rank is not; job or index cannot be inferred.
-        TypeError: Something else than a resolver or a cluster.
-        CollectiveTimeoutError: Not all ranks of the cluster came.
+        ValueError: The cluster lacks this task, this rank has another one, or job or index cannot be inferred.
+        TypeError: The argument is neither a resolver nor a cluster.
+        CollectiveTimeoutError: Some ranks of the cluster did not arrive.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Server
 
@@ -239,7 +239,7 @@ class Server:
         return f"<Server {self._resolver.task_type} {self._resolver.task_id}, {state}>"
 
     def start(self) -> None:
-        """Connect with the other ranks (collective); nothing if it has been done."""
+        """Connect with the other ranks (collective), unless that was done."""
         if self._link is None and self._resolver.task_type != _LOCAL:
             self._link = Link(self._resolver, SERVER)
 
@@ -247,17 +247,15 @@ class Server:
         """Serve until the program ends on the other ranks, then return. Later calls return at once.
 
         With a coordinator, the server waits for the program of the chief. Without one, it waits for the programs of all
-        workers. A program may make any number of strategies before it ends. To continue on all ranks afterwards, pass
-        the part with the strategies to ``mpidist.launch(main, ("chief",))`` on every rank: ``join`` then returns when
-        ``main`` does.
+        workers. A program may create any number of strategies. To continue on all ranks afterwards, pass the part with
+        the strategies to ``mpidist.launch(main, ("chief",))`` on every rank. ``join`` then returns when ``main`` does.
 
         A parameter server keeps variables and applies updates. A worker executes the functions that the coordinator
-        schedules. A lost client is reported; if MPI survives the loss, the others are served as before. SIGTERM and
-        SIGUSR1, which ask a job to save, are ignored here, unless the program has handlers of its own for them.
+        schedules. A lost client is reported. If MPI survives the loss, the server continues to serve the others.
+        SIGTERM and SIGUSR1, which ask a job to save, are ignored here unless the program handles them.
 
         Raises:
             RankLostError: The coordinator was lost.
-            RuntimeError: This rank is the chief or an evaluator, which run a program of their own.
         """
         if self._has_served:
             return
@@ -265,11 +263,6 @@ class Server:
         if self._link is None:
             return
         link, self._link = self._link, None
-        if link.task.job not in ("ps", "worker"):
-            raise RuntimeError(
-                f"Server.join() was called on {link.task}, which runs the program itself; expected: the ps ranks join, "
-                "and the workers where there is a coordinator"
-            )
         self._has_served = True
         if link.task.job == "ps":
             clients = [(rank, link.name(rank)) for rank in link.workers]
@@ -298,7 +291,7 @@ class Server:
 
     @staticmethod
     def create_local_server(config: object = None, start: bool = True) -> Server:
-        """Return the server of a process that is alone. Its :meth:`join` returns at once, as nobody can ask it."""
+        """Return the server of a single process. Its :meth:`join` returns at once."""
         return Server({_LOCAL: ["localhost:0"]}, config=config, start=start)
 
 

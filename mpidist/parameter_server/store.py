@@ -160,8 +160,9 @@ class Store:
     # Rare requests --------------------------------------------------------------------------------------------
 
     def control(self, name: str, packed: bytes) -> object:
-        """Call another method with pickled arguments."""
-        return getattr(self, name)(*pickle.loads(packed))
+        """Call another method with pickled arguments, and pickle its result."""
+        result = getattr(self, name)(*pickle.loads(packed))
+        return result if callable(result) else pickle.dumps(result)
 
     def agree(self, key: object, value: object) -> object:
         """Return the first value that a worker has sent for ``key``."""

@@ -6,6 +6,7 @@ its memory. The service thread of ``collectives.rpc`` does not fit here: its mes
 
 from __future__ import annotations
 
+import marshal
 import pickle
 import struct
 import threading
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 # Above this size, copying an array into the first message costs more than another message.
 _FIRST_BYTES = 16 << 10
-# The bytes of the pickled head. If it does not fit, it follows the first message.
+# The bytes of the head. If the head does not fit, it follows the first message.
 _HEADER = struct.Struct("=q")
 INLINE_BYTES = _FIRST_BYTES - _HEADER.size
 # MPI before version 4 counts in a C int.
@@ -47,13 +48,17 @@ _QUICK_POLLS = 500
 
 
 class Message:
-    """An object and contiguous arrays, packed to be sent any number of times. Large arrays are not copied."""
+    """An object and contiguous arrays, packed to be sent any number of times. Large arrays are not copied.
+
+    The object consists of plain Python values, not of subclasses such as NumPy scalars. For these, ``marshal`` is
+    several times faster than ``pickle``.
+    """
 
     __slots__ = ("first", "following")
 
-    def __init__(self, content: object, arrays: Sequence[Array] = ()) -> None:
+    def __init__(self, content: Any, arrays: Sequence[Array] = ()) -> None:
         sizes = [array.nbytes for array in arrays]
-        head = pickle.dumps((content, sizes), pickle.HIGHEST_PROTOCOL)
+        head = marshal.dumps((content, sizes))
         header = _HEADER.pack(len(head))
         self.following: list[Array] = []
         if len(head) + sum(sizes) <= INLINE_BYTES:
@@ -134,8 +139,8 @@ class Pipe:
         return all_done(self._receiving or [])
 
     def _open(self, head: memoryview, end: int = 0) -> None:
-        """Unpickle the head of a message, and take or start to receive its arrays."""
-        content, sizes = pickle.loads(head)
+        """Unpack the head of a message, and copy or start to receive its arrays."""
+        content, sizes = marshal.loads(head)
         self.is_split = self._head is not None or end + sum(sizes) > _FIRST_BYTES
         if self.is_split:
             try:
@@ -258,7 +263,8 @@ class Connection:
     def control(self, name: str, *arguments: object, doing: str) -> Any:
         """Call the method ``name`` of the server's ``Store``, with arguments that are pickled like functions."""
         packed = pack(arguments, lambda _: None, f"the arguments for {doing}")
-        return self.ask(Request([Part("control", (name, packed), (), doing)]))[0]
+        (answer,) = self.ask(Request([Part("control", (name, packed), (), doing)]))
+        return None if answer is None else pickle.loads(answer)
 
     def leave(self) -> None:
         """Release the server, unless that was done or it is lost.

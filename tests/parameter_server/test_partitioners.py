@@ -16,7 +16,8 @@ from mpidist.experimental.partitioners import (
     MinSizePartitioner,
     Partitioner,
 )
-from mpidist.parameter_server.sharded_variable import cut, div_sizes, offsets_of
+from mpidist.parameter_server import ShardedVariable
+from mpidist.parameter_server.sharded_variable import div_sizes, offsets_of
 
 pytestmark = pytest.mark.one_rank
 
@@ -50,8 +51,6 @@ def test_example_25_div() -> None:
     assert div_sizes(10, 4) == [3, 3, 2, 2]
     assert offsets_of(div_sizes(10, 4)) == [0, 3, 6, 8, 10]
     assert div_sizes(2, 4) == [1, 1, 0, 0]
-    with pytest.raises(ValueError, match="expected rows >= 0 and shards >= 1"):
-        div_sizes(2, 0)
 
 
 def test_sizes_are_rounded_up() -> None:
@@ -139,10 +138,11 @@ def test_a_subclass_says_how_many() -> None:
 def test_cut(sizes: list[int]) -> None:
     variables = [Variable(np.zeros((size, 2))) for size in sizes]
     whole = np.arange(2 * sum(sizes)).reshape(-1, 2)
-    parts = cut(whole, variables)
+    sharded = ShardedVariable(variables)
+    parts = sharded.cut(whole)
     assert [len(part) for part in parts] == sizes
     np.testing.assert_array_equal(np.concatenate(parts), whole)
     assert all(np.shares_memory(part, whole) for part in parts if part.size)
     for wrong in (np.zeros((sum(sizes) + 1, 2)), np.zeros(())):
         with pytest.raises(ValueError, match=f"of {sum(sizes)} rows together"):
-            cut(wrong, variables)
+            sharded.cut(wrong)
