@@ -144,7 +144,7 @@ class State:
             )
         self.__dict__.update(_tracked=tracked, _agreed="")
         # Rank 0 has the newest commit, see `_take_over`.
-        status, _ = tracked.restore(_Source(self._last), "what was committed")
+        status, _ = tracked.restore(CommitSource(self._last), "what was committed")
         if status is not None:
             status.expect_partial()
 
@@ -233,7 +233,7 @@ def _describe(tracked: TrackedObjects) -> str:
     return ", ".join(f"{key}: {kind}" for key, kind in sorted(kinds.items())) or "no objects"
 
 
-class _Source:
+class CommitSource:
     """Rank 0's commit, as a source of values for the restore of a checkpoint."""
 
     def __init__(self, commit: _Commit) -> None:
@@ -376,7 +376,7 @@ def _check_number(before: int, world: MPI.Intracomm, min_ranks: int, lost: BaseE
 
 
 def _continue(state: State, lost: BaseException | None, min_ranks: int) -> None:
-    """Replace the world by the remaining ranks, of which rank 0 gets the newest commit (collective)."""
+    """Replace the world by the remaining ranks (collective). Rank 0 gets the newest commit."""
     start = time.monotonic()
     lose_all()
     # Writes that wait for a lost rank would block the next ones.

@@ -114,7 +114,7 @@ def has_worker(cluster_spec: Cluster) -> bool:
 
 
 def collective_leader(cluster_spec: Cluster, task_type: str, task_id: int) -> str:
-    """Return the device path of the chief or worker 0, or ``""`` for an empty cluster and for the evaluator.
+    """Return the device path of the chief or worker 0, or ``""`` without one.
 
     Raises:
         ValueError: As :func:`is_chief`.

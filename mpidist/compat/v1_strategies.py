@@ -57,7 +57,7 @@ class InputIterator:
         self._iterator: DistributedIterator | None = None
 
     def initialize(self) -> list[object]:
-        """Begin a new pass, and return an empty list, because there are no operations to run.
+        """Begin a new pass, and return an empty list of operations.
 
         If this was not called, the first ``get_next`` begins the first pass.
         """
@@ -116,7 +116,7 @@ class InputIterator:
 def _dataset_fn_of(
     input_fn: Callable[[InputContext], object], replication_mode: InputReplicationMode
 ) -> Callable[[InputContext], Dataset]:
-    """Return a function that makes a Dataset of the result of ``input_fn``, a Dataset or a function."""
+    """Return a function that makes a Dataset of the result of ``input_fn``."""
     if not callable(input_fn):
         raise TypeError(f"input_fn is {input_fn!r}; expected a function that takes an InputContext")
     if replication_mode is not InputReplicationMode.PER_WORKER:
@@ -142,7 +142,7 @@ def _dataset_fn_of(
 
 @dataclass(eq=False, repr=False)
 class EvenBatches(PassThrough):
-    """The same batches, checked: all except a smaller last one must be multiples of the number of replicas."""
+    """The same batches, checked to be multiples of the number of replicas. The last may be smaller."""
 
     replicas: int
 

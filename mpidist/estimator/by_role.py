@@ -151,7 +151,7 @@ def train_and_evaluate(
         with Communicator(comm, owner="train_and_evaluate") as ranks:
             everyone = ranks.all_gather_object(told)
     cast = cast_of(everyone, comm.Get_rank(), tuple(train_spec.train_jobs))
-    rank = _Rank(comm, cast, resolver, train_spec, eval_spec)
+    rank = RankRole(comm, cast, resolver, train_spec, eval_spec)
     try:
         result = rank.run()
     except SystemExit as error:
@@ -276,10 +276,10 @@ class _News(Enum):
 
 
 # Ranks that gave up, because MPI may still read their messages.
-_given_up: list[_Rank] = []
+_given_up: list[RankRole] = []
 
 
-class _Rank:
+class RankRole:
     """This rank in its role, and its messages to the other ranks (collective)."""
 
     def __init__(

@@ -45,7 +45,7 @@ class Evaluations:
         self.results: list[EvalResult] = []
 
     def evaluate_if_due(self) -> EvalResult | None:
-        """Evaluate the newest checkpoint if it is new and an evaluation is due, else return None."""
+        """Evaluate the newest checkpoint if it is new, unless it is too early."""
         now = time.monotonic()
         if now < max(self._next_look, self._next_evaluation):
             return None

@@ -1,4 +1,4 @@
-"""Dispatcher: the thread that sends the functions of all coordinators to workers, and receives their results.
+"""Dispatcher: the thread that sends the functions of all coordinators to workers.
 
 Also the objects that stand for results (RemoteValue), and for the workers' own values (PerWorkerValues).
 """
@@ -25,14 +25,14 @@ from mpidist.core.errors import RankLostError
 from mpidist.core.text import error_text, tell_user
 from mpidist.parameter_server.link import Link
 from mpidist.parameter_server.pickling import Find, PickledError, unpack
-from mpidist.parameter_server.transport import Message, Pipe
+from mpidist.parameter_server.transport import MessagePipe, PackedMessage
 from mpidist.topology.exit import says_rank_is_lost
 
 # Functions that may wait for a worker before schedule() waits, as in TensorFlow.
 QUEUE_LENGTH = 256 << 10
 Result = TypeVar("Result")
 Recipe = tuple[int, bytes]
-"""The number of a strategy, and the packed function that builds a value on its workers."""
+"""Number of a strategy, and a packed function that builds a value."""
 
 
 class RemoteValueStatus(enum.Enum):
@@ -63,7 +63,7 @@ class RemoteValue(Generic[Result]):
         return RemoteValueStatus.READY if self._future.exception() is None else RemoteValueStatus.ABORTED
 
     def fetch(self) -> Result:
-        """Wait for the result, a nest of NumPy arrays or any other object, and return it.
+        """Wait for the result, and return it.
 
         Raises:
             CancelledError: An earlier function failed before this one was started.
@@ -150,7 +150,7 @@ def with_all_used(uses: Iterable[PerWorkerValues]) -> frozenset[PerWorkerValues]
 
 @dataclass(eq=False)
 class Closure:
-    """A scheduled function: its name, the packed call, the per-worker values that it uses, and its future."""
+    """A scheduled function. ``payload`` is the packed call, ``uses`` its per-worker values."""
 
     name: str
     payload: bytes
@@ -170,7 +170,7 @@ class _Worker:
 
     def __init__(self, link: Link, rank: int) -> None:
         self.name = link.name(rank)
-        self.pipe = Pipe(link.comm, rank, message_tags.TO_WORKER, message_tags.FROM_WORKER)
+        self.pipe = MessagePipe(link.comm, rank, message_tags.TO_WORKER, message_tags.FROM_WORKER)
         # Numbers of the per-worker values whose recipes it has, and entries of `Dispatcher.gone` that it knows.
         self.has: set[int] = set()
         self.entries = 0
@@ -230,7 +230,7 @@ class Dispatcher:
         for worker in self.workers:
             naps = Naps()
             try:
-                worker.pipe.send(Message(None))
+                worker.pipe.send(PackedMessage(None))
                 while not worker.pipe.is_sent():
                     naps.take(is_busy=True)
             except Exception as error:
@@ -311,7 +311,7 @@ class Dispatcher:
         worker.entries += len(gone)
         recipes = {values.number: values.built_by for values in closure.uses if values.number not in worker.has}
         worker.has.update(recipes)
-        worker.pipe.send(Message((queue.strategy, gone, recipes, closure.payload)))
+        worker.pipe.send(PackedMessage((queue.strategy, gone, recipes, closure.payload)))
         while not (worker.pipe.has_come() and worker.pipe.is_sent()):
             yield
         result, failure = worker.pipe.content

@@ -169,7 +169,7 @@ def check_tasks(tasks: Sequence[Task], owners: Sequence[str]) -> None:
 
 
 def _what_to_type(tasks: Sequence[Task], owners: Sequence[str]) -> str:
-    """Return the command that assigns the roles, or both if no rank has chosen a strategy."""
+    """Return the command that assigns the roles, or both commands if unknown."""
     text = f"type {_JOBS_EXAMPLES[COORDINATED if COORDINATED in owners else EVERY_WORKER]}"
     if set(owners) == {SERVER}:
         text = (
@@ -246,7 +246,7 @@ def check_not_served(resolver: ClusterResolver, owner: str) -> None:
 
 
 def link_of(resolver: ClusterResolver, owner: str) -> Link:
-    """Return the link that all strategies of this process share, created at the first call (collective then).
+    """Return the link of all strategies of this process. The first call is collective.
 
     Raises:
         RuntimeError: The link belongs to another cluster or another kind of strategy, or this rank has served.

@@ -1,6 +1,6 @@
-"""ParameterServerExtended: replicas of a worker are in sync, workers are not, and variables are on servers.
+"""ParameterServerExtended: the base of both parameter server strategies.
 
-The base of both parameter server strategies. Servers apply the gradients.
+Replicas of a worker are in sync, workers are not. Variables are on servers, which apply the gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpidist.parameter_server.link import Link
 from mpidist.parameter_server.pickling import pack
 from mpidist.parameter_server.remote import RemoteComponent, component_of, pull_all
 from mpidist.parameter_server.sharded_variable import ShardedVariable, div_sizes, offsets_of
-from mpidist.parameter_server.transport import Connection, Part, Request, ask_all
+from mpidist.parameter_server.transport import Connection, Request, RequestPart, ask_all
 from mpidist.strategies.base import Strategy
 from mpidist.strategies.central_storage import CentralExtended
 from mpidist.strategies.strategy_extended import StrategyExtended
@@ -169,7 +169,7 @@ class ParameterServerExtended(CentralExtended):
         if known.writes != counter.writes:
             self._recount(optimizer, known)
         rate = float(optimizer.rate_at(known.count))
-        parts: list[tuple[Connection, Part]] = []
+        parts: list[tuple[Connection, RequestPart]] = []
         for gradient, variable in pairs:
             component = component_of(variable)
             number = known.numbers[component.connection]
@@ -178,11 +178,11 @@ class ParameterServerExtended(CentralExtended):
         if self._max_staleness is not None:
             # The last part, so that the step is counted before this worker waits for slower ones.
             args = self.number, self.link.rank, int(self._max_staleness)
-            parts.append((self.link.connections[0], Part("tick", args, (), "waiting for slower workers")))
+            parts.append((self.link.connections[0], RequestPart("tick", args, (), "waiting for slower workers")))
         known.count = ask_all(parts)[len(pairs)]
 
     def _recount(self, optimizer: Optimizer, known: _OptimizerAtServers) -> None:
-        """Read the number of updates, at first and after it may have been set, for example by a restored checkpoint."""
+        """Read the number of updates, which a restored checkpoint may have set."""
         counter = component_of(optimizer.iterations)
         is_first, known.writes = known.writes is None, counter.writes
         known.count = int(counter.value())

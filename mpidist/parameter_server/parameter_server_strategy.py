@@ -41,7 +41,7 @@ Value = TypeVar("Value")
 
 
 class CoordinatedExtended(ParameterServerExtended):
-    """The chief's or a worker's part of a coordinated strategy, and the names of its objects.
+    """The part of one process in a coordinated strategy, and the names of its objects.
 
     Variables, optimizers, strategies and per-worker values are not copied to other ranks. Their names are sent. A name
     contains the number of the strategy that owns the object, because functions may use objects of several strategies.

@@ -80,7 +80,7 @@ class _FindingUnpickler(pickle.Unpickler):
 
 
 class PickledError(NamedTuple):
-    """An exception to be sent: pickled, or empty if that fails, its text, and its traceback."""
+    """An exception to be sent: pickled (or empty), as text, and its traceback."""
 
     data: bytes
     text: str

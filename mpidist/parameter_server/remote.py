@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpidist.arrays.dtypes import Array, DType
-from mpidist.parameter_server.transport import INDEX, Connection, Part, Request, ask_all
+from mpidist.parameter_server.transport import INDEX, Connection, Request, RequestPart, ask_all
 from mpidist.values import IndexedSlices, Variable, scatter
 from mpidist.values.component import Assignment, Component, as_value_of, assign
 from mpidist.values.indexed_slices import check_positions
@@ -48,19 +48,19 @@ class RemoteComponent(Component):
         self.reading = self.part("read", "reading")
         self._read_request = Request([self.reading])
 
-    def part(self, method: str, doing: str, *arrays: Array, args: tuple[object, ...] = ()) -> Part:
+    def part(self, method: str, doing: str, *arrays: Array, args: tuple[object, ...] = ()) -> RequestPart:
         """Return a request for a method of ``Store`` on this variable."""
         contiguous = [np.asarray(array, order="C") for array in arrays]
-        return Part(method, (self.number, *args), contiguous, f"{doing} {self._label}")
+        return RequestPart(method, (self.number, *args), contiguous, f"{doing} {self._label}")
 
-    def update(self, gradient: Any, optimizer: int, step: int, rate: float) -> Part:
+    def update(self, gradient: Any, optimizer: int, step: int, rate: float) -> RequestPart:
         """Return a request for an optimizer's update by an array or IndexedSlices."""
         args = (optimizer, step, rate)
         if isinstance(gradient, IndexedSlices):
             return self.part("update", "an optimizer's sparse update of", *_on_host(gradient), args=args)
         return self.part("update", "an optimizer's update of", on_host(gradient), args=args)
 
-    def gathering(self, indices: Array) -> Part:
+    def gathering(self, indices: Array) -> RequestPart:
         """Return a request for rows."""
         return self.part("gather", "reading rows of", indices.astype(INDEX, copy=False))
 
@@ -153,7 +153,7 @@ def component_of(variable: Variable) -> RemoteComponent:
 
 
 def pull_all(variables: Sequence[Variable]) -> list[Array]:
-    """Return new arrays of the values, pulled from all servers at once in one message each."""
+    """Pull the values from all servers at once, in one message each."""
     components = [component_of(variable) for variable in variables]
     block = _cached.get()
     missing = [component for component in dict.fromkeys(components) if component not in (block or {})]

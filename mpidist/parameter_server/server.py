@@ -19,7 +19,7 @@ from mpidist.parameter_server.link import SERVER, Link, Task, resolver_of, serve
 from mpidist.parameter_server.parameter_server_strategy import CoordinatedExtended, ParameterServerStrategy
 from mpidist.parameter_server.pickling import pack, pack_error, unpack
 from mpidist.parameter_server.store import Service
-from mpidist.parameter_server.transport import Message, Pipe
+from mpidist.parameter_server.transport import MessagePipe, PackedMessage
 from mpidist.strategies.base import Strategy
 from mpidist.topology.exit import says_rank_is_lost, signals_left_to_others
 
@@ -27,7 +27,7 @@ _index: ContextVar[int | None] = ContextVar("mpidist_worker_index", default=None
 
 
 def _report_only(what: str) -> Deadline:
-    """Return a deadline that reports once, and has no end, because the wait is for another program."""
+    """Return a deadline that only reports, for a wait for another program."""
     return Deadline(lambda waited: f"waited {waited:.0f} s for {what}, and goes on waiting")
 
 
@@ -89,7 +89,7 @@ class WorkerLoop:
         self.link = link
         self.resolver = resolver
         self._strategies: dict[int, WorkerTwinExtended] = {}
-        self._pipe = Pipe(link.comm, link.workers[0], message_tags.FROM_WORKER, message_tags.TO_WORKER)
+        self._pipe = MessagePipe(link.comm, link.workers[0], message_tags.FROM_WORKER, message_tags.TO_WORKER)
         self._recipes: dict[int, Recipe] = {}
         self._own: dict[int, object] = {}
 
@@ -110,7 +110,7 @@ class WorkerLoop:
                 drive(pipe.until_come(), lambda: _report_only("the rest of a function"))
                 if pipe.content is None:
                     break
-                pipe.send(Message(self._answer(*pipe.content)))
+                pipe.send(PackedMessage(self._answer(*pipe.content)))
                 drive(pipe.until_sent(), lambda: _report_only("the coordinator to take a result"))
             pipe.close()
         except Exception as error:

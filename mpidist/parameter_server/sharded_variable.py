@@ -67,7 +67,7 @@ def select_rows(key: object, shape: tuple[int, ...]) -> tuple[Rows, tuple[object
 
 
 def _plain(item: object) -> Any:
-    """Convert an item of a key to a slice, None, Ellipsis, bool, int, or NumPy array of at least one axis."""
+    """Convert an item of a key to a slice, None, Ellipsis, bool, int, or array."""
     if item is None or item is Ellipsis or isinstance(item, (slice, bool, int)):
         return item
     array = on_host(array_of(as_operand(item)))

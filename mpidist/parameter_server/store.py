@@ -21,7 +21,7 @@ from mpidist.core.context import get_strategy
 from mpidist.core.errors import PeerError, RankLostError
 from mpidist.core.options import VariableAggregation, VariableSynchronization
 from mpidist.core.text import tell_user
-from mpidist.parameter_server.transport import GIVE_UP, INDEX, INLINE_BYTES, Message, Pipe
+from mpidist.parameter_server.transport import GIVE_UP, INDEX, INLINE_BYTES, MessagePipe, PackedMessage
 from mpidist.topology import import_mpi
 from mpidist.topology.exit import lost_ranks, says_rank_is_lost
 from mpidist.training.optimizer import Optimizer
@@ -218,7 +218,7 @@ class Store:
         return number
 
     def rewind(self, optimizer: int, count: int) -> None:
-        """Continue from ``count`` updates if the number was set back, for example by a restored checkpoint."""
+        """Continue from ``count`` updates, if a restored checkpoint has set back the number."""
         # Each other worker may have sent an update that was not counted yet when the number was read.
         most = count + len(self._clients) - 1
         for key, step in self._updates.items():
@@ -232,7 +232,7 @@ class Store:
         self._steps.setdefault(strategy, dict.fromkeys(self._clients, 0))
 
     def tick(self, strategy: int, client: int, most_ahead: int) -> Ready:
-        """Count a step of a worker, and wait until its lead over the slowest is small enough."""
+        """Count a step of a worker, and wait while it is too far ahead."""
         steps = self._steps[strategy]
         steps[client] = mine = steps[client] + 1
 
@@ -285,7 +285,7 @@ class _Client:
     def __init__(self, comm: MPI.Intracomm, rank: int, name: str) -> None:
         self.rank = rank
         self.name = name
-        self.pipe = Pipe(comm, rank, message_tags.REPLY, message_tags.REQUEST)
+        self.pipe = MessagePipe(comm, rank, message_tags.REPLY, message_tags.REQUEST)
         self.requests = 0
 
 
@@ -385,7 +385,7 @@ class Service:
             failure, found = _pickled(error), []
         while not pipe.is_sent():
             yield
-        pipe.send(Message((failure, results), found))
+        pipe.send(PackedMessage((failure, results), found))
         if method != "leave":
             pipe.expect()
         # Keep the views in `found` until they are sent, so that nothing writes to their arrays.

@@ -1,6 +1,6 @@
-"""Messages between workers and servers: an object with raw arrays beside it; and requests to a server.
+"""Messages between workers and servers, and requests to a server.
 
-A message is one MPI message if it is small. Otherwise each array follows in a message of its own, straight from and to
+A message is an object with arrays. It is one MPI message if it is small. Otherwise each array follows in a message of its own, straight from and to
 its memory. The service thread of ``collectives.rpc`` does not fit here: its messages are a few KiB, and it naps.
 """
 
@@ -47,7 +47,7 @@ _BYTES = np.dtype(np.uint8)
 _QUICK_POLLS = 500
 
 
-class Message:
+class PackedMessage:
     """An object and contiguous arrays, packed to be sent any number of times. Large arrays are not copied.
 
     The object consists of plain Python values, not of subclasses such as NumPy scalars. For these, ``marshal`` is
@@ -70,7 +70,7 @@ class Message:
             self.first, self.following = header, [np.frombuffer(head, np.uint8), *arrays]
 
 
-class Pipe:
+class MessagePipe:
     """Messages to and from another rank, in order and without blocking.
 
     Attributes:
@@ -95,7 +95,7 @@ class Pipe:
         self.is_split = False
         self.is_in_step = True
 
-    def send(self, message: Message) -> None:
+    def send(self, message: PackedMessage) -> None:
         """Start to send a message. Its arrays must not change until :meth:`is_sent`."""
         self._send(message.first)
         for array in message.following:
@@ -194,7 +194,7 @@ def _pieces(array: Array) -> list[Array]:
 # Requests -----------------------------------------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
+class RequestPart(NamedTuple):
     """One operation: a method of ``Store``, its arguments, contiguous arrays, and a text for errors."""
 
     method: str
@@ -203,12 +203,12 @@ class Part(NamedTuple):
     doing: str
 
 
-class Request(Message):
+class Request(PackedMessage):
     """Operations that the server performs in order, with nothing in between."""
 
     __slots__ = ("parts",)
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[RequestPart]) -> None:
         self.parts = parts
         super().__init__(
             [(method, args, len(arrays)) for method, args, arrays, _ in parts],
@@ -237,7 +237,7 @@ class Connection:
         self.name = name
         self._timeout = timeout
         self.lock = threading.Lock()
-        self._pipe = Pipe(comm, server, message_tags.REQUEST, message_tags.REPLY)
+        self._pipe = MessagePipe(comm, server, message_tags.REQUEST, message_tags.REPLY)
         self._giving_up: list[MPI.Request] = []
         self._sent = Request([])
         self._number = 0
@@ -263,7 +263,7 @@ class Connection:
     def control(self, name: str, *arguments: object, doing: str) -> Any:
         """Call the method ``name`` of the server's ``Store``, with arguments that are pickled like functions."""
         packed = pack(arguments, lambda _: None, f"the arguments for {doing}")
-        (answer,) = self.ask(Request([Part("control", (name, packed), (), doing)]))
+        (answer,) = self.ask(Request([RequestPart("control", (name, packed), (), doing)]))
         return None if answer is None else pickle.loads(answer)
 
     def leave(self) -> None:
@@ -276,7 +276,7 @@ class Connection:
             return
         if self._owes_reply:
             self._timeout = min(self._timeout, EXIT_SECONDS)
-        self.ask(Request([Part("leave", (self._comm.Get_rank(),), (), "leaving")]))
+        self.ask(Request([RequestPart("leave", (self._comm.Get_rank(),), (), "leaving")]))
         self._has_left = True
         self._end = (
             "this process released the parameter servers when mpidist.launch() returned, or when its program ended. "
@@ -360,7 +360,7 @@ class Connection:
             ) from error
 
 
-def ask_all(parts: Sequence[tuple[Connection, Part]]) -> list[Any]:
+def ask_all(parts: Sequence[tuple[Connection, RequestPart]]) -> list[Any]:
     """Ask several servers at once, and return the results in the order of the parts.
 
     Requests that were sent are finished before an error is raised.

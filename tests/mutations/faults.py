@@ -839,7 +839,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "variables made anew do not get the values of the last commit",
         "mpidist/elastic.py",
-        'status, _ = tracked.restore(_Source(self._last), "what was committed")',
+        'status, _ = tracked.restore(CommitSource(self._last), "what was committed")',
         "status = None",
         ("tests/elastic/test_run.py",),
     ),

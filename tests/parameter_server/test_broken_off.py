@@ -88,14 +88,14 @@ def test_what_breaks_in_between_receives_ends_the_connection() -> None:
 from mpidist.parameter_server import transport
 with strategy.scope():
     v = mpidist.Variable(np.zeros((1 << 16, 2)), name="v")
-real = transport.Pipe._receives
+real = transport.MessagePipe._receives
 def interrupted(*arguments):
     real(*arguments)
     raise KeyboardInterrupt
-transport.Pipe._receives = interrupted
+transport.MessagePipe._receives = interrupted
 try: strategy.extended.link.agree(("k",), b"x" * 100_000, "a test")
 except KeyboardInterrupt: print("interrupted", flush=True)
-transport.Pipe._receives = real
+transport.MessagePipe._receives = real
 try: v.numpy()
 except RuntimeError as error: print(error, flush=True)
 """
