@@ -183,15 +183,7 @@ def _and_release(program: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class Cast:
-    """The roles of all ranks, the same on all except for ``rank``.
-
-    Args:
-        tasks: Job and index of every rank.
-        rank: This rank.
-        trainers: The ranks that train.
-        chief: The rank of the chief, or of the first worker without one.
-        evaluator: The rank that evaluates. The chief if there is no evaluator.
-    """
+    """The roles of all ranks, the same on all except for ``rank``. Without an evaluator the chief evaluates."""
 
     tasks: tuple[tuple[str, int], ...]
     rank: int
@@ -216,10 +208,7 @@ class Cast:
 
 
 def cast_of(told: Sequence[Told], rank: int, train_jobs: tuple[str, ...] = TRAINING_JOBS) -> Cast:
-    """Return the roles of all ranks, given their tasks and directories.
-
-    Raises:
-        ValueError: The roles do not fit, or ranks were given different directories.
+    """Return the roles of all ranks, or raise ValueError if they do not fit.
 
     >>> cast_of([("chief", 0, "/out"), ("worker", 0, "/out"), ("evaluator", 0, "/out")], rank=1).evaluator
     2

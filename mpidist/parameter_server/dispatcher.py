@@ -181,25 +181,20 @@ class _Worker:
 
 
 class Dispatcher:
-    """The workers of a link, each of which executes one function at a time. Coordinators take turns.
-
-    Attributes:
-        changed: Held to read or change queues and workers. Notified when functions end.
-        workers: The workers that have not failed.
-        queues: One for each coordinator, the next one first.
-        failure: The error that ended the thread, if any.
-        numbers: Numbers for per-worker values.
-        gone: Kind and number of each dropped value and closed strategy. The garbage collector appends in any thread.
-        strategies: The ``extended`` objects of this process by number.
-    """
+    """The workers of a link, each of which executes one function at a time. Coordinators take turns."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
+        # Held to read or change queues and workers, and notified when functions end.
         self.changed = threading.Condition()
         self.workers = [_Worker(link, rank) for rank in link.workers[1:]]
+        # One for each coordinator, the next one first.
         self.queues: deque[FunctionQueue] = deque()
+        # The error that ended the thread.
         self.failure: Exception | None = None
+        # For per-worker values.
         self.numbers = itertools.count()
+        # Kind and number of each dropped value and closed strategy. The garbage collector appends in any thread.
         self.gone: list[tuple[str, int]] = []
         self.strategies: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._is_stopping = False
@@ -366,15 +361,7 @@ def dispatcher_of(link: Link) -> Dispatcher:
 
 
 class FunctionQueue:
-    """The scheduled functions of one coordinator, in order.
-
-    Attributes:
-        strategy: The strategy's number on the link.
-        find: Returns the object of a name in a result.
-        waiting: Functions that were not started.
-        running: Number of functions that workers execute.
-        error: The first error since it was last raised.
-    """
+    """The scheduled functions of one coordinator, in order."""
 
     def __init__(self, dispatcher: Dispatcher, strategy: int, find: Find) -> None:
         self._dispatcher = dispatcher
@@ -383,6 +370,7 @@ class FunctionQueue:
         self.find = find
         self.waiting: deque[Closure] = deque()
         self.running = 0
+        # The first error since an error was raised.
         self.error: Exception | None = None
         self._is_closed = False
 

@@ -47,25 +47,8 @@ class Task(NamedTuple):
 class Link:
     """The connection of this rank to its cluster. Collective over the ranks that are chief, worker or ps.
 
-    Args:
-        resolver: Resolver of the cluster.
-        owner: The kind of object that this rank makes: SERVER, COORDINATED or EVERY_WORKER.
-
-    Attributes:
-        comm: A communicator of all ranks of the link.
-        tasks: The task of every rank of ``comm``.
-        task: The task of this rank.
-        rank: The number of this rank in ``comm``.
-        servers: The ranks of the servers, by index.
-        workers: The ranks of the chief, if any, and of the workers, in that order.
-        connections: To each server, by index. Empty on a server.
-        is_coordinated: Whether a coordinator schedules the work of all workers.
-        replicas: Replicas of each worker if there is a coordinator, else 0.
-        is_open: Whether this process has not left yet.
-
-    Raises:
-        ValueError: The tasks do not form a cluster, or workers of a coordinator differ in their number of devices.
-        CollectiveTimeoutError: Some ranks did not arrive.
+    ``owner`` is the kind of object that this rank creates: SERVER, COORDINATED or EVERY_WORKER. All ranks raise
+    ValueError if the tasks do not form a cluster, or workers of a coordinator differ in their number of devices.
     """
 
     def __init__(self, resolver: ClusterResolver, owner: str) -> None:
@@ -77,6 +60,7 @@ class Link:
                 self.task = _task_of(resolver, owner)
                 replicas = 0 if self.task.job == "ps" else len(agreed_devices(None, None)[0])
             everyone: list[tuple[str, int, str, int]] = exchange.all_gather_object((*self.task, owner, replicas))
+        # The task of every rank of `comm`.
         self.tasks = [Task(job, number) for job, number, _, _ in everyone]
         owners = [owner for _, _, owner, _ in everyone]
         check_tasks(self.tasks, owners)
@@ -85,6 +69,7 @@ class Link:
         self.rank = self.tasks.index(self.task)
         by_task = sorted((task, rank) for rank, task in enumerate(self.tasks))
         self.servers = [rank for task, rank in by_task if task.job == "ps"]
+        # With the chief first, if any.
         self.workers = [rank for task, rank in by_task if task.job != "ps"]
         timeout: float = settings.TIMEOUT.read()
         self.connections = [

@@ -48,15 +48,7 @@ class _OptimizerAtServers:
 class ParameterServerExtended(CentralExtended):
     """Local replicas in sync; variables on the servers of a link.
 
-    Args:
-        strategy: The strategy it belongs to.
-        link: Connects this process with the servers.
-        devices: Devices of this process's replicas. Its share of the GPUs, or the CPU, by default.
-        cluster_resolver: Value of ``strategy.cluster_resolver``.
-        gives_initial_values: Whether this process sends initial values. Others wait for them.
-        max_staleness: Number of steps that this worker may be ahead of the slowest. None: any number.
-        partitioner: Returns the shards of a new variable. None: one.
-        number: The number of the strategy on the link. The next one by default.
+    Only one process ``gives_initial_values``. The others wait for them. ``number`` is that of the strategy on the link.
     """
 
     def __init__(

@@ -21,19 +21,7 @@ _cached: ContextVar[dict[RemoteComponent, Array] | None] = ContextVar("mpidist_c
 
 
 class RemoteComponent(Component):
-    """The only copy of a variable, on a server. Each method is one request.
-
-    Args:
-        connection: To the server.
-        number: The server's number of the variable.
-        shape: Shape of the variable.
-        dtype: Dtype of its elements.
-        name: Name of the variable.
-        device: Device on the server, such as ``"/job:ps/replica:0/task:0/device:CPU:0"``.
-
-    Attributes:
-        writes: Number of assignments by this process. Values that it remembers may be older.
-    """
+    """The only copy of a variable, on a server, which knows it by ``number``. Each method is one request."""
 
     def __init__(
         self, connection: Connection, number: int, shape: tuple[int, ...], dtype: DType, name: str, device: str
@@ -41,6 +29,7 @@ class RemoteComponent(Component):
         super().__init__(name, device)
         self.connection = connection
         self.number = number
+        # Number of assignments by this process. Values that it remembers may be older.
         self.writes = 0
         # It has the shape and the dtype, but almost no memory.
         self._outline: Array = np.broadcast_to(np.zeros((), dtype), shape)

@@ -83,11 +83,7 @@ class ServedComponent(ArrayComponent):
 
 
 class Store:
-    """The variables of one server. Clients call the public methods, which get arrays as bytes.
-
-    Args:
-        clients: The ranks of the workers. The initial values of the first one count.
-    """
+    """The variables of one server. Clients call the public methods, which get arrays as bytes."""
 
     def __init__(self, clients: Sequence[int]) -> None:
         self._first_client = clients[0] if clients else None
@@ -290,13 +286,7 @@ class _Client:
 
 
 class Service:
-    """The server's end of a link.
-
-    Args:
-        comm: The communicator of the link.
-        clients: Rank and name of each client.
-        coordinator: The client without which the server ends, if any.
-    """
+    """The server's end of a link. ``clients``: rank and name. Without its ``coordinator`` the server ends."""
 
     def __init__(self, comm: MPI.Intracomm, clients: Sequence[tuple[int, str]], coordinator: int | None = None) -> None:
         self._comm = comm

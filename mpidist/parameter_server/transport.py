@@ -1,7 +1,8 @@
 """Messages between workers and servers, and requests to a server.
 
-A message is an object with arrays. It is one MPI message if it is small. Otherwise each array follows in a message of its own, straight from and to
-its memory. The service thread of ``collectives.rpc`` does not fit here: its messages are a few KiB, and it naps.
+A message is an object with arrays. If it is small, it is one MPI message. Otherwise each array follows in a message of
+its own, straight from and to its memory. The service thread of ``collectives.rpc`` does not fit here, because its
+messages are at most a few KiB, and it polls rarely.
 """
 
 from __future__ import annotations
@@ -73,12 +74,7 @@ class PackedMessage:
 class MessagePipe:
     """Messages to and from another rank, in order and without blocking.
 
-    Attributes:
-        first: The request that receives the first part of the next message.
-        content: Object of the message that has arrived.
-        arrays: Its arrays, as bytes.
-        is_split: Whether its arrays were not in the first part.
-        is_in_step: False if an exception interrupted the start of receives, so that their state is unknown.
+    ``content`` and ``arrays`` (as bytes) are those of the message that has arrived.
     """
 
     def __init__(self, comm: MPI.Intracomm, other: int, tag_out: int, tag_in: int) -> None:
@@ -92,7 +88,9 @@ class MessagePipe:
         self._head: Array | None = None
         self.content: Any = None
         self.arrays: list[Array] = []
+        # Whether the arrays were not in the first part.
         self.is_split = False
+        # False if an exception interrupted the start of receives, so that their state is unknown.
         self.is_in_step = True
 
     def send(self, message: PackedMessage) -> None:
@@ -115,11 +113,7 @@ class MessagePipe:
         self.first.Start()
 
     def has_come(self) -> bool:
-        """Return whether the expected message has arrived. It may be called again after an exception.
-
-        Raises:
-            MemoryError: There is no memory for the arrays.
-        """
+        """Return whether the expected message has arrived. It may be called again after an exception."""
         if self._receiving is None:
             if not self.first.Test():
                 return False
@@ -226,9 +220,6 @@ class Connection:
 
     An exception, such as a deadline or Ctrl-C, may end a wait early. The next request receives that reply first. If the
     server lacks arrays of the request, it drops the request, because their owner may change them.
-
-    Attributes:
-        is_lost: Whether MPI has reported that the server failed.
     """
 
     def __init__(self, comm: MPI.Intracomm, server: int, name: str, timeout: float) -> None:
@@ -250,11 +241,7 @@ class Connection:
     def ask(self, request: Request) -> list[Any]:
         """Return the result of each part: None, an object, or the bytes of an array.
 
-        Raises:
-            Exception: The server's error. The parts after the failed one were not performed.
-            RankLostError: The server failed.
-            RequestTimeoutError: It did not answer in time.
-            RuntimeError: This process has released it.
+        Raise the server's error. Parts after the failed one were not performed.
         """
         with self.lock:
             self.start(request)
@@ -267,11 +254,7 @@ class Connection:
         return None if answer is None else pickle.loads(answer)
 
     def leave(self) -> None:
-        """Release the server, unless that was done or it is lost.
-
-        Raises:
-            RuntimeError: The connection is out of step.
-        """
+        """Release the server, unless that was done or it is lost."""
         if self.is_lost or self._has_left:
             return
         if self._owes_reply:
