@@ -55,8 +55,8 @@ class RemoteComponent(Component):
 
     def shaped(self, data: Array, rows: tuple[int, ...] | None = None) -> Array:
         """Return received bytes as the value, or as rows."""
-        shape = self.shape if rows is None else (*rows, *self.shape[1:])
-        array: Array = data.view(self.dtype).reshape(shape)
+        shape = self._outline.shape if rows is None else (*rows, *self.shape[1:])
+        array: Array = np.ndarray(shape, self._outline.dtype, data)
         return array
 
     def as_array(self) -> Array:

@@ -40,24 +40,29 @@ Ready = Callable[[], bool]
 """A request waits until this is True."""
 
 
+def _nothing() -> None:
+    return None
+
+
 class ServedComponent(ArrayComponent):
     """A server's copy of a variable. An array that is being sent is never written."""
 
     def __init__(self, array: Array, name: str) -> None:
         super().__init__(array, name, "cpu:0")
-        self._lent: list[weakref.ref[Array]] = []
+        self._lent: Callable[[], Array | None] = _nothing
 
     def lend(self) -> Array:
         """Return a view to be sent. The value is copied before a write while the view exists."""
-        view = self._array[...]
-        self._lent = [ref for ref in self._lent if ref() is not None]
-        self._lent.append(weakref.ref(view))
+        view = self._lent()
+        if view is None:
+            view = self._array[...]
+            self._lent = weakref.ref(view)
         return view
 
     def take(self, array: Array) -> None:
         """Use ``array`` itself as the new value."""
         self._hold(array)
-        self._lent = []
+        self._lent = _nothing
 
     def assign_by(self, how: Assignment, value: object) -> ServedComponent:
         """See ``Assignable``."""
@@ -78,7 +83,7 @@ class ServedComponent(ArrayComponent):
 
     def make_writable(self) -> None:
         """Copy the value if it is being sent."""
-        if any(ref() is not None for ref in self._lent):
+        if self._lent() is not None:
             self.take(self._array.copy())
 
 
@@ -145,7 +150,7 @@ class Store:
 
     def _shaped(self, variable: int, array: Array) -> Array:
         component = self._components[variable]
-        shaped: Array = array.view(component.dtype).reshape(component.shape)
+        shaped: Array = np.ndarray(component.shape, component.dtype, array)
         return shaped
 
     def _slices(self, variable: int, indices: Array, rows: Array) -> IndexedSlices:
@@ -357,7 +362,8 @@ class Service:
         failure: bytes | None = None
         method = ""
         try:
-            self._check_given_up(client)
+            if pipe.is_split:
+                self._check_given_up(client)
             for method, args, count in pipe.content:
                 result = getattr(self._store, method)(*args, *[next(arrays) for _ in range(count)])
                 while callable(result):
@@ -375,11 +381,12 @@ class Service:
             failure, found = _pickled(error), []
         while not pipe.is_sent():
             yield
-        pipe.send(PackedMessage((failure, results), found))
+        reply = PackedMessage((failure, results), found)
+        pipe.send(reply)
         if method != "leave":
             pipe.expect()
         # Keep the views in `found` until they are sent, so that nothing writes to their arrays.
-        while not pipe.is_sent():
+        while (reply.following or method == "leave") and not pipe.is_sent():
             yield
         if method == "leave":
             pipe.close()
@@ -388,7 +395,7 @@ class Service:
     def _check_given_up(self, client: _Client) -> None:
         """Raise PeerError if the client no longer waits for this request."""
         number = bytearray(GIVE_UP.size)
-        while client.pipe.is_split and self._comm.Iprobe(client.rank, message_tags.GIVE_UP):
+        while self._comm.Iprobe(client.rank, message_tags.GIVE_UP):
             # It was sent before the arrays could change. It may also be late, for an earlier request.
             self._comm.Recv([number, import_mpi().BYTE], client.rank, message_tags.GIVE_UP)
             if GIVE_UP.unpack(number) == (client.requests,):

@@ -81,6 +81,7 @@ class MessagePipe:
         self._comm, self._other, self._tag_out, self._tag_in = comm, other, tag_out, tag_in
         self._byte = import_mpi().BYTE
         self._buffer = bytearray(_FIRST_BYTES)
+        self._inline = memoryview(self._buffer)[_HEADER.size :]
         self.first = comm.Recv_init(self._buffer, other, tag_in)
         self._pool = Pool()
         self._sending: list[MPI.Request] = []
@@ -95,13 +96,10 @@ class MessagePipe:
 
     def send(self, message: PackedMessage) -> None:
         """Start to send a message. Its arrays must not change until :meth:`is_sent`."""
-        self._send(message.first)
+        isend, other, tag, sending = self._comm.Isend, self._other, self._tag_out, self._sending
+        sending.append(isend([message.first, self._byte], other, tag))
         for array in message.following:
-            for piece in _pieces(array):
-                self._send(piece)
-
-    def _send(self, piece: Any) -> None:
-        self._sending.append(self._comm.Isend([piece, self._byte], self._other, self._tag_out))
+            sending += [isend([piece, self._byte], other, tag) for piece in _pieces(array)]
 
     def is_sent(self) -> bool:
         """Return whether all messages have been sent."""
@@ -124,7 +122,9 @@ class MessagePipe:
                 self._head, self._receiving = head, self._receives([head])
                 self.is_in_step = True
             else:
-                self._open(memoryview(self._buffer)[_HEADER.size : _HEADER.size + size], _HEADER.size + size)
+                self._open(self._inline, _HEADER.size + size)
+                if not self.is_split:
+                    return True
         if not all_done(self._receiving or []):
             return False
         if self._head is None:
@@ -134,22 +134,21 @@ class MessagePipe:
 
     def _open(self, head: memoryview, end: int = 0) -> None:
         """Unpack the head of a message, and copy or start to receive its arrays."""
-        content, sizes = marshal.loads(head)
+        self.content, sizes = marshal.loads(head)
         self.is_split = self._head is not None or end + sum(sizes) > _FIRST_BYTES
-        if self.is_split:
-            try:
-                arrays = [self._pool.take(size, _BYTES) for size in sizes]
-            except MemoryError as error:
-                raise MemoryError(f"no memory for {sum(sizes) / 2**20:.1f} MiB of a message") from error
-        else:
+        if not self.is_split:
             arrays = []
             for size in sizes:
                 arrays.append(np.frombuffer(self._buffer, np.uint8, size, end).copy())
                 end += size
+            self.arrays, self._receiving = arrays, []
+            return
+        try:
+            arrays = [self._pool.take(size, _BYTES) for size in sizes]
+        except MemoryError as error:
+            raise MemoryError(f"no memory for {sum(sizes) / 2**20:.1f} MiB of a message") from error
         self.is_in_step = False
-        self.content, self.arrays = content, arrays
-        self._receiving = self._receives(arrays) if self.is_split else []
-        self._head = None
+        self.arrays, self._receiving, self._head = arrays, self._receives(arrays), None
         self.is_in_step = True
 
     def _receives(self, arrays: Sequence[Array]) -> list[MPI.Request]:
@@ -162,9 +161,9 @@ class MessagePipe:
             yield
 
     def until_come(self) -> Steps[None]:
-        """Yield until the expected message has arrived, and all were sent."""
+        """Yield until the expected message has arrived."""
         polls, limit = 0, looks_before_yield()
-        while not (self.has_come() and self.is_sent()):
+        while not self.has_come():
             polls += 1
             relax(polls, limit)
             yield
@@ -300,8 +299,10 @@ class Connection:
             for _ in range(_QUICK_POLLS):
                 if pipe.has_come():
                     break
-            if not (pipe.has_come() and pipe.is_sent()):
+            else:
                 drive(pipe.until_come(), self._deadline)
+            if not pipe.is_sent():
+                drive(pipe.until_sent(), self._deadline)
         except BaseException as error:
             self._check_lost(error)
             if not pipe.is_in_step:
@@ -309,10 +310,10 @@ class Connection:
             elif self._sent.following and not self._is_given_up and not pipe.is_sent():
                 # The caller may change the arrays from now on.
                 self._is_given_up = True
+                all_done(self._giving_up)
                 number, byte = GIVE_UP.pack(self._number), import_mpi().BYTE
                 self._giving_up.append(self._comm.Isend([number, byte], self.server, message_tags.GIVE_UP))
             raise
-        all_done(self._giving_up)
         self._owes_reply = False
         pickled_error, results = pipe.content
         arrays, pipe.arrays = iter(pipe.arrays), []
