@@ -1,4 +1,4 @@
-"""TensorFlow's ``multi_worker_util``: the chief and the workers of a cluster."""
+"""TensorFlow's ``multi_worker_util``: the chief and the workers of a cluster. All functions are local."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ Cluster = ClusterSpec | Mapping[str, Tasks]
 
 
 def normalize_cluster_spec(cluster_spec: Cluster | None) -> ClusterSpec:
-    """Return ``cluster_spec`` as a ClusterSpec; a dict is read as ClusterSpec reads it.
-
-    Raises:
-        ValueError: Neither a dict nor a ClusterSpec.
-    """
+    """Return ``cluster_spec``, a ClusterSpec or a dict of jobs, as a ClusterSpec."""
     if not isinstance(cluster_spec, ClusterSpec | Mapping):
         raise ValueError(f"cluster_spec is {cluster_spec!r}; expected a ClusterSpec or a dict of jobs")
     return cluster_spec if isinstance(cluster_spec, ClusterSpec) else ClusterSpec(cluster_spec)
@@ -59,20 +55,13 @@ def _validated(cluster_spec: Cluster | None, task_type: str | None, task_id: int
 
 
 def is_chief(cluster_spec: Cluster | None = None, task_type: str | None = None, task_id: int | None = None) -> bool:
-    """Return whether a task is the chief: ``chief``, or worker 0 without one; local.
+    """Return whether a task is the chief: ``chief``, or worker 0 without one.
 
-    The evaluator is outside the training cluster, also where ``cluster_spec`` has none, and so the chief of its own.
-
-    Args:
-        cluster_spec: A ClusterSpec or a dict of jobs.
-        task_type: ``"chief"``, ``"worker"``, ``"evaluator"`` or ``"ps"``.
-        task_id: The index in that job.
+    The evaluator is outside the training cluster, and so the chief of its own.
 
     Raises:
-        ValueError: An argument is missing, the job is unknown or not in the cluster, the id is too large, or
-            the cluster has more than one chief or evaluator.
-
-    Source: TensorFlow's ``multi_worker_util``, as all of this file.
+        ValueError: An argument is missing, the job is unknown or not in the cluster, the id is too large, or the
+            cluster has more than one chief or evaluator.
 
     >>> is_chief({"worker": ["a:1", "b:1"]}, "worker", 0), is_chief({"worker": ["a:1", "b:1"]}, "worker", 1)
     (True, False)
@@ -84,10 +73,10 @@ def is_chief(cluster_spec: Cluster | None = None, task_type: str | None = None, 
 
 
 def worker_count(cluster_spec: Cluster, task_type: str) -> int:
-    """Return the number of workers, the chief included; local. For ``"evaluator"``: of evaluators.
+    """Return the number of workers with the chief, or the number of evaluators for ``"evaluator"``.
 
     Raises:
-        ValueError: As :func:`is_chief`, and for a parameter server, which is no worker.
+        ValueError: As :func:`is_chief`, or the task is a parameter server.
 
     >>> worker_count({"chief": ["a:1"], "worker": ["b:1", "c:1"]}, "worker")
     3
@@ -101,7 +90,7 @@ def worker_count(cluster_spec: Cluster, task_type: str) -> int:
 
 
 def id_in_cluster(cluster_spec: Cluster, task_type: str, task_id: int) -> int:
-    """Return the number of a task among the workers: chief 0, then the workers; local.
+    """Return the number of a task among the workers: chief 0, then the workers.
 
     Raises:
         ValueError: As :func:`worker_count`.
@@ -116,10 +105,7 @@ def id_in_cluster(cluster_spec: Cluster, task_type: str, task_id: int) -> int:
 
 
 def has_worker(cluster_spec: Cluster) -> bool:
-    """Return whether the cluster has a chief or a worker; local.
-
-    Raises:
-        ValueError: Neither a dict nor a ClusterSpec.
+    """Return whether the cluster has a chief or a worker.
 
     >>> has_worker({"ps": ["a:1"]})
     False
@@ -128,11 +114,7 @@ def has_worker(cluster_spec: Cluster) -> bool:
 
 
 def collective_leader(cluster_spec: Cluster, task_type: str, task_id: int) -> str:
-    """Return the device path of the leader of collectives, or ``""``; local.
-
-    That is the chief, or worker 0. There is none in an empty cluster and for the evaluator.
-
-    That is the chief, or worker 0. There are none in an empty cluster and for the evaluator.
+    """Return the device path of the chief or worker 0, or ``""`` without one.
 
     Raises:
         ValueError: As :func:`is_chief`.

@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from mpidist.checkpoint.writer import finish_writing
-from mpidist.cluster_resolver import ClusterResolver
-from mpidist.cluster_resolver.mpi_cluster_resolver import checked_resolver
-from mpidist.core.errors import PeerError
-from mpidist.core.text import names_text
+from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
+from mpidist.cluster_resolver.mpi_cluster_resolver import TRAINING_JOBS, checked_resolver
+from mpidist.collectives import Communicator
+from mpidist.collectives.mpi.exchange import Mailbox, drain
+from mpidist.core import message_tags
+from mpidist.core.concurrency import Deadline, wait_at_most, wait_until
+from mpidist.core.errors import PeerError, RankLostError
+from mpidist.core.text import error_text, names_text, said_lines, user_call_site
 from mpidist.estimator.evaluations import Evaluations
-from mpidist.estimator.roles import Cast, Line, News, find_cast, ranks_of
 from mpidist.estimator.specs import EvalResult, EvalSpec, TrainContext, TrainSpec, check_function, check_train_jobs
 from mpidist.parameter_server.link import release_servers
 from mpidist.parameter_server.server import Server
+from mpidist.topology import world_topology
 from mpidist.topology.exit import signals_left_to_others
+from mpidist.topology.start import duplicate
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 T = TypeVar("T")
+_JOBS = (*TRAINING_JOBS, "evaluator", "ps")
+_NAPS_SECONDS = 0.001, 0.05
+# A rank that fails delays its error at most this long, until its message has been sent.
+_SEND_SECONDS = 0.5
+Told = tuple[str | None, int | None, str]
+"""Type and index of a rank's task, and its directory of checkpoints."""
 
 
 def launch(
@@ -27,22 +44,22 @@ def launch(
     roles: Sequence[str] = ("chief", "worker"),
     cluster_resolver: ClusterResolver | None = None,
 ) -> T | None:
-    """Call ``main_fn`` on the ranks of some ``roles``, which the others serve meanwhile.
+    """Call ``main_fn`` on the ranks of some ``roles``. The other ranks serve them.
 
-    Call it on every rank of the job. ``ps`` ranks serve, and workers where ``roles`` is ``("chief",)``, as with a
-    coordinator. An evaluator does neither: with one use ``train_and_evaluate``.
+    Call it on every rank of the job. ``ps`` ranks serve, and with ``roles=("chief",)``, for a coordinator, workers too.
+    With an evaluator use ``train_and_evaluate``.
 
     Args:
-        main_fn: The program; it makes the strategy.
+        main_fn: The program, which creates the strategy.
         roles: The jobs that call it.
-        cluster_resolver: Who is who; by default as ``MPIDIST_JOBS`` says.
+        cluster_resolver: Resolver of the roles. By default ``MPIDIST_JOBS`` defines them.
 
     Returns:
-        The result of ``main_fn``; None on ranks that serve.
+        The result of ``main_fn``, or None on ranks that serve.
 
     Raises:
         TypeError: ``main_fn`` is no function, or ``cluster_resolver`` no resolver.
-        ValueError: Other roles than chief and worker, or this rank is an evaluator.
+        ValueError: ``roles`` has other jobs than chief and worker, or this rank is an evaluator.
 
     Source: ``run_distribute_coordinator`` of TensorFlow's ``distribute_coordinator``.
 
@@ -65,45 +82,39 @@ def train_and_evaluate(
 ) -> Any:
     """Train on the ranks that train, while the evaluator evaluates the newest checkpoint (tf.estimator).
 
-    Collective: call it on every rank of the job, with the same arguments. The resolver gives each rank its role.
-    ``chief`` and ``worker`` call ``train_fn(context)`` and wait for the last evaluation. The ``evaluator`` calls
-    ``eval_fn(path)`` while the others train, whenever there is a new newest checkpoint, and at last for the final one.
+    Collective: call it on every rank of the job, with the same arguments. The resolver defines the role of each rank.
+    ``chief`` and ``worker`` call ``train_fn(context)`` and wait for the last evaluation. During the training, the
+    ``evaluator`` calls ``eval_fn(path)`` for each new checkpoint, and at the end for the final one. Other ranks serve
+    (``mpidist.Server(resolver).join()``): ``ps``, and with ``TrainSpec(train_jobs=("chief",))`` also ``worker``.
 
-    Ranks that do neither serve those that train (``mpidist.Server(resolver).join()``): ``ps``, and with
-    ``TrainSpec(train_jobs=("chief",))`` also ``worker``.
+    Without an evaluator the chief (or the first worker) evaluates the final checkpoint after training, and others when
+    ``train_fn`` calls ``context.evaluate()``. Each result is also a line in ``eval/metrics.jsonl`` in the directory of
+    the checkpoints. A restarted job appends to it.
 
-    Without an evaluator the chief (or the first worker) evaluates the final checkpoint after training, and those in
-    between where ``train_fn`` calls ``context.evaluate()``. Each result is also a line in ``eval/metrics.jsonl`` in the
-    directory of the checkpoints; a job that is started again adds to it.
+    A strategy that ``train_fn`` creates from ``context.cluster_resolver`` or ``MPIDIST_JOBS`` has only the training
+    ranks. If a checkpoint is removed during its evaluation (``max_to_keep``), the next newest one is evaluated. Saves
+    with ``async_save`` are finished before the last evaluation.
 
-    The evaluator belongs to none of the communicators of the training: a strategy that ``train_fn`` makes of
-    ``context.cluster_resolver`` or ``MPIDIST_JOBS`` has the ranks that train. A checkpoint that is removed while it is
-    evaluated (``max_to_keep``) is given up for the next newest. Checkpoints that ``train_fn`` began to save with
-    ``async_save`` are waited for.
+    An exception of ``train_fn`` or ``eval_fn`` on one rank is a PeerError on ranks that wait for it. If all training
+    ranks leave by ``sys.exit``, as after a save of PreemptionCheckpointHandler, the evaluator finishes its current
+    evaluation and leaves with the chief's code. It ignores the signals that request such a save.
 
-    Whatever ends the training ends the evaluator. An exception of ``train_fn`` or ``eval_fn`` on one rank is a
-    PeerError on those that wait for it. Where all training ranks leave by ``sys.exit``, as after a save of
-    PreemptionCheckpointHandler, the evaluator leaves with the same code, without the last evaluation; signals that ask
-    for such a save are left to the ranks that train. An evaluation that has begun is finished first.
-
-    Not together with ``mpidist.elastic.run``, whose ranks are all ranks of the job.
+    Do not use it with ``mpidist.elastic.run``, whose ranks are all ranks of the job.
 
     Args:
-        train_spec: How to train.
-        eval_spec: How to evaluate.
-        cluster_resolver: Who is who; by default as ``MPIDIST_JOBS="chief:1,worker:2,evaluator:1"`` says, without it all
-            ranks are workers.
+        train_spec: The training.
+        eval_spec: The evaluation.
+        cluster_resolver: Resolver of the roles. By default ``MPIDIST_JOBS="chief:1,worker:2,evaluator:1"`` defines
+            them. Without it all ranks are workers.
 
     Returns:
-        The result of ``train_fn``, on the ranks that train; on the evaluator a list of EvalResult, one per evaluation;
-        on ranks that serve None.
+        The result of ``train_fn`` on training ranks, a list of EvalResult on the evaluator, None on ranks that serve.
 
     Raises:
-        TypeError: An argument of another type.
-        ValueError: There are two evaluators or chiefs, nobody trains, or ranks were given different directories; on all
-            ranks.
-        FileNotFoundError: The training is over, and the evaluator sees no checkpoint, or not the one that the chief has
-            saved last; on the others PeerError.
+        TypeError: An argument has another type.
+        ValueError: There are two evaluators or chiefs, no rank trains, or directories differ. All ranks raise it.
+        FileNotFoundError: After the training, the evaluator does not see the last checkpoint of the chief, or any.
+            Other ranks raise PeerError.
         PeerError: Another rank has failed.
 
     Source: ``tf.estimator.train_and_evaluate``.
@@ -131,28 +142,32 @@ def train_and_evaluate(
         if not isinstance(value, kind):
             got = f"{value!r} of type {type(value).__name__}"
             raise TypeError(f"{name} is {got}; expected mpidist.{kind.__name__}(...)")
-    jobs = "{'chief': 1, 'worker': 2, 'evaluator': 1}"
-    example = f"an object such as mpidist.cluster_resolver.MPIClusterResolver(jobs={jobs})"
+    example = "an object such as mpidist.cluster_resolver.MPIClusterResolver(jobs={'chief': 1, 'evaluator': 1})"
     resolver = checked_resolver(cluster_resolver, example, TypeError)
-    comm = ranks_of(resolver)
-    cast = find_cast(resolver, train_spec, comm)
-    line = Line(comm, cast)
+    comm = resolver.comm if isinstance(resolver, MPIClusterResolver) else world_topology().world
+    told: Told = resolver.task_type, resolver.task_id, os.path.abspath(train_spec.checkpoint_dir)
+    everyone = [told]
+    if comm.Get_size() > 1:
+        with Communicator(comm, owner="train_and_evaluate") as ranks:
+            everyone = ranks.all_gather_object(told)
+    cast = cast_of(everyone, comm.Get_rank(), tuple(train_spec.train_jobs))
+    rank = RankRole(comm, cast, resolver, train_spec, eval_spec)
     try:
-        result = _RankRole(cast, line, resolver, train_spec, eval_spec).play()
+        result = rank.run()
     except SystemExit as error:
-        line.give_up(News.LEFT, error.code)
+        rank.give_up(_News.LEFT, error.code)
         raise
     except BaseException as error:
-        line.give_up(News.FAILED, f"{type(error).__name__}: {error}")
+        rank.give_up(_News.FAILED, error_text(error))
         raise
-    line.close()
+    rank.close()
     return result
 
 
 def _and_release(program: Callable[[], T]) -> T:
     """Call ``program``, then release the ranks that serve it.
 
-    Other errors than SystemExit end the job. To release first would wait for running functions, and hide the error.
+    Errors other than SystemExit end the job. Releasing first would wait for running functions, and hide the error.
     """
     try:
         result = program()
@@ -163,73 +178,216 @@ def _and_release(program: Callable[[], T]) -> T:
     return result
 
 
-class _RankRole:
-    """The role of this rank.
+# Roles --------------------------------------------------------------------------------------------------------------
 
-    Args:
-        cast: The roles of all ranks.
-        line: To the other ranks.
-        resolver: Who is who.
-        train_spec: How to train.
-        eval_spec: How to evaluate.
+
+@dataclass(frozen=True)
+class Cast:
+    """The roles of all ranks, the same on all except for ``rank``. Without an evaluator the chief evaluates."""
+
+    tasks: tuple[tuple[str, int], ...]
+    rank: int
+    trainers: list[int]
+    chief: int
+    evaluator: int
+
+    @property
+    def trains(self) -> bool:
+        """Whether this rank trains."""
+        return self.rank in self.trainers
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether this rank evaluates."""
+        return self.rank == self.evaluator
+
+    def name(self, rank: int) -> str:
+        """Return the name of a rank in messages: ``worker 1 (rank 2)``."""
+        job, index = self.tasks[rank]
+        return f"{job} {index} (rank {rank})"
+
+
+def cast_of(told: Sequence[Told], rank: int, train_jobs: tuple[str, ...] = TRAINING_JOBS) -> Cast:
+    """Return the roles of all ranks, or raise ValueError if they do not fit.
+
+    >>> cast_of([("chief", 0, "/out"), ("worker", 0, "/out"), ("evaluator", 0, "/out")], rank=1).evaluator
+    2
     """
+    is_unknown = all(job is None for job, _, _ in told)
+    tasks = tuple(
+        ("worker", number) if is_unknown else (str(job), -1 if index is None else index)
+        for number, (job, index, _) in enumerate(told)
+    )
+    text = ", ".join(said_lines(enumerate(job for job, _ in tasks)))
+    first: dict[tuple[str, int], int] = {}
+    for number, (job, index) in enumerate(tasks):
+        if job not in _JOBS or index < 0:
+            raise ValueError(
+                f"rank {number} is {told[number][0]}:{told[number][1]} by its cluster resolver; expected one of "
+                f"{', '.join(_JOBS)}, with an index: MPIDIST_JOBS='chief:1,worker:2,evaluator:1'"
+            )
+        if first.setdefault((job, index), number) != number:
+            raise ValueError(
+                f"ranks {first[job, index]} and {number} are both {job} {index} by their cluster resolvers; "
+                "expected a task of its own for each rank: set TF_CONFIG for each rank by itself, not before mpirun"
+            )
+    jobs = [job for job, _ in tasks]
+    for job in ("chief", "evaluator"):
+        if jobs.count(job) > 1:
+            raise ValueError(f"there are {jobs.count(job)} tasks {job!r} ({text}); expected at most one")
+    if not any(job in train_jobs for job in jobs):
+        raise ValueError(
+            f"no rank trains ({text}); expected at least one whose job is {' or '.join(train_jobs)}, such as "
+            f"MPIDIST_JOBS='{train_jobs[0]}:1,evaluator:1'"
+        )
+    directories = list(dict.fromkeys(directory for _, _, directory in told))
+    if len(directories) > 1:
+        raise ValueError(
+            f"ranks were given different checkpoint_dir: {names_text(directories)}; expected the same on all ranks"
+        )
+    trainers = [number for number, job in enumerate(jobs) if job in train_jobs]
+    chief = min(trainers, key=lambda number: tasks[number])
+    evaluator = jobs.index("evaluator") if "evaluator" in jobs else chief
+    return Cast(tasks, rank, trainers, chief, evaluator)
+
+
+class _News(Enum):
+    """A message of a rank to others."""
+
+    TRAINED = auto()
+    """It has trained. Content: the newest checkpoint, from the chief."""
+    EVALUATED = auto()
+    """The last evaluation has ended."""
+    LEFT = auto()
+    """Its program ends by sys.exit(). Content: the code."""
+    FAILED = auto()
+    """It has failed. Content: the error as text."""
+
+
+# Ranks that gave up, because MPI may still read their messages.
+_given_up: list[RankRole] = []
+
+
+class RankRole:
+    """This rank in its role, and its messages to the other ranks (collective)."""
 
     def __init__(
-        self, cast: Cast, line: Line, resolver: ClusterResolver, train_spec: TrainSpec, eval_spec: EvalSpec
+        self, comm: MPI.Intracomm, cast: Cast, resolver: ClusterResolver, train_spec: TrainSpec, eval_spec: EvalSpec
     ) -> None:
-        self._cast, self._line, self._resolver, self._train_spec = cast, line, resolver, train_spec
+        self._cast, self._resolver, self._train_spec = cast, resolver, train_spec
         self._directory = os.path.abspath(train_spec.checkpoint_dir)
         self._evaluations = Evaluations(eval_spec, Path(self._directory))
+        self._comm = duplicate(comm, "train_and_evaluate()")
+        self._mailbox = Mailbox(self._comm, message_tags.ROLES, self._raise_loss)
+        # Content of TRAINED and of LEFT, by rank.
+        self._trained: dict[int, Any] = {}
+        self._left: dict[int, Any] = {}
+        self._is_evaluated = False
+        # Whether the others need no message about the failure.
+        self._is_known_to_fail = False
 
-    def play(self) -> object:
-        """Train, evaluate or serve, and return once all are through."""
-        if self._cast.trains:
+    def run(self) -> object:
+        """Train, evaluate or serve, and return when all ranks have finished."""
+        cast = self._cast
+        if cast.trains:
             return self._train()
-        if self._cast.evaluates:
+        if cast.evaluates:
             with signals_left_to_others():
-                # How long the training takes is nobody's concern, so without a report.
+                # Without a report, because the training may take any time.
                 self._evaluate_to_the_end("", self._evaluations.evaluate_if_due)
             return self._evaluations.results
         Server(self._resolver).join()
         self._await_evaluation()
         return None
 
+    def close(self) -> None:
+        """Free the communicator after all ranks have finished (collective)."""
+        drain(self._comm, [self._mailbox.count], "ending train_and_evaluate()")
+        self._comm.Free()
+
+    def give_up(self, news: _News, content: Any) -> None:
+        """Send the reason to all others, if they do not know it, and return soon."""
+        _given_up.append(self)
+        # The error that led here must be raised, not the loss of another rank.
+        with suppress(RankLostError):
+            if not self._is_known_to_fail:
+                self._send(news, content)
+            wait_at_most(_SEND_SECONDS, self._mailbox.all_sent, _NAPS_SECONDS[0])
+
     def _train(self) -> object:
-        cast, evaluations = self._cast, self._evaluations
+        cast, evaluations, spec = self._cast, self._evaluations, self._train_spec
         job, index = cast.tasks[cast.rank]
         is_chief = cast.rank == cast.chief
         evaluate: Callable[[], EvalResult | None] = evaluations.evaluate_if_due if cast.evaluates else lambda: None
-        spec = self._train_spec
         context = TrainContext(self._directory, spec.max_steps, self._resolver, job, index, is_chief, evaluate)
         result = _and_release(lambda: spec.train_fn(context))
         finish_writing()
         if cast.evaluates:
             self._evaluate_to_the_end("the other ranks to end their training")
             return result
-        self._line.tell(News.TRAINED, evaluations.newest_id() if is_chief else None, cast.evaluator)
+        self._send(_News.TRAINED, evaluations.newest_id() if is_chief else None, cast.evaluator)
         self._await_evaluation()
         return result
 
     def _evaluate_to_the_end(self, waiting_for: str, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Wait until all have trained, evaluate the final checkpoint, and let the others go."""
-        cast, line = self._cast, self._line
+        """Wait until all have trained, evaluate the final checkpoint, and release the others."""
+        cast, left = self._cast, self._left
         others = {rank for rank in cast.trainers if rank != cast.rank}
-        line.wait(lambda: others <= line.trained.keys() | line.left.keys(), waiting_for, meanwhile)
-        if others and others <= line.left.keys() and cast.chief in others:
-            raise SystemExit(line.left[cast.chief])
-        if line.left:
+        self._wait(lambda: others <= self._trained.keys() | left.keys(), waiting_for, meanwhile)
+        if others and others <= left.keys() and cast.chief in others:
+            raise SystemExit(left[cast.chief])
+        if left:
             raise self._left_alone()
-        self._evaluations.evaluate_last(line.trained.get(cast.chief))
-        line.tell(News.EVALUATED, None)
+        self._evaluations.evaluate_last(self._trained.get(cast.chief))
+        self._send(_News.EVALUATED, None)
 
     def _await_evaluation(self) -> None:
-        cast, line = self._cast, self._line
-        name = cast.name(cast.evaluator)
-        line.wait(lambda: line.evaluated or cast.evaluator in line.left, f"{name} to evaluate the final checkpoint")
-        if not line.evaluated:
+        evaluator = self._cast.evaluator
+        waiting_for = f"{self._cast.name(evaluator)} to evaluate the final checkpoint"
+        self._wait(lambda: self._is_evaluated or evaluator in self._left, waiting_for)
+        if not self._is_evaluated:
             raise self._left_alone()
 
     def _left_alone(self) -> PeerError:
-        codes = sorted(self._line.left.items())
-        left = names_text(f"{self._cast.name(rank)} by sys.exit({code!r})" for rank, code in codes)
+        left = names_text(f"{self._cast.name(rank)} by sys.exit({code!r})" for rank, code in sorted(self._left.items()))
         return PeerError(f"ranks have left the program in train_and_evaluate(), and others have not: {left}")
+
+    # Messages -------------------------------------------------------------------------------------------------
+
+    def _send(self, news: _News, content: Any, *ranks: int) -> None:
+        """Send a message to ``ranks``, or to all others."""
+        for rank in ranks or range(self._comm.Get_size()):
+            if rank != self._cast.rank:
+                self._mailbox.send(rank, (news, content))
+
+    def _wait(
+        self, is_over: Callable[[], bool], waiting_for: str, meanwhile: Callable[[], object] = lambda: None
+    ) -> None:
+        """Receive messages until ``is_over``. Long waits are reported unless ``waiting_for`` is empty."""
+        me, site = self._cast.name(self._cast.rank), user_call_site()
+
+        def is_received() -> bool:
+            for rank, (news, content) in self._mailbox.received():
+                self._receive(rank, news, content)
+            return is_over()
+
+        def report(waited: float) -> str | None:
+            return f"{me} has waited {waited:.0f} s for {waiting_for}, at {site}" if waiting_for else None
+
+        wait_until(is_received, Deadline(report, meanwhile=meanwhile), *_NAPS_SECONDS)
+
+    def _receive(self, rank: int, news: _News, content: Any) -> None:
+        if news is _News.TRAINED:
+            self._trained[rank] = content
+        elif news is _News.LEFT:
+            self._left[rank] = content
+        elif news is _News.EVALUATED:
+            self._is_evaluated = True
+        else:
+            self._is_known_to_fail = True
+            raise PeerError(f"{self._cast.name(rank)} has failed in train_and_evaluate(): {content}")
+
+    def _raise_loss(self, error: Exception) -> NoReturn:
+        self._is_known_to_fail = True
+        me = self._cast.name(self._cast.rank)
+        raise RankLostError(f"a rank was lost while {me} waited in train_and_evaluate(): {error}") from error

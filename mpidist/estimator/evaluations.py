@@ -23,22 +23,14 @@ from mpidist.values import Variable
 FILE = "eval/metrics.jsonl"
 _log = logging.getLogger("mpidist")
 _LOOK_SECONDS = 0.5
-# Looking reads the manifest of every checkpoint: with many of them it takes no more than this part of the time.
+# A look reads the manifest of every checkpoint. With many checkpoints, looks take at most this part of the time.
 _MOST_OF_THE_TIME = 0.05
-# The name of a checkpoint, and its place among those of its directory.
 Id = tuple[str, int]
+"""Name and sequence number of a checkpoint."""
 
 
 class Evaluations:
-    """The evaluations of the checkpoints of one directory, one after the other.
-
-    Args:
-        spec: The evaluation.
-        directory: Where the checkpoints are.
-
-    Attributes:
-        results: Of all evaluations so far.
-    """
+    """The evaluations of the checkpoints of one directory. ``results`` has one for each so far."""
 
     def __init__(self, spec: EvalSpec, directory: Path) -> None:
         self._spec = spec
@@ -46,22 +38,13 @@ class Evaluations:
         self._next_look = time.monotonic()
         self._next_evaluation = self._next_look + spec.start_delay_secs
         self._evaluated: tuple[int, float] | None = None
-        self._told_of: set[str] = set()
-        # Until there is a first checkpoint.
-        self._first = Deadline(
-            lambda waited: (
-                f"the evaluator has waited {waited:.0f} s for a first checkpoint in {directory}; it goes on waiting "
-                "while the others train"
-            )
-        )
+        self._logged: set[str] = set()
+        waiting = f"for a first checkpoint in {directory}; it goes on waiting while the others train"
+        self._first = Deadline(lambda waited: f"the evaluator has waited {waited:.0f} s {waiting}")
         self.results: list[EvalResult] = []
 
     def evaluate_if_due(self) -> EvalResult | None:
-        """Evaluate the newest checkpoint if it is new and it is time; else return None.
-
-        Raises:
-            Exception: That of ``eval_fn``, but where its checkpoint was removed meanwhile; and as for its results.
-        """
+        """Evaluate the newest checkpoint if it is new, unless it is too early."""
         now = time.monotonic()
         if now < max(self._next_look, self._next_evaluation):
             return None
@@ -73,14 +56,12 @@ class Evaluations:
         return None if newest is None or self._is_known(newest[1]) else self._evaluate(*newest)
 
     def evaluate_last(self, told: Id | None) -> None:
-        """Evaluate the newest checkpoint, once the training is over, unless that was done.
+        """Evaluate the newest checkpoint after the training, unless that was done.
 
-        Args:
-            told: The one that the chief sees; waited for until it is seen here, too.
+        Wait until this rank sees the checkpoint ``told``, the newest one of the chief.
 
         Raises:
-            FileNotFoundError: There is no checkpoint, or it is not seen here within ``MPIDIST_TIMEOUT``.
-            Exception: As ``evaluate_if_due``.
+            FileNotFoundError: There is no checkpoint, or this rank does not see it within ``MPIDIST_TIMEOUT``.
         """
         if told is not None:
             self._await(told)
@@ -104,8 +85,8 @@ class Evaluations:
     def _newest(self) -> tuple[Path, Manifest] | None:
         found = checkpoints_in(self._directory)
         for path, reason in found.unusable.items():
-            if path not in self._told_of:
-                self._told_of.add(path)
+            if path not in self._logged:
+                self._logged.add(path)
                 _log.warning("mpidist: checkpoint %s is not evaluated: %s", path, reason)
         return found.checkpoints[-1] if found.checkpoints else None
 
@@ -113,7 +94,7 @@ class Evaluations:
         return self._evaluated == (manifest.sequence, manifest.saved_at)
 
     def _evaluate(self, path: Path, manifest: Manifest) -> EvalResult | None:
-        """Evaluate a checkpoint, and return the result, or None if it was removed meanwhile."""
+        """Evaluate a checkpoint. Return None if it was removed during the evaluation."""
         begin = time.monotonic()
         self._next_evaluation = begin + self._spec.throttle_secs
         steps = {} if self._spec.steps is None else {"steps": self._spec.steps}
@@ -135,7 +116,7 @@ class Evaluations:
         return result
 
     def _await(self, told: Id) -> None:
-        """Wait until this rank sees a checkpoint of another: file systems may take a while."""
+        """Wait until this rank sees the chief's checkpoint, because file systems may be slow."""
         name, sequence = told
         path = self._directory / name
         deadline = Deadline(
@@ -167,11 +148,7 @@ def _is_still_there(path: Path, manifest: Manifest) -> bool:
 
 
 def plain_metrics(returned: object) -> dict[str, object]:
-    """Return the result of ``eval_fn`` as numbers, strings, None, lists and dicts.
-
-    Raises:
-        TypeError: It is no dict from names, or holds something else.
-    """
+    """Convert the result of ``eval_fn`` to numbers, strings, None, lists and dicts."""
     if not isinstance(returned, Mapping) or not all(isinstance(name, str) for name in returned):
         raise TypeError(
             f"eval_fn returned {returned!r} of type {type(returned).__name__}; expected a dict from names to numbers, "
@@ -181,11 +158,7 @@ def plain_metrics(returned: object) -> dict[str, object]:
 
 
 def append(directory: Path, result: EvalResult) -> None:
-    """Add a line to ``eval/metrics.jsonl`` in ``directory``.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Add a line to ``eval/metrics.jsonl`` in ``directory``."""
     file = directory / FILE
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = open_regular(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -208,7 +181,7 @@ def _plain(name: str, value: object) -> object:
         given = to_array(value.numpy() if isinstance(value, Variable) else value)
         array = ops_of(given).to_host(given)
         if array.dtype.kind == "V":
-            # NumPy takes the 16-bit floating-point types of other libraries as unknown ones.
+            # The 16-bit floating-point types of other libraries.
             array = array.astype(np.float64)
         elif array.dtype.kind not in "biuf":
             raise TypeError(f"{array.dtype} is no dtype of real numbers")

@@ -18,18 +18,17 @@ class TrainSpec:
     """The training (tf.estimator.TrainSpec).
 
     Args:
-        train_fn: Called with a TrainContext on every rank that trains. It makes strategy, variables and dataset,
-            restores the newest checkpoint if it is to go on from it, trains, and saves checkpoints to
-            ``context.checkpoint_dir``, by a CheckpointManager most often.
-        checkpoint_dir: Where ``train_fn`` saves and ``eval_fn`` finds checkpoints; all ranks see it, and it is the same
-            on all.
-        max_steps: ``context.max_steps``, for ``train_fn`` to end at; None where it ends by itself.
-        train_jobs: The jobs whose ranks call ``train_fn``. With a coordinator ``("chief",)``: then the workers serve.
-            Extension.
+        train_fn: Function of a TrainContext that every training rank calls. It creates strategy, variables and dataset,
+            restores the newest checkpoint if wanted, trains, and saves checkpoints to ``context.checkpoint_dir``,
+            usually by a CheckpointManager.
+        checkpoint_dir: Directory of the checkpoints, which all ranks share. It must be the same on all ranks.
+        max_steps: Value of ``context.max_steps``, the last step. None if ``train_fn`` decides.
+        train_jobs: Jobs whose ranks call ``train_fn``. With a coordinator use ``("chief",)``, so that the workers
+            serve. Extension.
 
     Raises:
         TypeError: ``train_fn`` is no function, or ``checkpoint_dir`` no path.
-        ValueError: ``max_steps`` below 1, or other jobs than chief and worker.
+        ValueError: ``max_steps`` is below 1, or ``train_jobs`` has other jobs than chief and worker.
 
     >>> TrainSpec(lambda context: None, "out", max_steps=100).max_steps
     100
@@ -53,18 +52,17 @@ class EvalSpec:
     """The evaluation of checkpoints (tf.estimator.EvalSpec).
 
     Args:
-        eval_fn: Called with the path of a checkpoint on one rank alone: it restores it (``Checkpoint.restore``) and
-            returns metrics by name: numbers, strings, None, arrays, and lists and dicts of them. It must not call
-            collectives of the ranks that train; outside of any strategy it has none.
-        steps: How many batches to evaluate: given to ``eval_fn`` as ``steps=``. With None it gets the path alone.
-        throttle_secs: Seconds from the beginning of one evaluation to that of the next, at least. The final checkpoint
-            does not wait for that.
-        start_delay_secs: Seconds from the beginning of the training to that of the first evaluation, at least.
-        on_result: Called with the EvalResult of each evaluation, where it took place.
+        eval_fn: Function of the path of a checkpoint that one rank calls. It restores the checkpoint
+            (``Checkpoint.restore``) and returns metrics by name: numbers, strings, None, arrays, and lists and dicts of
+            them. It must not call collectives of the training ranks, and runs outside of any strategy.
+        steps: Number of batches to evaluate, passed to ``eval_fn`` as ``steps=``. With None it gets the path alone.
+        throttle_secs: Least seconds between the starts of two evaluations. The final checkpoint does not wait.
+        start_delay_secs: Least seconds before the first evaluation.
+        on_result: Function of the EvalResult of each evaluation, called on the rank that evaluated.
 
     Raises:
-        TypeError: Something is no function.
-        ValueError: ``steps`` below 1, or seconds below 0.
+        TypeError: ``eval_fn`` or ``on_result`` is no function.
+        ValueError: ``steps`` is below 1, or seconds are below 0.
 
     >>> EvalSpec(lambda path: {"loss": 0.5}).throttle_secs
     30.0
@@ -92,12 +90,13 @@ class TrainContext:
     """The argument of ``train_fn``.
 
     Attributes:
-        checkpoint_dir: Where to save checkpoints, as an absolute path.
-        max_steps: When to end; None where the training ends by itself.
-        cluster_resolver: Who is who: ``mpidist.MultiWorkerMirroredStrategy(context.cluster_resolver)``.
+        checkpoint_dir: Absolute path of the directory for checkpoints.
+        max_steps: The last step, or None.
+        cluster_resolver: Resolver of the training ranks, for
+            ``mpidist.MultiWorkerMirroredStrategy(context.cluster_resolver)``.
         task_type: The job of this rank, ``"chief"`` or ``"worker"``.
-        task_id: Its index there.
-        is_chief: Whether it is the one that prints.
+        task_id: Its index in the job.
+        is_chief: Whether this rank should print.
     """
 
     checkpoint_dir: str
@@ -109,18 +108,18 @@ class TrainContext:
     _evaluate: Callable[[], EvalResult | None]
 
     def evaluate(self) -> EvalResult | None:
-        """Evaluate the newest checkpoint in between, where no evaluator does.
+        """Evaluate the newest checkpoint during the training, if there is no evaluator.
 
-        Call it on every rank, after a save. Without an evaluator the chief evaluates the newest checkpoint, if that is
-        new and ``throttle_secs`` have passed; the others go on, and wait in their next collective. With an
-        evaluator it does nothing.
+        Call it on every rank, after a save. Without an evaluator the chief evaluates the newest checkpoint, if it is
+        new and ``throttle_secs`` have passed. The others continue, and wait in their next collective. With an evaluator
+        it does nothing.
 
         Returns:
-            The result, on the rank that evaluated; otherwise None.
+            The result on the rank that evaluated, None on others.
 
         Raises:
-            RuntimeError: Called inside ``strategy.run``.
-            Exception: That of ``eval_fn``.
+            RuntimeError: The call is inside ``strategy.run``.
+            Exception: The error of ``eval_fn``.
         """
         if has_strategy() and get_replica_context() is not None:
             raise RuntimeError("context.evaluate() was called inside strategy.run(); call it outside, on every rank")
@@ -133,9 +132,9 @@ class EvalResult:
 
     Args:
         checkpoint: The path of the checkpoint.
-        metrics: The result of ``eval_fn``, in types that JSON has.
-        saved_at: When the checkpoint was written, in seconds of the epoch.
-        seconds: How long the evaluation took.
+        metrics: The result of ``eval_fn``, in JSON types.
+        saved_at: Time of the save, in seconds of the epoch.
+        seconds: Duration of the evaluation.
 
     >>> EvalResult("out/ckpt-3", {"loss": 0.5}, 1700000000.0, 1.25).to_json()
     '{"checkpoint": "out/ckpt-3", "metrics": {"loss": 0.5}, "saved_at": 1700000000.0, "seconds": 1.25}'
@@ -147,10 +146,7 @@ class EvalResult:
     seconds: float
 
     def to_json(self) -> str:
-        """Return it as one line.
-
-        NaN and infinities, which JSON does not have, are "NaN", "Infinity", "-Infinity".
-        """
+        """Return one line of JSON, in which NaN and infinities are "NaN", "Infinity" and "-Infinity"."""
         return json.dumps({**self.__dict__, "metrics": _without_nan(self.metrics)}, allow_nan=False)
 
 
@@ -171,7 +167,7 @@ def check_function(name: str, value: object, expected: str) -> None:
 
 
 def check_train_jobs(name: str, value: Sequence[str]) -> None:
-    """Raise ValueError unless ``value`` names jobs whose ranks can run a program."""
+    """Raise ValueError unless the ranks of the jobs can run a program."""
     if isinstance(value, str) or not value or not {"chief", "worker"}.issuperset(value):
         raise ValueError(f"{name} is {value!r}; expected ('chief', 'worker') or one of the two, such as ('chief',)")
 

@@ -1,50 +1,156 @@
-"""Dispatcher: the queue of one coordinator's functions, and the thread that sends them to workers.
+"""Dispatcher: the thread that sends the functions of all coordinators to workers.
 
-The thread receives the results, too. All coordinators of a process share its workers.
+Also the objects that stand for results (RemoteValue), and for the workers' own values (PerWorkerValues).
 """
 
 from __future__ import annotations
 
+import enum
 import itertools
-import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from typing import Any
+from typing import Any, Generic, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from mpidist.collectives.channel.shutdown import abort_job
-from mpidist.collectives.mpi.waiting import Naps
-from mpidist.core import message_tags, settings
+from mpidist.collectives.mpi.waiting import Naps, Steps
+from mpidist.core import message_tags, nest, settings
 from mpidist.core.concurrency import start_daemon
 from mpidist.core.errors import RankLostError
 from mpidist.core.text import error_text, tell_user
 from mpidist.parameter_server.link import Link
-from mpidist.parameter_server.messages import CALL, RESULT, STOP, ByteExchange
-from mpidist.parameter_server.names import Names
 from mpidist.parameter_server.pickling import Find, PickledError, unpack
-from mpidist.parameter_server.remote_value import PerWorkerValues, Recipe, with_remote_traceback
+from mpidist.parameter_server.transport import MessagePipe, PackedMessage
 from mpidist.topology.exit import says_rank_is_lost
 
 # Functions that may wait for a worker before schedule() waits, as in TensorFlow.
 QUEUE_LENGTH = 256 << 10
+Result = TypeVar("Result")
+Recipe = tuple[int, bytes]
+"""Number of a strategy, and a packed function that builds a value."""
+
+
+class RemoteValueStatus(enum.Enum):
+    """The progress of a scheduled function."""
+
+    NOT_READY = "NOT_READY"
+    ABORTED = "ABORTED"
+    READY = "READY"
+
+
+class RemoteValue(Generic[Result]):
+    """The future result of a scheduled function (tf.distribute.experimental.coordinator).
+
+    Args:
+        future: Future of the result, or of the error.
+        wait_for: Waits for the future, with a report after a while.
+    """
+
+    def __init__(self, future: Future[Result], wait_for: Callable[[Future[Result]], None]) -> None:
+        self._future = future
+        self._wait_for = wait_for
+
+    @property
+    def status(self) -> RemoteValueStatus:
+        """NOT_READY, READY, or ABORTED if the function failed or was cancelled."""
+        if not self._future.done():
+            return RemoteValueStatus.NOT_READY
+        return RemoteValueStatus.READY if self._future.exception() is None else RemoteValueStatus.ABORTED
+
+    def fetch(self) -> Result:
+        """Wait for the result, and return it.
+
+        Raises:
+            CancelledError: An earlier function failed before this one was started.
+            Exception: The function's error, with the worker's traceback as its cause.
+        """
+        self._wait_for(self._future)
+        error = self._future.exception()
+        if error is not None:
+            # Without the frames of earlier calls that raised it.
+            raise error.with_traceback(None)
+        return self._future.result()
+
+    def get(self) -> Result:
+        """Return the result, as :meth:`fetch` does. It is in this process's memory already."""
+        return self.fetch()
+
+    def __repr__(self) -> str:
+        return f"<RemoteValue {self.status.name}>"
+
+    def _is_no_number(self, *_: object) -> NoReturn:
+        raise TypeError(
+            f"{self!r} was used as a number; it is the result of a scheduled function, which may be still to come: "
+            "expected value.fetch(), which waits for it"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _is_no_number
+    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __abs__ = __float__ = __int__ = _is_no_number
+
+
+def fetch(value: object) -> Any:
+    """Replace the RemoteValues of a nest by their results, and wait for them."""
+    return nest.map_structure(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, value)
+
+
+class PerWorkerValues:
+    """A value of each worker. As an argument of a scheduled function it means the value of the worker that runs it.
+
+    Workers keep it until the coordinator's program has no reference to it.
+
+    Args:
+        number: Number by which the workers know it.
+        built_by: Recipe that builds it on a worker at the first use.
+        uses: The other per-worker values that the recipe uses.
+        iterate: Implementation of ``iter()``, for a dataset.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        built_by: Recipe,
+        uses: frozenset[PerWorkerValues],
+        iterate: Callable[[PerWorkerValues], PerWorkerValues] | None = None,
+    ) -> None:
+        self.number = number
+        self.built_by = built_by
+        self.uses = uses
+        self._iterate = iterate
+
+    def __next__(self) -> Any:
+        raise NotImplementedError(
+            "next() was called on the coordinator, where a PerWorkerValues has no value; pass it to "
+            "coordinator.schedule(fn, args=(values,)), and call next() inside fn"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.number}>"
+
+
+class PerWorkerDataset(PerWorkerValues):
+    """A dataset on each worker. ``iter()`` of it returns the iterators, one on each worker."""
+
+    def __iter__(self) -> PerWorkerValues:
+        assert self._iterate is not None
+        return self._iterate(self)
+
+
+def with_all_used(uses: Iterable[PerWorkerValues]) -> frozenset[PerWorkerValues]:
+    """Return per-worker values together with the values that they use."""
+    found = set(uses)
+    for values in uses:
+        found |= with_all_used(values.uses)
+    return frozenset(found)
 
 
 @dataclass(eq=False)
 class Closure:
-    """A scheduled function.
-
-    Attributes:
-        name: For messages.
-        payload: Function and arguments, packed.
-        uses: The workers' own values that it needs, which are kept that long.
-        future: Gets its result.
-    """
+    """A scheduled function. ``payload`` is the packed call, ``uses`` its per-worker values."""
 
     name: str
     payload: bytes
@@ -52,377 +158,311 @@ class Closure:
     future: Future[Any]
 
 
-def with_all_used(uses: Iterable[PerWorkerValues]) -> frozenset[PerWorkerValues]:
-    """Return workers' own values together with those that they are built of."""
-    found = set(uses)
-    for values in uses:
-        found |= with_all_used(values.uses)
-    return frozenset(found)
+class _RemoteTraceback(Exception):
+    """The traceback of an error on the worker, which is shown as its cause."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
 
 
 class _Worker:
-    """One worker and the function that it carries out."""
+    """A worker, and the function that it executes."""
 
     def __init__(self, link: Link, rank: int) -> None:
-        self.name = f"{link.tasks[rank]} (rank {rank})"
-        self.exchange = ByteExchange(link.comm, rank, message_tags.TO_WORKER, message_tags.FROM_WORKER)
-        # The numbers of its own values, and those of them that it may drop.
-        self.knows: set[int] = set()
-        self.drops: list[int] = []
-        self.closed: list[int] = []
+        self.name = link.name(rank)
+        self.pipe = MessagePipe(link.comm, rank, message_tags.TO_WORKER, message_tags.FROM_WORKER)
+        # Numbers of the per-worker values whose recipes it has, and entries of `Dispatcher.gone` that it knows.
+        self.has: set[int] = set()
+        self.entries = 0
+        self.queue: FunctionQueue | None = None
         self.closure: Closure | None = None
         self.since = 0.0
-        self.moves: Iterator[None] | None = None
+        self.steps: Steps[None] | None = None
 
 
-class Workers:
-    """The workers of a link. Several dispatchers share them, each from its own thread.
-
-    Args:
-        link: Connects with the workers.
-
-    Attributes:
-        lock: Held to claim, free or remove a worker.
-        numbers: Numbers the workers' own values.
-        dropped: Numbers of own values to drop. The garbage collector appends to it, in any thread.
-        closed: Numbers of closed strategies.
-        dispatchers: All dispatchers that use the workers.
-        names: The names of each strategy of this process, by its number.
-    """
+class Dispatcher:
+    """The workers of a link, each of which executes one function at a time. Coordinators take turns."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self.known = [_Worker(link, rank) for rank in link.workers[1:]]
-        self.lock = threading.Lock()
+        # Held to read or change queues and workers, and notified when functions end.
+        self.changed = threading.Condition()
+        self.workers = [_Worker(link, rank) for rank in link.workers[1:]]
+        # One for each coordinator, the next one first.
+        self.queues: deque[FunctionQueue] = deque()
+        # The error that ended the thread.
+        self.failure: Exception | None = None
+        # For per-worker values.
         self.numbers = itertools.count()
-        self.dropped: deque[int] = deque()
-        self.closed: deque[int] = deque()
-        self.dispatchers: list[Dispatcher] = []
-        self.names: WeakValueDictionary[int, Names] = WeakValueDictionary()
-        # Dispatchers that have functions, in the order of their turns.
-        self._turns: deque[Dispatcher] = deque()
-        link.before_leaving(self.stop)
+        # Kind and number of each dropped value and closed strategy. The garbage collector appends in any thread.
+        self.gone: list[tuple[str, int]] = []
+        self.strategies: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self._is_stopping = False
+        self._thread: threading.Thread | None = None
+        link.before_leaving(self._stop)
 
-    def claim(self, dispatcher: Dispatcher, closure: Closure) -> _Worker | None:
-        """Return an idle worker, which then has ``closure``.
+    def open(self, strategy: int, find: Find) -> FunctionQueue:
+        """Return a new queue. ``find`` returns the objects of the names in results."""
+        queue = FunctionQueue(self, strategy, find)
+        with self.changed:
+            self.queues.append(queue)
+        if self._thread is None:
+            self._thread = start_daemon("coordinator", self._run)
+        return queue
 
-        None if all are busy, or if it is another dispatcher's turn.
-        """
-        with self.lock:
-            if not self.known:
-                raise RankLostError("all workers were lost; start the job again and restore the newest checkpoint")
-            if dispatcher not in self._turns:
-                self._turns.append(dispatcher)
-            worker = next((worker for worker in self.known if worker.closure is None), None)
-            if worker is None or self._turns[0] is not dispatcher:
-                return None
-            self._turns.popleft()
-            worker.closure = closure
-            worker.since = time.monotonic()
-            return worker
-
-    def withdraw(self, dispatcher: Dispatcher) -> None:
-        """Skip the turn of a dispatcher without functions."""
-        with self.lock:
-            if dispatcher in self._turns:
-                self._turns.remove(dispatcher)
-
-    def free(self, worker: _Worker) -> None:
-        """Let other functions have ``worker``."""
-        with self.lock:
-            worker.closure = worker.moves = None
-
-    def remove(self, worker: _Worker) -> int:
-        """Remove a lost worker; return the number of those left."""
-        with self.lock:
-            self.known.remove(worker)
-            return len(self.known)
-
-    def news_for(self, worker: _Worker, closure: Closure) -> tuple[list[int], list[int], dict[int, Recipe]]:
-        """Return the values and strategies that ``worker`` drops, and the recipes of new values."""
-        with self.lock:
-            while self.dropped:
-                number = self.dropped.popleft()
-                for each in self.known:
-                    if number in each.knows:
-                        each.knows.remove(number)
-                        each.drops.append(number)
-            while self.closed:
-                strategy = self.closed.popleft()
-                for each in self.known:
-                    each.closed.append(strategy)
-            drops, worker.drops = worker.drops, []
-            closed, worker.closed = worker.closed, []
-            new = {values.number: values.built_by for values in closure.uses if values.number not in worker.knows}
-            worker.knows.update(new)
-            return drops, closed, new
-
-    def stop(self) -> None:
-        """Stop all dispatchers, then all workers."""
-        for dispatcher in list(self.dispatchers):
-            dispatcher.stop()
-        for worker in self.known:
+    def _stop(self) -> None:
+        """Finish running functions, and stop the workers."""
+        for queue in list(self.queues):
+            queue.stop()
+        with self.changed:
+            self._is_stopping = True
+            self.changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        if self.failure is not None and self.workers:
+            # The state of a worker's messages is unknown, so it cannot be stopped, and would wait forever.
+            abort_job(self._link.rank, str(self.failure))
+        for worker in self.workers:
             naps = Naps()
             try:
-                for _ in chain(worker.exchange.send(STOP), worker.exchange.flush()):
+                worker.pipe.send(PackedMessage(None))
+                while not worker.pipe.is_sent():
                     naps.take(is_busy=True)
             except Exception as error:
                 if not says_rank_is_lost(error):
                     raise
-            worker.exchange.close()
-
-
-_workers: WeakKeyDictionary[Link, Workers] = WeakKeyDictionary()
-
-
-def workers_of(link: Link) -> Workers:
-    """Return the workers of a link, made the first time."""
-    if link not in _workers:
-        _workers[link] = Workers(link)
-    return _workers[link]
-
-
-class Dispatcher:
-    """The queue of scheduled functions, in order. Each worker executes one function at a time.
-
-    Args:
-        link: Connects with the workers.
-        workers: The workers.
-        strategy: The strategy's number on the link.
-        find: Returns the object that a name in a result stands for.
-    """
-
-    def __init__(self, link: Link, workers: Workers, strategy: int, find: Find) -> None:
-        self._link = link
-        self._workers = workers
-        self._strategy = strategy
-        self._find = find
-        self._mine: list[_Worker] = []
-        self._queue: deque[Closure] = deque()
-        self._running = 0
-        self._error: Exception | None = None
-        self._is_stopping = False
-        self._cancelled = 0
-        self._failure: Exception | None = None
-        self._changed = threading.Condition()
-        self._ended = threading.Event()
-        self._thread = start_daemon("coordinator", self._run)
-        workers.dispatchers.append(self)
-
-    # What the program asks ------------------------------------------------------------------------------------
-
-    def put(self, closure: Closure) -> None:
-        """Queue a function; waits while the queue is full. Raises the error of an earlier one instead."""
-        with self._changed:
-            self._wait_until(self._can_put, "room in the queue")
-            self._queue.append(closure)
-            self._changed.notify_all()
-
-    def is_done(self) -> bool:
-        """Return whether nothing is queued or running. Raises the error of a function that failed once that is so."""
-        with self._changed:
-            self._check_alive()
-            if self._queue or self._running:
-                return False
-            self._raise_error()
-            return True
-
-    def join(self) -> None:
-        """Wait until nothing is queued or running; raise the error of a failed function."""
-        with self._changed:
-            self._wait_until(lambda: not self._queue and not self._running, "the scheduled functions")
-
-    def wait_for(self, future: Future[Any]) -> None:
-        """Wait for a result, which comes, or fails."""
-        self._wait(lambda seconds: bool(wait([future], seconds).done), "a result")
-
-    def stop(self) -> None:
-        """Finish running functions, and cancel queued ones."""
-        with self._changed:
-            self._is_stopping = True
-            self._changed.notify_all()
-        self._wait(self._ended.wait, "running functions, before its strategy is closed or the program ends")
-        self._thread.join()
-        if self in self._workers.dispatchers:
-            self._workers.dispatchers.remove(self)
-            self._report_unjoined()
-        if self._failure is not None and self._workers.known:
-            # The state of a worker's exchange is unknown, so STOP cannot be sent, and the worker would wait forever.
-            abort_job(self._link.rank, str(self._failure))
-
-    def _report_unjoined(self) -> None:
-        """Print errors and cancelled functions that the program did not ask for."""
-        told = [f"{self._cancelled} scheduled functions were cancelled"] if self._cancelled else []
-        if self._error is not None:
-            told.append(f"a scheduled function raised {error_text(self._error)}")
-        if told:
-            advice = "Call coordinator.join() before the strategy is closed or the program ends"
-            tell_user(f"{' and '.join(told)}. {advice}")
-
-    def _can_put(self) -> bool:
-        """Return whether the queue has room, or after an error whether nothing runs any more."""
-        is_free = len(self._queue) < QUEUE_LENGTH if self._error is None else not self._running
-        return self._is_stopping or is_free
-
-    def _wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Wait, and raise the error of a function that has failed."""
-        self._wait(partial(self._changed.wait_for, lambda: is_so() or self._failure is not None), what)
-        self._check_alive()
-        self._raise_error()
-
-    def _raise_error(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error.with_traceback(None)
-
-    def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise self._failure.with_traceback(None)
-        if self._is_stopping and not self._error:
-            raise RuntimeError(
-                "the ParameterServerStrategy of this coordinator has been closed, or mpidist.launch() has returned. "
-                "Call coordinator.schedule() and join() before"
-            )
-
-    def _wait(self, wait: Callable[[float], bool], what: str) -> None:
-        """Call ``wait`` with some seconds until it returns True; report each time it does not."""
-        start, warn_after = time.monotonic(), settings.WARN_AFTER.read()
-        while not wait(warn_after):
-            self._report(time.monotonic() - start, what)
-
-    def _report(self, waited: float, what: str) -> None:
-        now = time.monotonic()
-        lines = [f"the coordinator has waited {waited:.0f} s for {what}; {len(self._queue)} functions are queued"]
-        for worker in list(self._workers.known):
-            closure = worker.closure
-            doing = "is idle" if closure is None else f"has been in {closure.name} for {now - worker.since:.0f} s"
-            lines.append(f"  {worker.name} {doing}")
-        tell_user("\n".join(lines))
+            worker.pipe.close()
 
     # The thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        naps = Naps()
         try:
-            self._dispatch()
-        except BaseException as error:  # everybody who waits learns of it
-            failure: Exception = RuntimeError(f"the coordinator cannot go on: {type(error).__name__}: {error}")
+            while True:
+                with self.changed:
+                    self.changed.wait_for(lambda: self._is_stopping or any(not each.is_done for each in self.queues))
+                    if self._is_stopping:
+                        return
+                    has_begun = self._hand_out()
+                    busy = [worker for worker in self.workers if worker.closure is not None]
+                if any([self._advance(worker) for worker in busy]) or has_begun:
+                    naps.reset()
+                else:
+                    naps.take()
+        except BaseException as error:  # all waiting threads raise it
+            failure: Exception = RuntimeError(f"the coordinator cannot go on: {error_text(error)}")
             failure.__cause__ = error
             if isinstance(error, RankLostError):
                 failure = error
-            with self._changed:
-                self._failure = failure
-                for worker in self._mine:
+            with self.changed:
+                self.failure = failure
+                for worker in self.workers:
                     if worker.closure is not None:
                         worker.closure.future.set_exception(failure)
-                self._cancel_queue()
-        finally:
-            self._ended.set()
-
-    def _dispatch(self) -> None:
-        naps = Naps()
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._running or self._is_stopping)
-                if self._is_stopping:
-                    self._cancelled += len(self._queue)
-                    self._cancel_queue("its strategy was closed, or mpidist.launch() returned, before it started")
-                    if not self._running:
-                        return
-                has_begun = self._hand_out()
-            if self._move() or has_begun:
-                naps.reset()
-            else:
-                naps.take()
+                for queue in self.queues:
+                    queue.cancel()
 
     def _hand_out(self) -> bool:
-        """Give queued functions to idle workers, and return whether there were any. The lock is held."""
+        """Send queued functions to idle workers. Return whether there were any. The lock is held."""
         has_begun = False
-        while self._queue and (worker := self._workers.claim(self, self._queue[0])) is not None:
-            worker.moves = self._execute(worker, self._queue.popleft())
-            self._mine.append(worker)
-            self._running += 1
-            has_begun = True
-            if len(self._queue) == QUEUE_LENGTH - 1:
-                self._changed.notify_all()
+        for worker in self.workers:
+            queue = next((queue for queue in self.queues if queue.waiting), None)
+            if queue is None:
+                break
+            if worker.closure is None:
+                self.queues.remove(queue)
+                self.queues.append(queue)
+                worker.queue, worker.closure, worker.since = queue, queue.waiting.popleft(), time.monotonic()
+                worker.steps = self._execute(worker, queue, worker.closure)
+                queue.running += 1
+                has_begun = True
+                if len(queue.waiting) == QUEUE_LENGTH - 1:
+                    self.changed.notify_all()
         return has_begun
 
-    def _move(self) -> bool:
-        """Advance the workers' exchanges, and return whether one of them has finished."""
-        has_finished = False
-        for worker in list(self._mine):
-            assert worker.moves is not None
-            try:
-                next(worker.moves)
-            except StopIteration:
-                has_finished = True
-                self._finish(worker)
-            except Exception as error:
-                if not says_rank_is_lost(error):
-                    raise
-                has_finished = True
-                self._lose(worker)
-        return has_finished
+    def _advance(self, worker: _Worker) -> bool:
+        """Advance a worker's messages. Return whether its function has ended."""
+        assert worker.steps is not None
+        assert worker.queue is not None
+        try:
+            next(worker.steps)
+        except StopIteration:
+            with self.changed:
+                worker.queue.running -= 1
+                if not worker.queue.running:
+                    self.changed.notify_all()
+                worker.closure = worker.steps = worker.queue = None
+            return True
+        except Exception as error:
+            if not says_rank_is_lost(error):
+                raise
+            self._lose(worker)
+            return True
+        return False
 
-    def _execute(self, worker: _Worker, closure: Closure) -> Iterator[None]:
-        worker.exchange.expect()
-        news = self._workers.news_for(worker, closure)
-        yield from worker.exchange.send(CALL + pickle.dumps((self._strategy, *news, closure.payload)))
-        while not worker.exchange.expected.Test():
+    def _execute(self, worker: _Worker, queue: FunctionQueue, closure: Closure) -> Steps[None]:
+        worker.pipe.expect()
+        gone = self.gone[worker.entries :]
+        worker.entries += len(gone)
+        recipes = {values.number: values.built_by for values in closure.uses if values.number not in worker.has}
+        worker.has.update(recipes)
+        worker.pipe.send(PackedMessage((queue.strategy, gone, recipes, closure.payload)))
+        while not (worker.pipe.has_come() and worker.pipe.is_sent()):
             yield
-        answer = yield from worker.exchange.receive()
-        if answer[:1] == RESULT:
+        result, failure = worker.pipe.content
+        if failure is None:
             try:
-                closure.future.set_result(unpack(answer[1:], self._find))
+                closure.future.set_result(unpack(result, queue.find))
                 return
-            except Exception as failure:  # unpickling runs the code of whatever it meets
+            except Exception as caught:  # unpickling calls methods of the program's objects
                 error: Exception = TypeError(
-                    f"the result of {closure.name} cannot be unpickled by the coordinator: "
-                    f"{type(failure).__name__}: {failure}"
+                    f"the result of {closure.name} cannot be unpickled by the coordinator: {error_text(caught)}"
                 )
         else:
-            pickled = PickledError(*pickle.loads(answer[1:]))
-            error = with_remote_traceback(
-                pickled.unpack(self._find), f"{closure.name} on {worker.name}:\n{pickled.trace}"
-            )
+            pickled = PickledError(*failure)
+            error = pickled.unpack(queue.find)
+            error.__cause__ = _RemoteTraceback(f"{closure.name} on {worker.name}:\n{pickled.trace}")
         closure.future.set_exception(error)
-        with self._changed:
-            # The first error is the one that is raised; functions after it may depend on what it should have done.
-            self._error = self._error or error
-            self._cancel_queue()
-
-    def _finish(self, worker: _Worker) -> None:
-        with self._changed:
-            self._mine.remove(worker)
-            self._workers.free(worker)
-            self._running -= 1
-            if not self._running:
-                self._changed.notify_all()
+        with self.changed:
+            # Later functions may depend on the failed one.
+            queue.error = queue.error or error
+            queue.cancel()
 
     def _lose(self, worker: _Worker) -> None:
-        """Go on without a worker that is gone; another one carries its function out."""
-        with self._changed:
-            closure = worker.closure
-            assert closure is not None
-            self._mine.remove(worker)
-            left = self._workers.remove(worker)
-            self._running -= 1
-            tell_user(f"{worker.name} was lost in {closure.name}; {left} workers are left")
-            if not left:
+        """Remove a failed worker. Another one executes its function."""
+        queue, closure = worker.queue, worker.closure
+        assert queue is not None
+        assert closure is not None
+        with self.changed:
+            self.workers.remove(worker)
+            queue.running -= 1
+            tell_user(f"{worker.name} was lost in {closure.name}; {len(self.workers)} workers are left")
+            if not self.workers:
                 error = RankLostError(
                     f"{worker.name}, the last worker, was lost in {closure.name}; start the job again and restore the "
                     "newest checkpoint"
                 )
                 closure.future.set_exception(error)
                 raise error
-            self._queue.appendleft(closure)
-            if self._error is not None:
-                self._cancel_queue()
+            queue.waiting.appendleft(closure)
+            if queue.error is not None:
+                queue.cancel()
+            self.changed.notify_all()
+
+
+_dispatchers: WeakKeyDictionary[Link, Dispatcher] = WeakKeyDictionary()
+
+
+def dispatcher_of(link: Link) -> Dispatcher:
+    """Return the dispatcher of a link, created at the first call."""
+    if link not in _dispatchers:
+        _dispatchers[link] = Dispatcher(link)
+    return _dispatchers[link]
+
+
+class FunctionQueue:
+    """The scheduled functions of one coordinator, in order."""
+
+    def __init__(self, dispatcher: Dispatcher, strategy: int, find: Find) -> None:
+        self._dispatcher = dispatcher
+        self._changed = dispatcher.changed
+        self.strategy = strategy
+        self.find = find
+        self.waiting: deque[Closure] = deque()
+        self.running = 0
+        # The first error since an error was raised.
+        self.error: Exception | None = None
+        self._is_closed = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no function is waiting or running. The lock is held."""
+        return not (self.waiting or self.running)
+
+    def put(self, closure: Closure) -> None:
+        """Queue a function, and wait while the queue is full. Raise the error of an earlier function instead."""
+        with self._changed:
+            self._wait_until(self._can_put, "room in the queue")
+            self.waiting.append(closure)
             self._changed.notify_all()
 
-    def _cancel_queue(
+    def _can_put(self) -> bool:
+        # After an error, running functions must end first.
+        return self._is_closed or (len(self.waiting) < QUEUE_LENGTH if self.error is None else not self.running)
+
+    def check_done(self) -> bool:
+        """Return whether no function is waiting or running. If so, raise the error of a failed one."""
+        with self._changed:
+            self._check_alive()
+            if self.is_done:
+                self._raise_error()
+            return self.is_done
+
+    def join(self) -> None:
+        """Wait until no function is waiting or running. Raise the error of a failed one."""
+        with self._changed:
+            self._wait_until(lambda: self.is_done, "the scheduled functions")
+
+    def wait_for(self, future: Future[Any]) -> None:
+        """Wait for a result or an error."""
+        self._wait(lambda seconds: bool(wait([future], seconds).done), "a result")
+
+    def cancel(
         self, reason: str = "an earlier function failed, so this one was not started. Schedule it again"
     ) -> None:
-        while self._queue:
-            self._queue.popleft().future.set_exception(CancelledError(reason))
-        self._workers.withdraw(self)
+        """Cancel waiting functions. The lock is held."""
+        while self.waiting:
+            self.waiting.popleft().future.set_exception(CancelledError(reason))
         self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Finish running functions, and cancel waiting ones. Print what the program did not ask for."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            problems = [f"{len(self.waiting)} scheduled functions were cancelled"] if self.waiting else []
+            self.cancel("its strategy was closed, or mpidist.launch() returned, before it started")
+            is_over = partial(self._changed.wait_for, lambda: not self.running or self._dispatcher.failure is not None)
+            self._wait(is_over, "running functions, before its strategy is closed or the program ends")
+            self._dispatcher.queues.remove(self)
+        if self.error is not None:
+            problems.append(f"a scheduled function raised {error_text(self.error)}")
+        if problems:
+            advice = "Call coordinator.join() before the strategy is closed or the program ends"
+            tell_user(f"{' and '.join(problems)}. {advice}")
+
+    def _wait_until(self, is_over: Callable[[], bool], what: str) -> None:
+        """Wait, and raise the error of a failed function."""
+        is_notified = partial(self._changed.wait_for, lambda: is_over() or self._dispatcher.failure is not None)
+        self._wait(is_notified, what)
+        self._check_alive()
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error.with_traceback(None)
+
+    def _check_alive(self) -> None:
+        if self._dispatcher.failure is not None:
+            raise self._dispatcher.failure.with_traceback(None)
+        if self._is_closed and not self.error:
+            raise RuntimeError(
+                "the ParameterServerStrategy of this coordinator has been closed, or mpidist.launch() has returned. "
+                "Call coordinator.schedule() and join() before"
+            )
+
+    def _wait(self, wait: Callable[[float], bool], what: str) -> None:
+        """Call ``wait`` with a number of seconds until it returns True. Report each time that it does not."""
+        start, warn_after = time.monotonic(), settings.WARN_AFTER.read()
+        while not wait(warn_after):
+            now = time.monotonic()
+            lines = [
+                f"the coordinator has waited {now - start:.0f} s for {what}; {len(self.waiting)} functions are queued"
+            ]
+            for worker in list(self._dispatcher.workers):
+                closure = worker.closure
+                doing = "is idle" if closure is None else f"has been in {closure.name} for {now - worker.since:.0f} s"
+                lines.append(f"  {worker.name} {doing}")
+            tell_user("\n".join(lines))

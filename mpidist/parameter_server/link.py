@@ -14,7 +14,7 @@ from mpidist.collectives.channel.shutdown import abort_job, before_shutdown
 from mpidist.core import settings
 from mpidist.core.errors import CollectiveTimeoutError, RankLostError
 from mpidist.core.text import names_text
-from mpidist.parameter_server.connection import Connection
+from mpidist.parameter_server.transport import Connection
 from mpidist.strategies.replica_devices import agreed_devices
 from mpidist.topology import world_topology
 from mpidist.topology.start import duplicate
@@ -23,9 +23,15 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 JOBS = ("chief", "worker", "ps")
+# What a rank makes.
 SERVER = "Server"
 COORDINATED = "ParameterServerStrategy"
 EVERY_WORKER = "v1.experimental.ParameterServerStrategy"
+_EXAMPLE = "an object such as mpidist.cluster_resolver.MPIClusterResolver(jobs={'ps': 1, 'worker': 3})"
+_JOBS_EXAMPLES = {
+    COORDINATED: "MPIDIST_JOBS=chief:1,ps:1,worker:2 mpirun -n 4 python ...",
+    EVERY_WORKER: "MPIDIST_JOBS=ps:1,worker:3 mpirun -n 4 python ...",
+}
 
 
 class Task(NamedTuple):
@@ -41,109 +47,82 @@ class Task(NamedTuple):
 class Link:
     """The connection of this rank to its cluster. Collective over the ranks that are chief, worker or ps.
 
-    Args:
-        resolver: Who is who.
-        owner: The kind of object that this rank makes: SERVER, COORDINATED or EVERY_WORKER.
-
-    Attributes:
-        owner: As given.
-        comm: A communicator of all ranks of the link.
-        tasks: The task of every rank of ``comm``.
-        task: That of this rank.
-        rank: The number of this rank in ``comm``.
-        servers: The ranks of the servers, by their index.
-        workers: The ranks of the chief, if there is one, and of the workers, in that order.
-        is_coordinated: Whether a coordinator speaks of all workers as one.
-        replicas: How many each worker has, where that is so.
-        is_open: Whether this process has not taken leave yet.
-
-    Raises:
-        ValueError: The tasks of the ranks are not those of a cluster with servers and workers; workers under a
-            coordinator that have different numbers of devices.
-        CollectiveTimeoutError: Not all ranks came.
+    ``owner`` is the kind of object that this rank creates: SERVER, COORDINATED or EVERY_WORKER. All ranks raise
+    ValueError if the tasks do not form a cluster, or workers of a coordinator differ in their number of devices.
     """
 
     def __init__(self, resolver: ClusterResolver, owner: str) -> None:
         self.owner = owner
         survey(resolver)
         self.comm = _duplicate(resolver, owner)
-        exchange = Communicator(self.comm, owner="cluster with parameter servers")
-        with exchange.shared_errors(f"making a {owner}"):
-            self.task = _task_of(resolver, owner)
-            replicas = 0 if self.task.job == "ps" else len(agreed_devices(None, None)[0])
-        told: list[tuple[str, int, str, int]] = exchange.all_gather_object((*self.task, owner, replicas))
-        exchange.close()
-        self.tasks = [Task(job, number) for job, number, _, _ in told]
-        self.rank = self.tasks.index(self.task)
-        by_task = {task: rank for rank, task in enumerate(self.tasks)}
-        owners = [owner for _, _, owner, _ in told]
+        with Communicator(self.comm, owner="cluster with parameter servers") as exchange:
+            with exchange.shared_errors(f"making a {owner}"):
+                self.task = _task_of(resolver, owner)
+                replicas = 0 if self.task.job == "ps" else len(agreed_devices(None, None)[0])
+            everyone: list[tuple[str, int, str, int]] = exchange.all_gather_object((*self.task, owner, replicas))
+        # The task of every rank of `comm`.
+        self.tasks = [Task(job, number) for job, number, _, _ in everyone]
+        owners = [owner for _, _, owner, _ in everyone]
         check_tasks(self.tasks, owners)
         self.is_coordinated = COORDINATED in owners
-        self.replicas = 0
-        if self.is_coordinated:
-            self.replicas = common_replicas(self.tasks, [count for *_, count in told])
-        ordered = sorted(by_task)
-        self.servers = [by_task[task] for task in ordered if task.job == "ps"]
-        self.workers = [by_task[task] for task in ordered if task.job != "ps"]
-        self.timeout: float = settings.TIMEOUT.read()
-        self._connections: list[Connection] | None = None
+        self.replicas = _common_replicas(self.tasks, [each[3] for each in everyone]) if self.is_coordinated else 0
+        self.rank = self.tasks.index(self.task)
+        by_task = sorted((task, rank) for rank, task in enumerate(self.tasks))
+        self.servers = [rank for task, rank in by_task if task.job == "ps"]
+        # With the chief first, if any.
+        self.workers = [rank for task, rank in by_task if task.job != "ps"]
+        timeout: float = settings.TIMEOUT.read()
+        self.connections = [
+            Connection(self.comm, rank, self.name(rank), timeout) for rank in self.servers if self.task.job != "ps"
+        ]
         self._opened = 0
         self.is_open = True
-        self._acts: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] = []
         before_shutdown(self.leave)
 
-    @property
-    def connections(self) -> list[Connection]:
-        """To each server, by its index; made the first time."""
-        if self._connections is None:
-            self._connections = [
-                Connection(self.comm, rank, f"ps {index} (rank {rank})", self.timeout)
-                for index, rank in enumerate(self.servers)
-            ]
-        return self._connections
+    def name(self, rank: int) -> str:
+        """Return the name of a rank in messages: ``worker 1 (rank 2)``."""
+        return f"{self.tasks[rank]} (rank {rank})"
 
-    def before_leaving(self, act: Callable[[], None]) -> None:
-        """Have ``act`` called before this process takes leave."""
-        self._acts.append(act)
+    def before_leaving(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` before this process leaves."""
+        self._callbacks.append(callback)
 
     def open(self) -> int:
-        """Return the number of a new strategy; the same on all workers."""
-        number = self._opened
+        """Return the number of a new strategy, the same on all workers."""
         self._opened += 1
-        return number
+        return self._opened - 1
 
     def agree(self, key: tuple[object, ...], value: object, doing: str) -> Any:
-        """Return the first worker's value for ``key``, so that all have the same."""
+        """Return the value that the first worker sent for ``key``."""
         return self.connections[0].control("agree", key, value, doing=doing)
 
     def close(self, number: int) -> None:
-        """Tell the servers not to wait for this process in one of its strategies. Variables stay readable."""
+        """Close a strategy: servers stop waiting for this process in it. Variables stay readable."""
         for connection in self.connections if self.is_open else ():
-            try:
+            if not connection.is_lost:
                 connection.control("close", number, self.rank, doing="closing a strategy")
-            except RankLostError:
-                continue  # the last request to that server reported it
 
     def leave(self) -> None:
-        """Release the servers. A server returns from join() when all of its clients called this."""
+        """Release the servers. ``Server.join`` returns there when all clients have left."""
         if not self.is_open:
             return
         self.is_open = False
-        acts, self._acts = self._acts, []
-        for act in acts:
-            act()
-        for connection in self.connections if self.task.job != "ps" else ():
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+        for connection in self.connections:
             try:
                 connection.leave()
             except RankLostError:
-                continue  # whoever asked it last has been told
+                continue  # an earlier request has reported it
             except (RuntimeError, CollectiveTimeoutError) as error:
-                # It would serve this process for ever, and MPI_Finalize would wait for it.
+                # The server would serve this process forever, and MPI_Finalize would wait for it.
                 abort_job(self.rank, f"it could not take leave of {connection.name}: {error}")
 
 
 def check_tasks(tasks: Sequence[Task], owners: Sequence[str]) -> None:
-    """Raise ValueError, on all ranks alike, unless the tasks form a cluster.
+    """Raise ValueError, the same on all ranks, unless the tasks form a cluster.
 
     >>> check_tasks([Task("ps", 0), Task("worker", 0)], [SERVER, EVERY_WORKER])
     """
@@ -175,32 +154,20 @@ def check_tasks(tasks: Sequence[Task], owners: Sequence[str]) -> None:
 
 
 def _what_to_type(tasks: Sequence[Task], owners: Sequence[str]) -> str:
-    """Return the command that deals out the roles.
-
-    Both commands where nobody has said whether there is a coordinator.
-    """
-    lines = {
-        COORDINATED: "MPIDIST_JOBS=chief:1,ps:1,worker:2 mpirun -n 4 python ...",
-        EVERY_WORKER: "MPIDIST_JOBS=ps:1,worker:3 mpirun -n 4 python ...",
-    }
-    kind = COORDINATED if COORDINATED in owners else EVERY_WORKER
-    typed = f"type {lines[kind]}"
+    """Return the command that assigns the roles, or both commands if unknown."""
+    text = f"type {_JOBS_EXAMPLES[COORDINATED if COORDINATED in owners else EVERY_WORKER]}"
     if set(owners) == {SERVER}:
-        typed = (
-            f"type {lines[COORDINATED]} where the chief makes a ClusterCoordinator, or {lines[EVERY_WORKER]} where "
-            f"every worker runs the program ({EVERY_WORKER})"
+        text = (
+            f"type {_JOBS_EXAMPLES[COORDINATED]} if the chief makes a ClusterCoordinator, or "
+            f"{_JOBS_EXAMPLES[EVERY_WORKER]} if every worker runs the program ({EVERY_WORKER})"
         )
     if settings.JOBS.read() is None and {task.job for task in tasks} == {"worker"}:
-        typed += "; MPIDIST_JOBS is not set, and without it, and without jobs= in the program, all ranks are workers"
-    return typed
+        text += "; MPIDIST_JOBS is not set, and without it, and without jobs= in the program, all ranks are workers"
+    return text
 
 
-def common_replicas(tasks: Sequence[Task], replicas: Sequence[int]) -> int:
-    """Return the number of replicas of each worker. Raises ValueError, on all ranks alike, where they differ.
-
-    >>> common_replicas([Task("ps", 0), Task("worker", 0), Task("worker", 1)], [0, 2, 2])
-    2
-    """
+def _common_replicas(tasks: Sequence[Task], replicas: Sequence[int]) -> int:
+    """Return the number of replicas of each worker."""
     counts = {str(task): count for task, count in sorted(zip(tasks, replicas, strict=True)) if task.job == "worker"}
     if len(set(counts.values())) != 1:
         raise ValueError(f"the workers have different numbers of devices, {counts}; expected as many on each")
@@ -218,9 +185,9 @@ def _task_of(resolver: ClusterResolver, owner: str) -> Task:
 
 
 def survey(resolver: ClusterResolver) -> None:
-    """Let ``resolver`` find all ranks' places, if all belong to the cluster. It is collective then.
+    """Let an MPI resolver find all ranks, if all belong to the cluster (collective).
 
-    A program asks where one task alone comes. Called first by all that take part, as ``Server(..., start=False)`` does.
+    Later queries are local then, so one task alone may make them.
     """
     if isinstance(resolver, MPIClusterResolver) and resolver.is_made_of(JOBS):
         resolver.cluster_spec()
@@ -228,13 +195,13 @@ def survey(resolver: ClusterResolver) -> None:
 
 def _duplicate(resolver: ClusterResolver, owner: str) -> MPI.Intracomm:
     doing = f"connecting workers and parameter servers ({owner})"
-    if _link and not _link[0].is_open:
+    if _links and not _links[0].is_open:
         doing += (
             ". The ranks that served before continued with their programs. Make the strategy in a function that every "
             "rank passes to mpidist.launch(), or call Server(resolver).join() on the other ranks"
         )
     if isinstance(resolver, MPIClusterResolver) and not resolver.is_made_of(JOBS):
-        _task_of(resolver, owner)  # nobody waits for a rank that has no part in this
+        _task_of(resolver, owner)  # ranks without a role in the cluster must not take part
         members = resolver.comm_of(JOBS)
         try:
             return duplicate(members, doing)
@@ -244,19 +211,15 @@ def _duplicate(resolver: ClusterResolver, owner: str) -> MPI.Intracomm:
     return duplicate(base, doing)
 
 
-# What this process is linked with, as long as anything uses it.
-_link: list[Link] = []
-# The tasks as which this process has served until the job was over.
+# The latest link of this process, and the tasks as which it has served until the end of a job.
+_links: list[Link] = []
 served: set[Task] = set()
 
 
 def check_not_served(resolver: ClusterResolver, owner: str) -> None:
-    """Raise RuntimeError where a rank that has served runs the program of its clients.
-
-    Nobody is there any more to meet it, so it would wait in vain. To serve again is no mistake.
-    """
+    """Raise RuntimeError if a rank that has served makes a strategy. It would wait in vain for the other ranks."""
     task = Task(resolver.task_type or "", resolver.task_id or 0)
-    # A worker of a coordinator may well be one that runs the program later on.
+    # A worker of a coordinator may run a program of its own later.
     if task in served and (task.job == "ps" or owner == COORDINATED):
         raise RuntimeError(
             f"{task} has served, its job is over, and now it makes a {owner}, which is for "
@@ -268,17 +231,16 @@ def check_not_served(resolver: ClusterResolver, owner: str) -> None:
 
 
 def link_of(resolver: ClusterResolver, owner: str) -> Link:
-    """Return the link of this process, made the first time (collective then). All its strategies share it.
+    """Return the link of all strategies of this process. The first call is collective.
 
     Raises:
-        RuntimeError: The link belongs to another cluster or to the other kind of strategy; or this rank has served,
-            and its job is over.
+        RuntimeError: The link belongs to another cluster or another kind of strategy, or this rank has served.
     """
     check_not_served(resolver, owner)
-    if not _link or not _link[0].is_open:
-        _link[:] = [Link(resolver, owner)]
-        return _link[0]
-    link = _link[0]
+    if not _links or not _links[0].is_open:
+        _links[:] = [Link(resolver, owner)]
+        return _links[0]
+    link = _links[0]
     # A resolver of the program's own may know its task only.
     tasks = {Task(job, number) for job, number in resolver.tasks() if job in JOBS} or set(link.tasks)
     if owner != link.owner or tasks != set(link.tasks):
@@ -292,21 +254,14 @@ def link_of(resolver: ClusterResolver, owner: str) -> Link:
 
 def release_servers() -> None:
     """Let the ranks that serve this process return from ``Server.join``."""
-    if _link:
-        _link[0].leave()
+    if _links:
+        _links[0].leave()
 
 
 def _counts(tasks: Iterable[Task]) -> str:
-    """Return the number of tasks of each job as text, such as ``"chief:1,ps:2,worker:3"``."""
     return ",".join(f"{job}:{count}" for job, count in sorted(Counter(task.job for task in tasks).items()))
 
 
 def resolver_of(cluster_resolver: ClusterResolver | None) -> ClusterResolver:
-    """Return the resolver given, or that of the MPI job.
-
-    Raises:
-        ValueError: Not a resolver.
-        LaunchError: None is given, and TF_CONFIG tells of another cluster than MPI.
-    """
-    example = "an object such as mpidist.cluster_resolver.MPIClusterResolver(jobs={'ps': 1, 'worker': 3})"
-    return checked_resolver(cluster_resolver, example)
+    """Return the resolver given, or the one of the MPI job."""
+    return checked_resolver(cluster_resolver, _EXAMPLE)

@@ -1,7 +1,6 @@
-"""ParameterServerExtended: one copy of each variable, on a server.
+"""ParameterServerExtended: the base of both parameter server strategies.
 
-The base of both parameter server strategies. Replicas of a worker are in sync, workers are not. Variables are on
-servers, and gradients are applied there.
+Replicas of a worker are in sync, workers are not. Variables are on servers, which apply the gradients.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ from mpidist.arrays.dtypes import Array
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.core.errors import MismatchError
 from mpidist.core.text import Device
-from mpidist.parameter_server import messages
-from mpidist.parameter_server.connection import Connection, ask_all
 from mpidist.parameter_server.link import Link
-from mpidist.parameter_server.messages import Kind, Request, RequestPart
 from mpidist.parameter_server.pickling import pack
 from mpidist.parameter_server.remote import RemoteComponent, component_of, pull_all
 from mpidist.parameter_server.sharded_variable import ShardedVariable, div_sizes, offsets_of
+from mpidist.parameter_server.transport import Connection, Request, RequestPart, ask_all
 from mpidist.strategies.base import Strategy
 from mpidist.strategies.central_storage import CentralExtended
 from mpidist.strategies.strategy_extended import StrategyExtended
@@ -31,40 +28,19 @@ from mpidist.values import IndexedSlices, Variable
 from mpidist.values.indexed_slices import check_indices
 from mpidist.values.placement import on_host
 
-# Their values say all, and stay; of what may be changed in place its bytes are compared.
-_UNCHANGING = (bool, int, float, str, tuple, np.generic, type(None))
-
-
-def _number_of_shards(partitioner: Callable[..., Sequence[int]], array: Array, name: str) -> int:
-    """Return into how many parts along the first axis a variable is cut."""
-    if array.ndim == 0:
-        return 1
-    shards = list(partitioner(array.shape, array.dtype))
-    if len(shards) != array.ndim or any(count != 1 for count in shards[1:]) or shards[0] < 1:
-        raise ValueError(
-            f"the partitioner returned {shards} for variable {name!r} of shape {array.shape}; expected one number per "
-            "axis, all 1 but the first: variables are cut along their first axis"
-        )
-    return shards[0]
-
-
-def _hyperparameters(optimizer: Optimizer) -> dict[str, object]:
-    """Return an optimizer's public settings, to be compared with later ones."""
-    return {
-        name: value if isinstance(value, _UNCHANGING) else pack(value, lambda _: None, f"{name} of {optimizer.name}")
-        for name, value in optimizer.public_attributes().items()
-    }
+# Settings of these types are compared. Others may be modified in place, so their pickles are compared.
+_IMMUTABLE = (bool, int, float, str, tuple, np.generic, type(None))
 
 
 class _OptimizerAtServers:
-    """The servers' knowledge of an optimizer: its number at each, variables with slots."""
+    """What the servers know of an optimizer: its number at each, and its variables."""
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
         self.numbers: dict[Connection, int] = {}
         self.variables: set[Variable] = set()
-        self.parameters: dict[str, object] = {}
-        # Updates by all workers, as of the last one of this worker, and what its counter had been assigned until then.
+        self.settings: dict[str, object] = {}
+        # Updates by all workers as of this worker's last one, and ``writes`` of the counter at that time.
         self.count = 0
         self.writes: int | None = None
 
@@ -72,15 +48,7 @@ class _OptimizerAtServers:
 class ParameterServerExtended(CentralExtended):
     """Local replicas in sync; variables on the servers of a link.
 
-    Args:
-        strategy: The strategy it belongs to.
-        link: Connects this process with the servers.
-        devices: Of this process's replicas; its share of the GPUs, or the CPU, by default.
-        cluster_resolver: The resolver of ``strategy.cluster_resolver``.
-        gives_initial_values: Whether this process's initial values count; others wait for them.
-        max_staleness: How many steps this worker may be ahead of the slowest; None for any number.
-        partitioner: Says into how many shards a new variable is cut; None cuts none.
-        number: The number of the strategy on the link; the next one by default.
+    Only one process ``gives_initial_values``. The others wait for them. ``number`` is that of the strategy on the link.
     """
 
     def __init__(
@@ -95,22 +63,22 @@ class ParameterServerExtended(CentralExtended):
         number: int | None = None,
     ) -> None:
         super().__init__(strategy, devices, None, cluster_resolver=cluster_resolver)
-        self._link = link
+        self.link = link
         self._gives_initial_values = gives_initial_values
         self._max_staleness = max_staleness
         self._partitioner = partitioner
         self.number = link.open() if number is None else number
         if max_staleness is not None:
-            link.connections[0].control("start clock", self.number, doing="starting to count steps")
+            link.connections[0].control("start_clock", self.number, doing="starting to count steps")
         self._created = 0
-        self._dealt = 0
-        self._beside: list[int] = []
+        self._assigned = 0
+        self._colocated: list[int] = []
         self._optimizers: dict[Optimizer, _OptimizerAtServers] = {}
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The servers' devices, in the order in which variables are dealt to them."""
-        return tuple(str(Device("cpu", 0, "ps", index)) for index in range(len(self._link.servers)))
+        """The servers' devices, in the order in which they get variables."""
+        return tuple(str(Device("cpu", 0, "ps", index)) for index in range(len(self.link.servers)))
 
     # Variables ------------------------------------------------------------------------------------------------
 
@@ -119,18 +87,24 @@ class ParameterServerExtended(CentralExtended):
         """Create the variables of the block on the server of ``colocate_with_variable``; see ``StrategyExtended``."""
         with super().colocate_vars_with(colocate_with_variable):
             component = component_of(self.own_variable(colocate_with_variable, "colocate_vars_with()"))
-            self._beside.append(self._link.connections.index(component.connection))
+            self._colocated.append(self.link.connections.index(component.connection))
             try:
                 yield
             finally:
-                self._beside.pop()
+                self._colocated.pop()
 
     def create_variable(self, array: Array, **properties: Any) -> Any:
-        """See ``StrategyExtended``: a ShardedVariable where the partitioner says so."""
+        """See ``StrategyExtended``. Several shards make a ShardedVariable."""
         create, name = super().create_variable, properties["name"]
         shards = 1
-        if self._partitioner is not None and not self._beside:
-            shards = _number_of_shards(self._partitioner, array, name)
+        if self._partitioner is not None and not self._colocated and array.ndim:
+            counts = list(self._partitioner(array.shape, array.dtype))
+            if len(counts) != array.ndim or any(count != 1 for count in counts[1:]) or counts[0] < 1:
+                raise ValueError(
+                    f"the partitioner returned {counts} for variable {name!r} of shape {array.shape}; expected one "
+                    "number per axis, all 1 but the first: variables are cut along their first axis"
+                )
+            shards = counts[0]
         if shards == 1:
             return create(array, **properties)
         parts = np.split(array, offsets_of(div_sizes(len(array), shards))[1:-1])
@@ -140,32 +114,31 @@ class ParameterServerExtended(CentralExtended):
         ]
         return ShardedVariable(variables, name=name)
 
-    def _next_server(self) -> int:
-        """Return the server of the next variable: round-robin, unless it is colocated."""
-        if self._beside:
-            return self._beside[-1]
-        self._dealt += 1
-        return (self._dealt - 1) % len(self._link.servers)
-
     def _make_component(self, array: Array, properties: dict[str, Any]) -> RemoteComponent:
-        server, name, array = self._next_server(), properties["name"], on_host(array)
-        connection, kind = self._link.connections[server], Kind(array.shape, array.dtype)
+        if self._colocated:
+            server = self._colocated[-1]
+        else:
+            server = self._assigned % len(self.link.servers)
+            self._assigned += 1
+        name, array, connection = properties["name"], on_host(array), self.link.connections[server]
         key, doing = (self.number, self._created), f"creating variable {name!r}"
         self._created += 1
-        described = f"variable {name!r} of shape {kind.shape} and dtype {kind.dtype} on ps {server}"
-        others = self._link.agree(("variable", *key), described, doing)
+        described = f"variable {name!r} of shape {array.shape} and dtype {array.dtype} on ps {server}"
+        others = self.link.agree(("variable", *key), described, doing)
         if others != described:
             raise MismatchError(
                 f"this worker made {described} as number {key[1]} of its strategy, and another worker made {others}; "
                 "expected: every worker creates the same variables in the same order"
             )
-        number = connection.control("create", key, name, kind.shape, kind.dtype, properties["constraint"], doing=doing)
-        component = RemoteComponent(connection, number, kind, name, self.parameter_devices[server])
+        arguments = key, name, array.shape, array.dtype, properties["constraint"]
+        number = connection.control("create", *arguments, doing=doing)
+        device = self.parameter_devices[server]
+        component = RemoteComponent(connection, number, array.shape, array.dtype, name, device)
         if self._gives_initial_values:
-            connection.ask(Request([component.part(messages.ASSIGN, array)]))
+            connection.ask(Request([component.part("assign", "assign() of", array)]))
         else:
             doing = f"waiting for the first worker's initial value of variable {name!r}"
-            connection.control("await", number, doing=doing)
+            connection.control("initial_value", number, doing=doing)
         return component
 
     def _update_device(self, component: object) -> str:
@@ -178,7 +151,7 @@ class ParameterServerExtended(CentralExtended):
     # Optimizers -----------------------------------------------------------------------------------------------
 
     def apply_gradients(self, optimizer: Optimizer, summed: Iterable[tuple[list[Any], list[Variable]]]) -> None:
-        """Push gradients to the servers, which apply them; one message for each."""
+        """Send gradients to the servers, which apply them; one message for each."""
         pairs = [pair for gradients, variables in summed for pair in zip(gradients, variables, strict=True)]
         for gradient, variable in pairs:
             if isinstance(gradient, IndexedSlices):
@@ -187,72 +160,64 @@ class ParameterServerExtended(CentralExtended):
         counter = component_of(optimizer.iterations)
         if known.writes != counter.writes:
             self._recount(optimizer, known)
-        rate = optimizer.rate_at(known.count)
+        rate = float(optimizer.rate_at(known.count))
         parts: list[tuple[Connection, RequestPart]] = []
         for gradient, variable in pairs:
             component = component_of(variable)
-            extra: dict[str, Any] = {"step": known.count, "setting": rate}
-            extra["optimizer"] = known.numbers[component.connection]
-            if isinstance(gradient, IndexedSlices):
-                part = component.rows_part(messages.UPDATE_ROWS, gradient, **extra)
-            else:
-                part = component.part(messages.UPDATE, on_host(gradient), **extra)
-            parts.append((component.connection, part))
-        parts.append((counter.connection, counter.part(messages.COUNT)))
+            number = known.numbers[component.connection]
+            parts.append((component.connection, component.update(gradient, number, known.count, rate)))
+        parts.append((counter.connection, counter.part("count", "counting a step in")))
         if self._max_staleness is not None:
-            # Last, so that the step is counted before this worker waits for slower ones.
-            tick = RequestPart(messages.TICK, self.number, setting=self._max_staleness)
-            parts.append((self._link.connections[0], tick))
-        known.count = int(ask_all(parts)[len(pairs)])
+            # The last part, so that the step is counted before this worker waits for slower ones.
+            args = self.number, self.link.rank, int(self._max_staleness)
+            parts.append((self.link.connections[0], RequestPart("tick", args, (), "waiting for slower workers")))
+        known.count = ask_all(parts)[len(pairs)]
 
     def _recount(self, optimizer: Optimizer, known: _OptimizerAtServers) -> None:
-        """Read the number of updates: at first, and where it may have been set.
-
-        A restored checkpoint sets it, for instance. The servers, which go on from the last update, begin at it as well.
-        """
+        """Read the number of updates, which a restored checkpoint may have set."""
         counter = component_of(optimizer.iterations)
         is_first, known.writes = known.writes is None, counter.writes
         known.count = int(counter.value())
+        # Servers continue from the last update, so they must learn of the new number too.
         for connection, number in () if is_first else known.numbers.items():
             doing = f"setting the iterations of {optimizer.name}"
             connection.control("rewind", number, known.count, doing=doing)
 
     def forget_counts(self) -> None:
-        """Forget the numbers of updates of all optimizers: another process may have set them."""
+        """Forget the numbers of updates of all optimizers, because another process may have set them."""
         for known in self._optimizers.values():
             known.writes = None if known.writes is None else -1
 
     def number_of(self, optimizer: Optimizer, number: int | None = None) -> int:
-        """Return the number by which the servers know an optimizer.
-
-        One without a number gets the next, or ``number``.
-        """
+        """Return the number of an optimizer at the servers. A new optimizer gets the next one, or ``number``."""
         if optimizer not in self._optimizers:
             self._optimizers[optimizer] = _OptimizerAtServers(len(self._optimizers) if number is None else number)
         return self._optimizers[optimizer].ordinal
 
     def _introduce(self, optimizer: Optimizer, variables: Sequence[Variable]) -> _OptimizerAtServers:
-        """Tell the servers of a new or changed optimizer, and of new variables' slots."""
-        self.number_of(optimizer)
+        """Send a new or changed optimizer, and the slots of new variables, to the servers."""
+        key = self.number, self.number_of(optimizer)
         known = self._optimizers[optimizer]
-        parameters = _hyperparameters(optimizer)
+        settings: dict[str, object] = {
+            name: value if isinstance(value, _IMMUTABLE) else pack(value, lambda _: None, f"{name} of {optimizer.name}")
+            for name, value in optimizer.public_attributes().items()
+        }
         new: dict[Connection, dict[int, dict[str, int]]] = {}
-        if parameters != known.parameters:
+        if settings != known.settings:
             new = {connection: {} for connection in known.numbers}
         for variable in variables:
-            if variable in known.variables:
-                continue
-            component = component_of(variable)
-            slots = {name: component_of(slot).number for name, slot in optimizer.slots_of(variable).items()}
-            new.setdefault(component.connection, {})[component.number] = slots
+            if variable not in known.variables:
+                component = component_of(variable)
+                slots = {name: component_of(slot).number for name, slot in optimizer.slots_of(variable).items()}
+                new.setdefault(component.connection, {})[component.number] = slots
         for connection, slots_of in new.items():
-            key, doing = (self.number, known.ordinal), f"introducing optimizer {optimizer.name!r}"
+            doing = f"introducing optimizer {optimizer.name!r}"
             known.numbers[connection] = connection.control("optimizer", key, optimizer.rule(), slots_of, doing=doing)
         known.variables.update(variables)
-        known.parameters = parameters
+        known.settings = settings
         return known
 
-    # Housekeeping ---------------------------------------------------------------------------------------------
+    # Life cycle -----------------------------------------------------------------------------------------------
 
     def copy_for(self, strategy: Strategy) -> StrategyExtended:
         """See ``StrategyExtended``."""
@@ -264,12 +229,12 @@ class ParameterServerExtended(CentralExtended):
         """See ``StrategyExtended``."""
         if not self.should_checkpoint:
             raise RuntimeError(
-                f"{method} was called on {self._link.task}, and the chief alone saves and restores the variables of "
+                f"{method} was called on {self.link.task}, and the chief alone saves and restores the variables of "
                 f"{type(self.strategy).__name__}, for all; expected: `if strategy.extended.should_checkpoint:`"
             )
 
     def close(self) -> None:
         """See ``StrategyExtended``."""
         if not self.is_closed:
-            self._link.close(self.number)
+            self.link.close(self.number)
         super().close()

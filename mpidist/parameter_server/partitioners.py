@@ -1,4 +1,4 @@
-"""Partitioners: into how many shards a variable is cut (tf.distribute.experimental.partitioners)."""
+"""Partitioners: the number of shards of a variable (tf.distribute.experimental.partitioners)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mpidist.arrays.dtypes import DType, as_dtype
 
 __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
 
-# Of these an element's bytes are not known: objects and strings of any length.
+# Kinds of dtypes whose elements have no fixed size.
 _WITHOUT_SIZE = "OSUT"
 
 
 class Partitioner:
-    """The base of partitioners, which cut along one axis; a subclass counts the shards.
+    """The base of partitioners, which cut along one axis.
 
-    Any callable with the signature of ``__call__`` will do in the place of one.
+    A subclass implements ``_shards``. Any callable with the signature of ``__call__`` is a partitioner too.
     """
 
     def __repr__(self) -> str:
@@ -27,17 +27,17 @@ class Partitioner:
         return f"{type(self).__name__}({arguments})"
 
     def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
-        """Return a variable's number of shards along each axis: 1 for all but ``axis``.
+        """Return a variable's number of shards along each axis, which is 1 except for ``axis``.
 
-        The rows along ``axis`` are dealt to the shards so that their numbers differ by at most one, larger ones first.
+        The sizes of shards differ by at most one row, larger ones first.
 
         Args:
-            shape: Of the variable; not empty, a number cannot be cut.
-            dtype: Of its elements, whatever ``numpy.dtype`` takes.
-            axis: Along which to cut, from 0 to ``len(shape) - 1``.
+            shape: Shape of the variable, with at least one axis.
+            dtype: Dtype of its elements.
+            axis: Axis to cut, from 0 to ``len(shape) - 1``.
 
         Raises:
-            ValueError: A shape without ``axis``, or with a negative number in it.
+            ValueError: The shape lacks ``axis``, or contains a negative number.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/partitioners
         """
@@ -47,24 +47,19 @@ class Partitioner:
         if not 0 <= axis < len(dims):
             raise ValueError(f"axis is {axis} for the shape {dims}; expected one of its axes, 0 or more")
         result = [1] * len(dims)
-        # Without rows there is still one shard, which is the variable.
         result[axis] = max(1, min(dims[axis], self._shards(dims, as_dtype(dtype), axis)))
         return result
 
     def _shards(self, shape: tuple[int, ...], dtype: DType, axis: int) -> int:
-        """Return the number of shards, before it is held to the number of rows."""
+        """Return the number of shards. The caller limits it to the number of rows."""
         raise NotImplementedError(f"{type(self).__name__} does not implement _shards()")
 
 
 class FixedShardsPartitioner(Partitioner):
-    """A partitioner into ``num_shards`` shards, or one per row where there are fewer rows.
+    """A partitioner into ``num_shards`` shards, or one per row if there are fewer rows.
 
     Args:
-        num_shards: 1 or more.
-
-    Raises:
-        ValueError: ``num_shards`` is below 1.
-        TypeError: It is no whole number.
+        num_shards: A whole number of 1 or more.
 
     >>> FixedShardsPartitioner(num_shards=2)((10, 3), "float32")
     [2, 1]
@@ -78,18 +73,14 @@ class FixedShardsPartitioner(Partitioner):
 
 
 class MinSizePartitioner(Partitioner):
-    """A partitioner into as many shards as have about ``min_shard_bytes``, at most ``max_shards``.
+    """A partitioner into shards of about ``min_shard_bytes``, at most ``max_shards``.
 
     As in TensorFlow the number of shards is rounded up, so a shard may have a little less than ``min_shard_bytes``.
 
     Args:
         min_shard_bytes: Bytes of a shard, 256 KiB by default.
-        max_shards: The most shards, 1 by default: give it, or nothing is cut.
+        max_shards: Largest number of shards. With the default of 1, nothing is cut.
         bytes_per_string: Bytes of an element whose dtype has no size, such as ``object`` and ``str``.
-
-    Raises:
-        ValueError: An argument below 1.
-        TypeError: An argument that is no whole number.
 
     >>> MinSizePartitioner(min_shard_bytes=4, max_shards=2)((6, 1), "float32")
     [2, 1]
@@ -106,16 +97,12 @@ class MinSizePartitioner(Partitioner):
 
 
 class MaxSizePartitioner(Partitioner):
-    """A partitioner into the fewest shards that have at most ``max_shard_bytes`` each. A single row is never cut.
+    """A partitioner into the fewest shards of at most ``max_shard_bytes``. A single row is never cut.
 
     Args:
         max_shard_bytes: Bytes of a shard.
-        max_shards: The most shards, which then may be larger than ``max_shard_bytes``; None for any number.
+        max_shards: Largest number of shards, which may exceed ``max_shard_bytes`` then. None: any number.
         bytes_per_string: Bytes of an element whose dtype has no size, such as ``object`` and ``str``.
-
-    Raises:
-        ValueError: An argument below 1.
-        TypeError: An argument that is no whole number.
 
     >>> MaxSizePartitioner(max_shard_bytes=4)((6, 1), "float32")
     [6, 1]

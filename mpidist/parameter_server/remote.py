@@ -1,8 +1,4 @@
-"""RemoteComponent: a variable on a server; reading pulls, assigning pushes.
-
-Where only rows are needed, rows alone travel. Several variables are read by one message for each server, all servers at
-once.
-"""
+"""RemoteComponent: a variable on a server. Reading pulls, assigning pushes."""
 
 from __future__ import annotations
 
@@ -13,56 +9,55 @@ from typing import Any
 
 import numpy as np
 
-from mpidist.arrays.dtypes import Array
-from mpidist.parameter_server import messages
-from mpidist.parameter_server.connection import Connection, ask_all
-from mpidist.parameter_server.messages import Kind, Request, RequestPart, ServerOperation
+from mpidist.arrays.dtypes import Array, DType
+from mpidist.parameter_server.transport import INDEX, Connection, Request, RequestPart, ask_all
 from mpidist.values import IndexedSlices, Variable, scatter
-from mpidist.values.component import Assignment, Component, as_value_of, assign, assign_add, assign_sub
+from mpidist.values.component import Assignment, Component, as_value_of, assign
 from mpidist.values.indexed_slices import check_positions
 from mpidist.values.placement import HOST, Place, array_of, on_host
 
-_ASSIGNING: dict[Assignment, ServerOperation] = {
-    assign: messages.ASSIGN,
-    assign_add: messages.ASSIGN_ADD,
-    assign_sub: messages.ASSIGN_SUB,
-}
-# What has been read in a block of cache_variable_reads(); None outside.
+# Values read in a block of cache_variable_reads(); None outside.
 _cached: ContextVar[dict[RemoteComponent, Array] | None] = ContextVar("mpidist_cached_reads", default=None)
 
 
 class RemoteComponent(Component):
-    """The only copy of a variable, on a server. Each call is one request, which the server carries out in one go.
+    """The only copy of a variable, on a server, which knows it by ``number``. Each method is one request."""
 
-    Args:
-        connection: To the server.
-        number: The server's number of the variable.
-        kind: Its shape and dtype.
-        name: The variable's.
-        device: Where it is, such as ``"/job:ps/replica:0/task:0/device:CPU:0"``.
-    """
-
-    def __init__(self, connection: Connection, number: int, kind: Kind, name: str, device: str) -> None:
+    def __init__(
+        self, connection: Connection, number: int, shape: tuple[int, ...], dtype: DType, name: str, device: str
+    ) -> None:
         super().__init__(name, device)
         self.connection = connection
         self.number = number
-        self.kind = kind
-        # How often this process has assigned to it: what it remembers of the value is older then.
+        # Number of assignments by this process. Values that it remembers may be older.
         self.writes = 0
-        # Has the shape and the dtype, and no memory to speak of.
-        self._outline: Array = np.broadcast_to(np.zeros((), kind.dtype), kind.shape)
+        # It has the shape and the dtype, but almost no memory.
+        self._outline: Array = np.broadcast_to(np.zeros((), dtype), shape)
         self._label = f"variable {name!r}"
-        self._reading = Request([self.part(messages.READ)])
+        self.reading = self.part("read", "reading")
+        self._read_request = Request([self.reading])
 
-    def part(self, operation: ServerOperation, *arrays: Array, **extra: Any) -> RequestPart:
-        """Return an operation on this variable as a part of a request."""
+    def part(self, method: str, doing: str, *arrays: Array, args: tuple[object, ...] = ()) -> RequestPart:
+        """Return a request for a method of ``Store`` on this variable."""
         contiguous = [np.asarray(array, order="C") for array in arrays]
-        return RequestPart(operation, self.number, self.kind, contiguous, name=self._label, **extra)
+        return RequestPart(method, (self.number, *args), contiguous, f"{doing} {self._label}")
 
-    def rows_part(self, operation: ServerOperation, slices: IndexedSlices, **extra: Any) -> RequestPart:
-        """Return an operation on rows of this variable as a part of a request."""
-        indices = on_host(slices.indices).astype(messages.INDEX, copy=False)
-        return self.part(operation, indices, on_host(slices.values), length=len(indices), **extra)
+    def update(self, gradient: Any, optimizer: int, step: int, rate: float) -> RequestPart:
+        """Return a request for an optimizer's update by an array or IndexedSlices."""
+        args = (optimizer, step, rate)
+        if isinstance(gradient, IndexedSlices):
+            return self.part("update", "an optimizer's sparse update of", *_on_host(gradient), args=args)
+        return self.part("update", "an optimizer's update of", on_host(gradient), args=args)
+
+    def gathering(self, indices: Array) -> RequestPart:
+        """Return a request for rows."""
+        return self.part("gather", "reading rows of", indices.astype(INDEX, copy=False))
+
+    def shaped(self, data: Array, rows: tuple[int, ...] | None = None) -> Array:
+        """Return received bytes as the value, or as rows."""
+        shape = self._outline.shape if rows is None else (*rows, *self.shape[1:])
+        array: Array = np.ndarray(shape, self._outline.dtype, data)
+        return array
 
     def as_array(self) -> Array:
         """See ``ReadsAsArray``."""
@@ -70,27 +65,31 @@ class RemoteComponent(Component):
         return cache[self] if self in cache else _kept(self, self._pull())
 
     def _pull(self) -> Array:
-        array: Array = self.connection.ask(self._reading)[0]
-        return array
+        return self.shaped(self.connection.ask(self._read_request)[0])
 
     def assign_by(self, how: Assignment, value: object) -> RemoteComponent:
         """See ``Assignable``."""
         self.writes += 1
-        self.connection.ask(Request([self.part(_ASSIGNING[how], on_host(as_value_of(self, value)))]))
+        array, doing = on_host(as_value_of(self, value)), f"{how.__name__}() of"
+        if how is assign:
+            part = self.part("assign", doing, array)
+        else:
+            part = self.part("add", doing, array, args=(how.__name__,))
+        self.connection.ask(Request([part]))
         return self
 
     def scatter_by(self, how: scatter.ScatterOp, slices: object) -> RemoteComponent:
         """See ``Assignable``."""
-        rows = scatter.check_slices(slices, self)
-        self.connection.ask(Request([self.rows_part(messages.SCATTER[how.name], rows)]))
+        rows = _on_host(scatter.check_slices(slices, self))
+        self.connection.ask(Request([self.part("scatter", f"{how.name}() of", *rows, args=(how.name,))]))
         return self
 
     def value(self) -> Array:
-        """See ``Component``: it belongs to the caller alone, and needs no copy."""
+        """See ``Component``. The array belongs to the caller."""
         return self._pull() if _cached.get() is None else self.as_array().copy()
 
     def sparse_read(self, indices: object, name: str | None = None) -> Array:
-        """Return the rows at ``indices``; no other rows travel."""
+        """Return the rows at ``indices``. Only these are sent."""
         del name
         positions = on_host(array_of(indices))
         if positions.size and positions.dtype.kind not in "iu":
@@ -101,9 +100,8 @@ class RemoteComponent(Component):
         if not self.shape:
             raise TypeError(f"sparse_read() of variable {self.name!r}, which is a number; expected one that has rows")
         check_positions(positions, self.shape[0])
-        flat = positions.reshape(-1).astype(messages.INDEX, copy=False)
-        (rows,) = self.connection.ask(Request([self.part(messages.GATHER, flat, length=flat.size)]))
-        return _writable(rows).reshape(*positions.shape, *self.shape[1:])
+        (data,) = self.connection.ask(Request([self.gathering(positions.reshape(-1))]))
+        return self.shaped(data, positions.shape)
 
     def copied(self) -> RemoteComponent:
         """See ``Component``."""
@@ -124,9 +122,8 @@ class RemoteComponent(Component):
         return f"<RemoteComponent {self.name!r} on {self.device}>"
 
 
-def _writable(array: Array) -> Array:
-    array.flags.writeable = True
-    return array
+def _on_host(slices: IndexedSlices) -> tuple[Array, Array]:
+    return on_host(slices.indices).astype(INDEX, copy=False), on_host(slices.values)
 
 
 def _kept(component: RemoteComponent, array: Array) -> Array:
@@ -145,23 +142,20 @@ def component_of(variable: Variable) -> RemoteComponent:
 
 
 def pull_all(variables: Sequence[Variable]) -> list[Array]:
-    """Return the values of several variables, which belong to the caller.
-
-    They are pulled from all servers at once, in one message each.
-    """
+    """Pull the values from all servers at once, in one message each."""
+    components = [component_of(variable) for variable in variables]
     block = _cached.get()
-    cache = block or {}
-    wanted = dict.fromkeys(component_of(variable) for variable in variables)
-    missing = [component for component in wanted if component not in cache]
-    pulled = (
-        ask_all([(component.connection, component.part(messages.READ)) for component in missing]) if missing else []
-    )
-    found = {**cache, **{component: _kept(component, array) for component, array in zip(missing, pulled, strict=True)}}
-    # What a block keeps is given out as copies.
-    given = set(wanted) if block is not None else set()
-    results = []
-    for component in map(component_of, variables):
-        results.append(found[component].copy() if component in given else _writable(found[component]))
+    missing = [component for component in dict.fromkeys(components) if component not in (block or {})]
+    data = ask_all([(component.connection, component.reading) for component in missing]) if missing else []
+    pulled = {component: component.shaped(each) for component, each in zip(missing, data, strict=True)}
+    if block is not None:
+        for component, array in pulled.items():
+            _kept(component, array)
+        return [block[component].copy() for component in components]
+    results: list[Array] = []
+    given: set[RemoteComponent] = set()
+    for component in components:
+        results.append(pulled[component].copy() if component in given else pulled[component])
         given.add(component)
     return results
 
@@ -170,11 +164,11 @@ def pull_all(variables: Sequence[Variable]) -> list[Array]:
 def cache_variable_reads() -> Iterator[None]:
     """Pull each parameter server variable at most once in the block.
 
-    This is so in this thread, also if it is assigned in between. It saves a round trip per read where a function uses
-    its variables several times.
+    This applies to reads of this thread, also after an assignment in the block. It saves a round trip per read if a
+    function uses its variables several times.
 
     Raises:
-        ValueError: Used inside such a block.
+        ValueError: The block is inside another one.
 
     Source: ``tf.distribute``'s context of the same name for parameter server training.
 
@@ -192,7 +186,7 @@ def cache_variable_reads() -> Iterator[None]:
 
 
 def read_all(variables: Sequence[Variable]) -> list[Array]:
-    """Return the values of ``variables`` of one strategy in the current context. They are not to be written.
+    """Return the values of ``variables`` of one strategy in the current context. They must not be modified.
 
     >>> [array.tolist() for array in read_all([Variable([1.0]), Variable([2.0])])]
     [[1.0], [2.0]]
@@ -201,23 +195,16 @@ def read_all(variables: Sequence[Variable]) -> list[Array]:
 
 
 def read_rows(variables: Sequence[Variable], positions: Sequence[Array]) -> list[Array]:
-    """Return the rows of each of ``variables`` at its ``positions``, touching no others.
+    """Return the rows of each of ``variables`` at its ``positions``, and read no others.
 
-    Args:
-        variables: Of one strategy.
-        positions: For each variable whole numbers from 0 to below the number of its rows, of shape (k,).
-
-    >>> import numpy as np
     >>> [array.tolist() for array in read_rows([Variable([1.0, 2.0])], [np.array([1, 0])])]
     [[2.0, 1.0]]
     """
     if not _are_remote(variables):
         return [variable.sparse_read(rows) for variable, rows in zip(variables, positions, strict=True)]
-    parts = []
-    for variable, rows in zip(variables, positions, strict=True):
-        component, indices = component_of(variable), rows.astype(messages.INDEX, copy=False)
-        parts.append((component.connection, component.part(messages.GATHER, indices, length=len(rows))))
-    return ask_all(parts)
+    asked = [(component_of(variable), rows) for variable, rows in zip(variables, positions, strict=True)]
+    data = ask_all([(component.connection, component.gathering(rows)) for component, rows in asked])
+    return [component.shaped(each, rows.shape) for (component, rows), each in zip(asked, data, strict=True)]
 
 
 def _are_remote(variables: Sequence[Variable]) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
+from mpidist.arrays.dtypes import Array
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
 from mpidist.collectives.mpi.waiting import Naps, drive
 from mpidist.core import context, message_tags
@@ -14,30 +14,28 @@ from mpidist.core.concurrency import Deadline
 from mpidist.core.context import variable_creator_scope
 from mpidist.core.errors import RankLostError
 from mpidist.input import Dataset, DistributedDataset
+from mpidist.parameter_server.dispatcher import Recipe
 from mpidist.parameter_server.link import SERVER, Link, Task, resolver_of, served, survey
-from mpidist.parameter_server.messages import ERROR, RESULT, STOP, ByteExchange
-from mpidist.parameter_server.names import Names
-from mpidist.parameter_server.parameter_server_extended import ParameterServerExtended
-from mpidist.parameter_server.parameter_server_strategy import WorkerTwin
+from mpidist.parameter_server.parameter_server_strategy import CoordinatedExtended, ParameterServerStrategy
 from mpidist.parameter_server.pickling import pack, pack_error, unpack
-from mpidist.parameter_server.remote_value import Recipe
-from mpidist.parameter_server.service import Service
-from mpidist.parameter_server.store import Store
+from mpidist.parameter_server.store import Service
+from mpidist.parameter_server.transport import MessagePipe, PackedMessage
+from mpidist.strategies.base import Strategy
 from mpidist.topology.exit import says_rank_is_lost, signals_left_to_others
 
 _index: ContextVar[int | None] = ContextVar("mpidist_worker_index", default=None)
 
 
-def report_only(what: str) -> Deadline:
-    """Return the deadline of a wait for another program: it reports once, without an end."""
+def _report_only(what: str) -> Deadline:
+    """Return a deadline that only reports, for a wait for another program."""
     return Deadline(lambda waited: f"waited {waited:.0f} s for {what}, and goes on waiting")
 
 
 def current_worker_index() -> int:
-    """Return the index of the worker that carries out the scheduled function that calls this.
+    """Return the index of the worker that executes the calling scheduled function.
 
     Raises:
-        RuntimeError: Called elsewhere than in a scheduled function.
+        RuntimeError: The caller is not in a scheduled function.
     """
     index = _index.get()
     if index is None:
@@ -48,89 +46,122 @@ def current_worker_index() -> int:
     return index
 
 
-class WorkerLoop:
-    """The loop of a worker, which executes functions for the coordinators of the chief.
+class WorkerTwinExtended(CoordinatedExtended):
+    """The worker's part: the coordinator's strategy as scheduled functions see it."""
 
-    Args:
-        link: Connects with the chief and the servers.
-        resolver: The resolver of this worker's strategies.
-    """
+    def __init__(self, strategy: Strategy, worker: WorkerLoop, number: int) -> None:
+        super().__init__(strategy, worker.link, None, worker.resolver, False, worker.extended_of, number=number)
+        self._worker = worker
+
+    def own_value(self, number: int) -> object:
+        """Return this worker's value of a PerWorkerValues."""
+        return self._worker.own_value(number)
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """False: the coordinator writes checkpoints."""
+        return False
+
+    def create_variable(self, array: Array, **properties: object) -> NoReturn:
+        """Raise ValueError: the coordinator creates variables."""
+        raise ValueError(
+            f"variable {properties['name']!r} was created in a scheduled function; create it on the coordinator, "
+            "inside `with strategy.scope():`, and let the function use it; for those of an optimizer call "
+            "optimizer.build(variables) there"
+        )
+
+
+class WorkerTwin(Strategy):
+    """The copy of a coordinator's strategy on a worker, with the same number."""
+
+    def __init__(self, worker: WorkerLoop, number: int) -> None:
+        super().__init__(WorkerTwinExtended(self, worker, number))
+
+
+# Error messages name the class that the program knows.
+WorkerTwin.__name__ = ParameterServerStrategy.__name__
+
+
+class WorkerLoop:
+    """The loop of a worker, which executes functions for the coordinators of the chief."""
 
     def __init__(self, link: Link, resolver: ClusterResolver) -> None:
-        self._link = link
-        self._resolver = resolver
-        # The names of each strategy's objects, by the strategy's number.
-        self._strategies: dict[int, Names] = {}
-        self._exchange = ByteExchange(link.comm, link.workers[0], message_tags.FROM_WORKER, message_tags.TO_WORKER)
-        self._definitions: dict[int, Recipe] = {}
+        self.link = link
+        self.resolver = resolver
+        self._strategies: dict[int, WorkerTwinExtended] = {}
+        self._pipe = MessagePipe(link.comm, link.workers[0], message_tags.FROM_WORKER, message_tags.TO_WORKER)
+        self._recipes: dict[int, Recipe] = {}
         self._own: dict[int, object] = {}
 
     def run(self) -> None:
-        """Carry out functions until the coordinator says stop.
+        """Execute functions until the coordinator ends the loop.
 
         Raises:
-            RankLostError: It is gone.
+            RankLostError: The coordinator failed.
         """
-        _index.set(self._link.task.number)
+        _index.set(self.link.task.number)
+        pipe = self._pipe
         try:
             while True:
-                self._exchange.expect()
+                pipe.expect()
                 naps = Naps()
-                while not self._exchange.expected.Test():
+                while not pipe.first.Test():
                     naps.take()
-                message = drive(self._exchange.receive(), lambda: report_only("the rest of a function"))
-                if message[:1] == STOP:
+                drive(pipe.until_come(), lambda: _report_only("the rest of a function"))
+                if pipe.content is None:
                     break
-                answer = self._answer(message[1:])
-                drive(self._exchange.send(answer), lambda: report_only("the coordinator to take a result"))
-            self._exchange.close()
+                pipe.send(PackedMessage(self._answer(*pipe.content)))
+                drive(pipe.until_sent(), lambda: _report_only("the coordinator to take a result"))
+            pipe.close()
         except Exception as error:
             if not says_rank_is_lost(error):
                 raise
             raise RankLostError(
-                f"the coordinator was lost, and {self._link.task} has nothing more to do; start the job again and "
+                f"the coordinator was lost, and {self.link.task} has nothing more to do; start the job again and "
                 "restore the newest checkpoint"
             ) from error
         finally:
             _index.set(None)
 
-    def _answer(self, message: bytes) -> bytes:
-        strategy, drops, closed, definitions, payload = pickle.loads(message)
-        for number in drops:
-            del self._definitions[number]
-            self._own.pop(number, None)
-        for number in closed:
-            if number in self._strategies:
+    def _answer(
+        self, strategy: int, gone: list[tuple[str, int]], recipes: dict[int, Recipe], payload: bytes
+    ) -> tuple[bytes, tuple[object, ...] | None]:
+        """Return the packed result of a function, and None, or its error."""
+        for kind, number in gone:
+            if kind == "value":
+                self._recipes.pop(number, None)
+                self._own.pop(number, None)
+            elif number in self._strategies:
                 self._strategies.pop(number).close()
-        names = self._names_of(strategy)
-        self._definitions.update(definitions)
+        extended = self.extended_of(strategy)
+        self._recipes.update(recipes)
         try:
-            with names.strategy.scope():
-                fn, args, kwargs = unpack(payload, names.find)
+            with extended.strategy.scope():
+                fn, args, kwargs = unpack(payload, extended.find)
                 result = fn(*args, **kwargs)
             name = getattr(fn, "__qualname__", repr(fn))
-            return RESULT + pack(result, names.name_of, f"the result of {name}, {type(result).__name__},")
+            return pack(result, extended.name_of, f"the result of {name}, {type(result).__name__},"), None
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            return ERROR + pickle.dumps(tuple(pack_error(error, names.name_of)))
+            return b"", tuple(pack_error(error, extended.name_of))
 
-    def _names_of(self, strategy: int) -> Names:
-        """Return the names of a strategy; create its copy the first time."""
+    def extended_of(self, strategy: int) -> WorkerTwinExtended:
+        """Return this worker's copy of a strategy, created at the first use."""
         if strategy not in self._strategies:
-            extended = WorkerTwin(self._link, self._resolver, strategy).extended
-            assert isinstance(extended, ParameterServerExtended)
-            self._strategies[strategy] = Names(self._link, extended, self._names_of, self._own_value)
+            extended = WorkerTwin(self, strategy).extended
+            assert isinstance(extended, WorkerTwinExtended)
+            self._strategies[strategy] = extended
         return self._strategies[strategy]
 
-    def _own_value(self, number: int) -> object:
-        """Return this worker's value of a number, built the first time."""
+    def own_value(self, number: int) -> object:
+        """Return this worker's value of a PerWorkerValues, built at the first use."""
         if number not in self._own:
-            strategy, recipe = self._definitions[number]
-            names = self._names_of(strategy)
+            strategy, recipe = self._recipes[number]
+            extended = self.extended_of(strategy)
             # A function of another strategy may use this value.
-            with context.outside(), names.strategy.scope():
-                kind, given = unpack(recipe, names.find)
+            with context.outside(), extended.strategy.scope():
+                kind, given = unpack(recipe, extended.find)
                 self._own[number] = _BUILDERS[kind](given)
         return self._own[number]
 
@@ -160,23 +191,23 @@ _BUILDERS: dict[str, Callable[[Any], object]] = {
 class Server:
     """The task of this rank in a cluster with parameter servers.
 
-    ``ps`` ranks, and with a coordinator also ``worker`` ranks, make a server and call :meth:`join`. It returns when
+    ``ps`` ranks, and with a coordinator also ``worker`` ranks, create a server and call :meth:`join`. It returns when
     the job is over (TensorFlow's never returns). End the program there, or put the other ranks' program under
     ``else:``. Collective: at the same time the chief and the workers construct their ParameterServerStrategy.
 
     Args:
         server_or_cluster_def: A cluster resolver, such as ``MPIClusterResolver(jobs={"ps": 1, "worker": 3})``; or a
-            ClusterSpec or the dict of one, whose tasks are those of the ranks.
-        job_name: The job of this rank; that of the resolver, or the only job there is, by default.
-        task_index: Its index in the job; that of the resolver, or the only one there is, by default.
-        protocol: Ignored: messages go by MPI.
+            ClusterSpec or a dict, whose tasks are the tasks of the ranks.
+        job_name: The job of this rank. By default the job of the resolver, or the only job.
+        task_index: Its index in the job. By default the index of the resolver, or the only index.
+        protocol: Ignored, because messages use MPI.
         config: Ignored.
-        start: Whether to connect at once; otherwise :meth:`start` does, and :attr:`server_def` is local all the same.
+        start: Whether to connect at once. If not, :meth:`start` does. :attr:`server_def` is local in both cases.
 
     Raises:
-        ValueError: A task that the cluster does not have, or that this rank is not; job or index cannot be inferred.
-        TypeError: Something else than a resolver or a cluster.
-        CollectiveTimeoutError: Not all ranks of the cluster came.
+        ValueError: The cluster lacks this task, this rank has another one, or job or index cannot be inferred.
+        TypeError: The argument is neither a resolver nor a cluster.
+        CollectiveTimeoutError: Some ranks of the cluster did not arrive.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Server
 
@@ -208,7 +239,7 @@ class Server:
         return f"<Server {self._resolver.task_type} {self._resolver.task_id}, {state}>"
 
     def start(self) -> None:
-        """Connect with the other ranks (collective); nothing if it has been done."""
+        """Connect with the other ranks (collective), unless that was done."""
         if self._link is None and self._resolver.task_type != _LOCAL:
             self._link = Link(self._resolver, SERVER)
 
@@ -216,17 +247,15 @@ class Server:
         """Serve until the program ends on the other ranks, then return. Later calls return at once.
 
         With a coordinator, the server waits for the program of the chief. Without one, it waits for the programs of all
-        workers. A program may make any number of strategies before it ends. To continue on all ranks afterwards, pass
-        the part with the strategies to ``mpidist.launch(main, ("chief",))`` on every rank: ``join`` then returns when
-        ``main`` does.
+        workers. A program may create any number of strategies. To continue on all ranks afterwards, pass the part with
+        the strategies to ``mpidist.launch(main, ("chief",))`` on every rank. ``join`` then returns when ``main`` does.
 
         A parameter server keeps variables and applies updates. A worker executes the functions that the coordinator
-        schedules. A lost client is reported; if MPI survives the loss, the others are served as before. SIGTERM and
-        SIGUSR1, which ask a job to save, are ignored here, unless the program has handlers of its own for them.
+        schedules. A lost client is reported. If MPI survives the loss, the server continues to serve the others.
+        SIGTERM and SIGUSR1, which ask a job to save, are ignored here unless the program handles them.
 
         Raises:
             RankLostError: The coordinator was lost.
-            RuntimeError: This rank is the chief or an evaluator, which run a program of their own.
         """
         if self._has_served:
             return
@@ -234,20 +263,15 @@ class Server:
         if self._link is None:
             return
         link, self._link = self._link, None
-        if link.task.job not in ("ps", "worker"):
-            raise RuntimeError(
-                f"Server.join() was called on {link.task}, which runs the program itself; expected: the ps ranks join, "
-                "and the workers where there is a coordinator"
-            )
         self._has_served = True
         if link.task.job == "ps":
-            clients = [(rank, f"{link.tasks[rank]} (rank {rank})") for rank in link.workers]
+            clients = [(rank, link.name(rank)) for rank in link.workers]
             coordinator = link.workers[0] if link.is_coordinated else None
-            with signals_left_to_others():
-                Service(link.comm, clients, Store(link.workers), coordinator).run()
+            loop: Service | WorkerLoop = Service(link.comm, clients, coordinator)
         else:
-            with signals_left_to_others():
-                WorkerLoop(link, self._resolver).run()
+            loop = WorkerLoop(link, self._resolver)
+        with signals_left_to_others():
+            loop.run()
         link.leave()
         served.add(link.task)
 
@@ -267,7 +291,7 @@ class Server:
 
     @staticmethod
     def create_local_server(config: object = None, start: bool = True) -> Server:
-        """Return the server of a process that is alone. Its :meth:`join` returns at once, as nobody can ask it."""
+        """Return the server of a single process. Its :meth:`join` returns at once."""
         return Server({_LOCAL: ["localhost:0"]}, config=config, start=start)
 
 

@@ -21,30 +21,23 @@ from mpidist.values.indexed_slices import check_indices
 from mpidist.values.operators import as_operand, picked
 from mpidist.values.placement import Place, array_of, copy_of, on_host, place_of
 
-# Rows in rising order, each once.
 Rows = range | Array
+"""Row numbers in rising order, without duplicates."""
 _DEFAULT_NAME = "ShardedVariable"
 
 
 def div_sizes(rows: int, shards: int) -> list[int]:
-    """Return the rows of each of ``shards`` shards, of ``rows`` in all.
-
-    Sizes differ by at most one, larger ones first ("div").
-
-    Raises:
-        ValueError: Fewer than no rows, or no shard.
+    """Return the rows of each shard. Sizes differ by at most one, larger ones first ("div").
 
     >>> div_sizes(13, 5)
     [3, 3, 3, 2, 2]
     """
-    if rows < 0 or shards < 1:
-        raise ValueError(f"{rows} rows were to be dealt to {shards} shards; expected rows >= 0 and shards >= 1")
     quotient, larger = divmod(rows, shards)
     return [quotient + 1] * larger + [quotient] * (shards - larger)
 
 
 def offsets_of(sizes: Sequence[int]) -> list[int]:
-    """Return the first row of each shard, and behind them the number of all rows.
+    """Return the first row of each shard, and the number of all rows.
 
     >>> offsets_of(div_sizes(10, 4))
     [0, 3, 6, 8, 10]
@@ -52,37 +45,8 @@ def offsets_of(sizes: Sequence[int]) -> list[int]:
     return [0, *accumulate(sizes)]
 
 
-def cut(array: Array, variables: Sequence[Variable]) -> list[Array]:
-    """Return the rows of ``array`` that belong to each of ``variables``: views, where it lies.
-
-    Args:
-        array: Of shape (rows, ...), with as many rows as the variables have together.
-        variables: Of shapes (rows of the shard, ...).
-
-    Raises:
-        ValueError: Another number of rows.
-
-    >>> [part.tolist() for part in cut(np.arange(5), [Variable([0, 0, 0]), Variable([0, 0])])]
-    [[0, 1, 2], [3, 4]]
-    """
-    offsets = offsets_of([variable.shape[0] for variable in variables])
-    if array.ndim == 0 or array.shape[0] != offsets[-1]:
-        raise ValueError(
-            f"an array of shape {array.shape} was to be cut for {len(variables)} variables of {offsets[-1]} rows "
-            f"together; expected the shape ({offsets[-1]}, ...)"
-        )
-    return [array[start:stop] for start, stop in pairwise(offsets)]
-
-
 def select_rows(key: object, shape: tuple[int, ...]) -> tuple[Rows, tuple[object, ...]]:
     """Return the rows that ``array[key]`` needs, and the key for these rows alone.
-
-    Args:
-        key: Whatever NumPy takes as an index.
-        shape: Of the array; at least one axis.
-
-    Raises:
-        IndexError: NumPy's, for a key that does not fit the shape.
 
     >>> rows, rest = select_rows([5, 2, 5], (10, 3))
     >>> array = np.arange(30).reshape(10, 3)
@@ -90,7 +54,7 @@ def select_rows(key: object, shape: tuple[int, ...]) -> tuple[Rows, tuple[object
     (array([2, 5]), True)
     """
     items = [_plain(item) for item in (key if isinstance(key, tuple) else (key,))]
-    # An array of this shape without memory: NumPy's own errors, before anything is read.
+    # NumPy raises its own errors for an array of this shape without memory, before anything is read.
     np.broadcast_to(np.False_, shape)[tuple(items)]
     left = len(shape) - sum(map(_axes, items))
     for place, item in enumerate(items):
@@ -103,10 +67,7 @@ def select_rows(key: object, shape: tuple[int, ...]) -> tuple[Rows, tuple[object
 
 
 def _plain(item: object) -> Any:
-    """Return one item of a key in plain form.
-
-    That is a slice, None, Ellipsis, bool, int, or NumPy array of at least one axis.
-    """
+    """Convert an item of a key to a slice, None, Ellipsis, bool, int, or array."""
     if item is None or item is Ellipsis or isinstance(item, (slice, bool, int)):
         return item
     array = on_host(array_of(as_operand(item)))
@@ -116,21 +77,21 @@ def _plain(item: object) -> Any:
 
 
 def _axes(item: object) -> int:
-    """Return how many axes of the array an item of a key speaks of."""
+    """Return the number of axes that an item of a key selects from."""
     if isinstance(item, np.ndarray):
         return item.ndim if item.dtype.kind == "b" else 1
     return 0 if item is None or item is Ellipsis or isinstance(item, bool) else 1
 
 
 def _taken(item: int | slice | Array, count: int) -> tuple[Rows, tuple[object, ...]]:
-    """Return an item's rows, of ``count``, and its replacement for these rows alone."""
+    """Return the rows of an item, and its replacement for these rows alone."""
     if isinstance(item, int):
         row = range(count)[item]
         return range(row, row + 1), (0,)
     if isinstance(item, slice):
         rows = range(*item.indices(count))
         return (rows, (slice(None),)) if rows.step > 0 else (rows[::-1], (slice(None, None, -1),))
-    # A mask stands for the positions of what is true in it, of which the first are rows.
+    # A mask means the positions of its True elements.
     first, *others = item.nonzero() if item.dtype.kind == "b" else (item,)
     positions = first.astype(np.intp, copy=False)
     taken, numbers = np.unique(np.where(positions < 0, positions + count, positions), return_inverse=True)
@@ -138,25 +99,24 @@ def _taken(item: int | slice | Array, count: int) -> tuple[Rows, tuple[object, .
 
 
 class ShardedVariable(CompositeVariable):
-    """Variables that hold consecutive rows of one value, seen as one variable.
+    """Variables that hold consecutive rows of one value, used as one variable.
 
-    A partitioner makes them of a variable. It reads as the rows of all its shards. An index, ``sparse_read`` and the
-    scatter methods touch only the shards they are about, and of a shard, where few rows are asked for, only these.
-    Reading and writing are as for each shard, collective or not; where writing in replica context is, every shard takes
-    part.
+    A partitioner creates them. Reading returns the rows of all shards. An index, ``sparse_read`` and the scatter
+    methods use only the shards, and if few rows are selected, only the rows that they need. Reads and writes are
+    collective if they are for a shard. In replica context a collective write includes every shard.
 
-    Optimizers take it in the place of a variable and change each shard by its part of the gradient, dense or sparse. A
-    checkpoint holds it as one array, and so an optimizer's slots of it: it is restored to any number of shards, or to a
+    Optimizers accept it as a variable, and update each shard by its part of the gradient, dense or sparse. A checkpoint
+    stores it as one array, and an optimizer's slots likewise, so you can restore it to any number of shards, or to a
     Variable.
 
     Args:
         variables: The shards in order: variables of one strategy, of shapes (rows of the shard, ...), synchronized
             ON_WRITE.
-        name: For messages.
+        name: Name for messages.
 
     Raises:
-        TypeError: ``variables`` is no list or tuple, is empty, or holds something else.
-        ValueError: Shards that differ in dtype, in the shape of their rows, or in their strategy; numbers.
+        TypeError: ``variables`` is not a list or tuple of one or more variables.
+        ValueError: Shards are scalars, or differ in dtype, in the shape of their rows, or in their strategy.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/ParameterServerStrategy
 
@@ -192,7 +152,7 @@ class ShardedVariable(CompositeVariable):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole."""
+        """Shape of the whole variable."""
         return self._shape
 
     @property
@@ -202,7 +162,7 @@ class ShardedVariable(CompositeVariable):
 
     @property
     def trainable(self) -> bool:
-        """Whether optimizers should change it: whether all its shards say so."""
+        """Whether all shards are trainable."""
         return all(variable.trainable for variable in self._variables)
 
     def like(self, variables: Sequence[Variable], name: str) -> ShardedVariable:
@@ -225,7 +185,7 @@ class ShardedVariable(CompositeVariable):
         return copy_of(pieces[0]) if len(pieces) == 1 else self._joined(pieces)
 
     def numpy(self) -> Array:
-        """Return the value as a NumPy array of the caller's own."""
+        """Return a NumPy copy of the value."""
         return on_host(self.value())
 
     def __len__(self) -> int:
@@ -236,23 +196,23 @@ class ShardedVariable(CompositeVariable):
         return picked(self._rows(rows), rest)
 
     def gather_nd(self, indices: object, name: str | None = None) -> Array:
-        """Return the elements at multi-dimensional ``indices``, whose last axis holds the coordinates."""
+        """Return the elements at ``indices``, whose last axis holds coordinates."""
         del name
         return copy_of(array_of(self[tuple(np.moveaxis(on_host(array_of(indices)), -1, 0))]))
 
     def sparse_read(self, indices: object, name: str | None = None) -> Array:
-        """Return the rows at ``indices`` (an embedding lookup), in their order; each is fetched once.
+        """Return the rows at ``indices`` (an embedding lookup), in their order. Each is read once.
 
         Args:
-            indices: Integers, of any shape; negative ones count from the end.
-            name: Accepted as in TensorFlow, and ignored.
+            indices: Integers of any shape. Negative ones count from the end.
+            name: Ignored, as in TensorFlow.
 
         Returns:
-            Of the shape of ``indices`` and, behind it, of a row.
+            An array of the shape of ``indices``, followed by the shape of a row.
 
         Raises:
-            IndexError: A position outside the variable.
-            TypeError: Not integers.
+            IndexError: A position is outside the variable.
+            TypeError: The indices are not integers.
             NotImplementedError: The shards do not have the "div" layout.
         """
         del name
@@ -266,7 +226,7 @@ class ShardedVariable(CompositeVariable):
         return array_of(picked(self._rows(rows), numbers))
 
     def _rows(self, rows: Rows) -> Array:
-        """Return rows of the whole, not to be written, from the shards that hold them."""
+        """Return a read-only array of some rows."""
         array = self._joined(self._pieces(rows))
         if not is_device_array(array):  # CuPy's have no such flag
             array = array.view()
@@ -274,9 +234,9 @@ class ShardedVariable(CompositeVariable):
         return array
 
     def _pieces(self, rows: Rows) -> list[Array]:
-        """Return each shard's part of ``rows``, where there is one. Nothing else is read, or little."""
-        asked = [(v, part) for v, part in zip(self._variables, self._dealt(rows), strict=True) if len(part)]
-        # Positions cost more than they spare where most rows of a shard are wanted.
+        """Read ``rows`` from the shards that hold them. Read few other rows."""
+        asked = [(v, part) for v, part in zip(self._variables, self._by_shard(rows), strict=True) if len(part)]
+        # If most rows of a shard are needed, reading all of them is faster.
         wholly = [isinstance(part, range) and 2 * len(part) >= v.shape[0] for v, part in asked]
         some = [(v, np.asarray(part)) for (v, part), whole in zip(asked, wholly, strict=True) if not whole]
         whole_ones = iter(read_all([v for (v, _), whole in zip(asked, wholly, strict=True) if whole]))
@@ -286,8 +246,8 @@ class ShardedVariable(CompositeVariable):
             for (_, part), whole in zip(asked, wholly, strict=True)
         ]
 
-    def _dealt(self, rows: Rows) -> list[Rows]:
-        """Return for each shard which of ``rows`` are its own, counted from its first."""
+    def _by_shard(self, rows: Rows) -> list[Rows]:
+        """Return the ``rows`` of each shard, relative to its first one."""
         parts: list[Rows] = []
         for start, stop in pairwise(self._offsets):
             part = rows[bisect_left(rows, start) : bisect_left(rows, stop)]
@@ -296,7 +256,7 @@ class ShardedVariable(CompositeVariable):
         return parts
 
     def _joined(self, pieces: list[Array]) -> Array:
-        """Return pieces one behind the other; a lone one itself."""
+        """Concatenate pieces. Return a single piece itself."""
         if not pieces:
             place = self.local_place()
             return place.ops.zeros((0, *self._shape[1:]), self._dtype, place.number)
@@ -309,22 +269,23 @@ class ShardedVariable(CompositeVariable):
     # Writing --------------------------------------------------------------------------------------------------
 
     def cut(self, value: Any) -> list[Any]:
-        """Return the shards' shares of an array, IndexedSlices, or a distributed value.
-
-        Raises:
-            ValueError: Another number of rows, or a position outside the variable.
-        """
+        """Split an array, IndexedSlices, or a distributed value by shard."""
         if isinstance(value, ReplicaValues):
             shares = zip(*(self.cut(part) for part in value.values), strict=True)
             return [type(value)(parts, value.replica_ids) for parts in shares]
         if not isinstance(value, IndexedSlices):
-            return cut(value, self._variables)
+            if value.ndim == 0 or len(value) != self._shape[0]:
+                raise ValueError(
+                    f"an array of shape {value.shape} was to be cut for {len(self._variables)} shards of "
+                    f"{self._shape[0]} rows together; expected the shape ({self._shape[0]}, ...)"
+                )
+            return [value[start:stop] for start, stop in pairwise(self._offsets)]
         check_indices(value.indices, self._shape[0])
         return [_rows_between(value, start, stop) for start, stop in pairwise(self._offsets)]
 
     def assign_by(self, how: Assignment, value: object) -> ShardedVariable:
         """See ``Assignable``."""
-        with self._telling_others(f"assigning to variable {self.name!r}"):
+        with self._sharing_errors(f"assigning to variable {self.name!r}"):
             parts = self.cut(self._checked(value))
         for variable, part in zip(self._variables, parts, strict=True):
             variable.assign_by(how, part)
@@ -338,9 +299,9 @@ class ShardedVariable(CompositeVariable):
     def scatter_by(self, how: scatter.ScatterOp, slices: object) -> ShardedVariable:
         """See ``Assignable``."""
         self._require_div(how.name)
-        with self._telling_others(f"{how.name} of variable {self.name!r}"):
+        with self._sharing_errors(f"{how.name} of variable {self.name!r}"):
             parts = self.cut(scatter.check_slices(slices, self))
-        # Replicas that scatter together must all name the same shards.
+        # Replicas that scatter together must all call the same shards.
         takes_all = self._is_in_run() and self.distribute_strategy.num_replicas_in_sync > 1
         for variable, part in zip(self._variables, parts, strict=True):
             if takes_all or len(part.indices):
@@ -348,8 +309,8 @@ class ShardedVariable(CompositeVariable):
         return self
 
     @contextmanager
-    def _telling_others(self, doing: str) -> Iterator[None]:
-        """Tell ranks that write the first shard together why this one does not."""
+    def _sharing_errors(self, doing: str) -> Iterator[None]:
+        """Raise an error of this rank on all ranks that write the first shard together."""
         if not self._is_in_run():
             with self._variables[0].values[0].shared_errors(doing):
                 yield
@@ -373,7 +334,7 @@ class ShardedVariable(CompositeVariable):
             )
 
     def __reduce__(self) -> tuple[object, ...]:
-        # By its constructor, which tells the shards of it: a deep copy too, and where variables travel by name.
+        # The constructor sets `whole` of the shards, also of a deep copy and on other ranks.
         return ShardedVariable, (self._variables, self.name)
 
     def __repr__(self) -> str:
@@ -405,7 +366,7 @@ def _slice_of(rows: Rows) -> slice:
 
 
 def _rows_between(slices: IndexedSlices, start: int, stop: int) -> IndexedSlices:
-    """Return the rows of ``slices`` at positions from ``start`` to below ``stop``, in their order."""
+    """Return the rows of ``slices`` at positions from ``start`` to below ``stop``."""
     shape = None if slices.dense_shape is None else (stop - start, *slices.dense_shape[1:])
     place = place_of(slices.values)
     with place.current():

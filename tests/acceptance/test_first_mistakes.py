@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import mpidist
+from mpidist.coordinator import RemoteValue
 from mpidist.input.rules import idle_replicas, parts
-from mpidist.parameter_server.remote_value import RemoteValue
 
 pytestmark = pytest.mark.one_rank
 

@@ -26,7 +26,7 @@ from mpidist.collectives.observe.record import Entry, Flight, FlightHead, Kind, 
 from mpidist.collectives.observe.recorder import report_text as totals_text
 from mpidist.core.errors import PeerError
 from mpidist.core.text import group_lines, groups_of, names_text, numbered_ranks, ranks_text, said_lines
-from mpidist.estimator.roles import cast_of
+from mpidist.estimator.by_role import cast_of
 from mpidist.parameter_server.link import Task, check_tasks
 from mpidist.strategies.replica_devices import _check_kinds, _Rank
 from mpidist.topology.topology import PLACE, map_of_ranks

@@ -140,8 +140,7 @@ def test_another_rank_is_lost_while_the_others_agree_to_go_on(where: str) -> Non
     dying = f"""
 import os, signal
 from mpi4py import MPI
-from mpidist.elastic import state as room
-take_over = room.State._take_over
+take_over = elastic.State._take_over
 def dies(self, comm):
     if {where == "after"}:
         take_over(self, comm)
@@ -149,7 +148,7 @@ def dies(self, comm):
         os.kill(os.getpid(), signal.SIGKILL)
     if {where == "before"}:
         take_over(self, comm)
-room.State._take_over = dies
+elastic.State._take_over = dies
 """
     script = TRAIN.replace("me, steps, where", f"{dying}\nme, steps, where", 1)
     found = run_script(script, 4, str(STEPS), "step", '{"1": 20}', "1", flags=("--with-ft", "ulfm"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpidist.estimator.roles import Told, cast_of
+from mpidist.estimator.by_role import Told, cast_of
 
 pytestmark = pytest.mark.one_rank
 

@@ -85,22 +85,22 @@ print("value", v.numpy(), flush=True)
 def test_what_breaks_in_between_receives_ends_the_connection() -> None:
     job = after(
         """
-from mpidist.parameter_server import connection
+from mpidist.parameter_server import transport
 with strategy.scope():
     v = mpidist.Variable(np.zeros((1 << 16, 2)), name="v")
-real = connection.messages.receives_of
+real = transport.MessagePipe._receives
 def interrupted(*arguments):
     real(*arguments)
     raise KeyboardInterrupt
-connection.messages.receives_of = interrupted
-try: strategy.extended._link.agree(("k",), b"x" * 100_000, "a test")
+transport.MessagePipe._receives = interrupted
+try: strategy.extended.link.agree(("k",), b"x" * 100_000, "a test")
 except KeyboardInterrupt: print("interrupted", flush=True)
-connection.messages.receives_of = real
+transport.MessagePipe._receives = real
 try: v.numpy()
 except RuntimeError as error: print(error, flush=True)
 """
     )
     assert job.returncode != 0
-    expected = "ps 0 (rank 0) can no longer be asked: the reply to a test was broken off with KeyboardInterrupt"
+    expected = "ps 0 (rank 0) can no longer be asked: the reply to a test was interrupted by KeyboardInterrupt"
     assert job.stdout.startswith(f"interrupted\n{expected}")
     assert "could not take leave of ps 0" in job.stderr

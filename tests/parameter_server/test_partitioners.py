@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from mpidist import Variable
 from mpidist.experimental.partitioners import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,
     Partitioner,
 )
-from mpidist.parameter_server.sharded_variable import cut, div_sizes, offsets_of
+from mpidist.parameter_server.sharded_variable import div_sizes
 
 pytestmark = pytest.mark.one_rank
 
@@ -43,15 +42,6 @@ _DTYPES = st.sampled_from(["float32", "int8", "complex128", "bool"])
 def test_example_25(partitioner: Any, shape: tuple[int, ...], expected: list[int]) -> None:
     assert partitioner(shape, np.float32) == expected
     assert partitioner(shape, dtype="float32", axis=0) == expected
-
-
-def test_example_25_div() -> None:
-    assert div_sizes(13, 5) == [3, 3, 3, 2, 2]
-    assert div_sizes(10, 4) == [3, 3, 2, 2]
-    assert offsets_of(div_sizes(10, 4)) == [0, 3, 6, 8, 10]
-    assert div_sizes(2, 4) == [1, 1, 0, 0]
-    with pytest.raises(ValueError, match="expected rows >= 0 and shards >= 1"):
-        div_sizes(2, 0)
 
 
 def test_sizes_are_rounded_up() -> None:
@@ -133,16 +123,3 @@ def test_a_subclass_says_how_many() -> None:
     assert Halves()((7, 7), "float32", axis=1) == [1, 2]
     with pytest.raises(NotImplementedError, match="Partitioner does not implement"):
         Partitioner()((7,), "float32")
-
-
-@hypothesis.given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=5))
-def test_cut(sizes: list[int]) -> None:
-    variables = [Variable(np.zeros((size, 2))) for size in sizes]
-    whole = np.arange(2 * sum(sizes)).reshape(-1, 2)
-    parts = cut(whole, variables)
-    assert [len(part) for part in parts] == sizes
-    np.testing.assert_array_equal(np.concatenate(parts), whole)
-    assert all(np.shares_memory(part, whole) for part in parts if part.size)
-    for wrong in (np.zeros((sum(sizes) + 1, 2)), np.zeros(())):
-        with pytest.raises(ValueError, match=f"of {sum(sizes)} rows together"):
-            cut(wrong, variables)

@@ -75,10 +75,10 @@ def test_what_is_queued_when_a_function_fails_is_cancelled(strategy: Any, coordi
 
 @chief
 def test_done_and_schedule_raise_as_join_does(strategy: Any, coordinator: Any) -> None:
-    dispatcher = coordinator._dispatcher
+    queue = coordinator._queue
     for ask in (coordinator.done, lambda: coordinator.schedule(return_args)):
         coordinator.schedule(fail, args=("to be told",))
-        wait_until(lambda: dispatcher._error is not None and not dispatcher._running, "the end of what was under way")
+        wait_until(lambda: queue.error is not None and not queue.running, "the end of what was under way")
         assert str(error_of(ask)) == "to be told"
         coordinator.join()
 

@@ -13,7 +13,6 @@ from mpidist import IndexedSlices, Variable
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.optimizers import SGD, Adam, Optimizer
 from mpidist.parameter_server import ShardedVariable
-from mpidist.parameter_server.sharded_variable import cut
 from tests.parameter_server.shards import sharded
 
 WHOLE = np.arange(14.0).reshape(7, 2)
@@ -72,7 +71,7 @@ def test_shards_on_different_devices(fake_gpus: Any) -> None:
     expected[6] *= 2
     expected[0] *= 3
     np.testing.assert_array_equal(v.numpy(), expected)
-    assert [cut(WHOLE, v.variables)[i].shape for i in (0, 1)] == [(4, 2), (3, 2)]
+    assert [v.cut(WHOLE)[i].shape for i in (0, 1)] == [(4, 2), (3, 2)]
 
 
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])

@@ -12,9 +12,8 @@ import pytest
 
 import mpidist
 from mpidist.optimizers import SGD, Adam, AdamW, RMSprop
-from mpidist.parameter_server import messages
-from mpidist.parameter_server.messages import Request
 from mpidist.parameter_server.remote import component_of
+from mpidist.parameter_server.transport import Request
 from mpidist.values import IndexedSlices
 from tests.acceptance.checks import same
 from tests.parameter_server.workers import Strategy, error_of, on_workers, resolver_of, worker_of
@@ -381,11 +380,16 @@ def reads_and_writes(strategy: Any, count: int) -> tuple[list[Any], Any]:
     with strategy.scope():
         v = mpidist.Variable(np.zeros(count), name="v")
     component = component_of(v)
-    parts = [component.part(messages.READ)]
-    for operation in (messages.ASSIGN_ADD, messages.ASSIGN):
-        parts += [component.part(operation, np.full(count, 3.0)), component.part(messages.READ)]
-        parts += [component.part(messages.ASSIGN_ADD, np.full(count, 1.0))]
-    return component.connection.ask(Request(parts)), v.numpy()
+
+    def added(number: float) -> Any:
+        return component.part("add", "adding to", np.full(count, number), args=("assign_add",))
+
+    changes = [added(3.0), component.part("assign", "assigning", np.full(count, 3.0))]
+    parts = [component.reading]
+    for change in changes:
+        parts += [change, component.reading, added(1.0)]
+    answers = component.connection.ask(Request(parts))
+    return [None if answer is None else component.shaped(answer) for answer in answers], v.numpy()
 
 
 @pytest.mark.parametrize("count", [3, 1 << 16])
