@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TypeVar
 
-from mpidist.cli.doctor_facts.machine import count_hosts_of_job
+from mpidist.cli.doctor.machine import count_hosts_of_job
 from mpidist.cli.launch import command_for_ranks
 from mpidist.core.concurrency import start_daemon
 from mpidist.core.errors import PeerError

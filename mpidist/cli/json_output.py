@@ -1,9 +1,10 @@
-"""The ``--json`` of every command that prints facts."""
+"""Arguments and texts that several commands share: ``--json``, seconds and speeds."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 
 from mpidist.core import __version__
@@ -24,3 +25,37 @@ def json_text(facts: Mapping[str, object]) -> str:
     }
     """
     return json.dumps({"mpidist": __version__, **facts}, indent=2)
+
+
+def seconds(text: str, most: float = sys.float_info.max) -> float:
+    """Return the seconds of an argument, more than 0 and at most ``most``."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; expected a number of seconds, more than 0")
+    return number
+
+
+def time_text(seconds: float) -> str:
+    """Return a time to three digits.
+
+    >>> time_text(1.234e-5), time_text(0.1234), time_text(2.5)
+    ('12.3 us', '123 ms', '2.5 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def speed_text(bytes_per_second: float) -> str:
+    """Return a bandwidth.
+
+    >>> speed_text(1.25e8), speed_text(1.234e10)
+    ('125 MB/s', '12.3 GB/s')
+    """
+    if bytes_per_second >= 1e9:
+        return f"{bytes_per_second / 1e9:.3g} GB/s"
+    return f"{bytes_per_second / 1e6:.3g} MB/s"

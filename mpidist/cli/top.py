@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpidist.cli.json_output import add_json_argument, json_text
-from mpidist.cli.tune import seconds
+from mpidist.cli.json_output import add_json_argument, json_text, seconds
 from mpidist.collectives.observe.job_status import (
     COMPUTING,
     ENDED,

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mpidist.cli.json_output import add_json_argument, json_text
+from mpidist.cli.json_output import add_json_argument, json_text, seconds, time_text
 from mpidist.collectives.reduce.registry import network_text, size_text, table_text, table_to_json
 from mpidist.collectives.tuning import SIZES, Timing, Tuned
 from mpidist.collectives.tuning import run as measure
@@ -31,17 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", metavar="DEVICE", default="cpu", help="where the arrays lie: cpu, gpu or gpu:1 and so on (cpu)"
     )
     add_json_argument(parser)
-
-
-def seconds(text: str, most: float = sys.float_info.max) -> float:
-    """Return the time that an argument is, in seconds, ``most`` at the most."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time; expected a number of seconds, more than 0")
-    return number
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -120,22 +109,10 @@ def timings_table(timings: Sequence[Timing]) -> list[str]:
     names = list(timings[0].seconds)
     widths = [max(len(name), 9) + 2 for name in names]
     lines = ["".join(["      size", *(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))])]
-    for nbytes, seconds in timings:
-        fastest = min(seconds.values())
-        times = {name: f"{time_text(found)}{'*' if found == fastest else ' '}" for name, found in seconds.items()}
+    for nbytes, by_name in timings:
+        fastest = min(by_name.values())
+        times = {name: f"{time_text(found)}{'*' if found == fastest else ' '}" for name, found in by_name.items()}
         cells = [times.get(name, "- ") for name in names]
         line = [f"{size_text(nbytes):>10}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))]
         lines.append("".join(line).rstrip())
     return lines
-
-
-def time_text(seconds: float) -> str:
-    """Return a time to three digits.
-
-    >>> time_text(1.234e-5), time_text(0.1234), time_text(2.5)
-    ('12.3 us', '123 ms', '2.5 s')
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"

@@ -115,7 +115,7 @@ def test_no_way_between_two_hosts(lab: Lab) -> None:
     assert done.returncode != 0
     assert document["ranks"][2:] == [None, None]
     ((text, command),) = found(document, "reach")
-    assert text == "No rank heard from ranks 2-3 on node1 within 3 s; rank 0 is on node0."
+    assert text == "No rank heard from ranks 2-3 on node1 within 3 s. Rank 0 is on node0."
     assert command.startswith("ping -c 3 node1   # on node0")
 
 
@@ -124,7 +124,7 @@ def test_srun_where_mpi_does_not_start(lab: Lab) -> None:
         done = doctor(lab, 2, 1, "--deadline", "0.3", by="pmix")
     assert done.returncode != 0
     assert done.stdout == ""
-    assert "mpidist doctor: MPI does not start in rank 0 (srun) on node0, MPI_Init does not come back" in done.stderr
+    assert "mpidist doctor: MPI does not start in rank 0 (srun) on node0: MPI_Init does not return" in done.stderr
 
 
 def test_a_host_that_refuses_connections(lab: Lab) -> None:
@@ -150,7 +150,7 @@ def test_little_shared_memory(lab: Lab) -> None:
     document = json.loads(done.stdout)
     assert done.returncode != 0
     ((text, command),) = found(document, "/dev/shm")
-    assert "free on node0 and node1; expected: 256 MiB or more" in text
+    assert "free on node0 and node1, less than 256 MiB" in text
     assert command.startswith("mount -o remount,size=8g /dev/shm")
 
 
@@ -158,5 +158,5 @@ def test_gpus_that_slurm_hands_out_and_that_are_not_there(lab: Lab) -> None:
     command = [sys.executable, "-m", "mpidist", "doctor", "--json"]
     done = lab.run("login", ["srun", "--nodelist=node0", "--gpus-per-task=1", "-n1", *command], env=child_environment())
     ((text, command_to_type),) = found(json.loads(done.stdout), "GPU")
-    assert text == "Rank 0 has CUDA_VISIBLE_DEVICES=0, and node0 shows no NVIDIA driver."
+    assert text == "Rank 0 has CUDA_VISIBLE_DEVICES=0, but node0 has no NVIDIA driver."
     assert command_to_type == "nvidia-smi   # on node0"

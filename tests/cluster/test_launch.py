@@ -25,7 +25,7 @@ def test_a_shell_of_srun(lab: Lab) -> None:
     env = child_environment({"OMPI_MCA_mpi_yield_when_idle": "1", **SRUN_SETTINGS})
     terminal = ["script", "--quiet", "--command", f"srun --nodes=2 --ntasks-per-node=2 --pty sh {script}", "/dev/null"]
     said = lab.run("login", terminal, env=env).stdout
-    assert "this is a shell that srun --pty started, and mpirun would wait for what that shell holds" in said
+    assert "this is a shell that srun --pty started. It holds the resources that mpirun would wait for." in said
     assert "srun started 4 ranks (SLURM_STEP_NUM_TASKS=4)" in said
     assert "Type: srun --mpi=pmix --overlap -n 4 python ..." in said
     assert said.count("a world of 4") == 4

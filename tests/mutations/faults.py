@@ -1001,7 +1001,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "doctor ends with status 0 although it has found something",
-        "mpidist/cli/doctor.py",
+        "mpidist/cli/doctor/__init__.py",
         "    return _FOUND_SOMETHING if found else 0",
         "    return 0",
         ("tests/cli/test_doctor.py",),
