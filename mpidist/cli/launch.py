@@ -1,4 +1,4 @@
-"""``python -m mpidist launch -n 4 train.py``: starts a program by the mpirun of the MPI library that mpi4py uses."""
+"""``python -m mpidist launch``: starts a program by the mpirun of mpi4py's MPI library."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _parsed(words: Sequence[str]) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield the position of each option, or other word, its name without dashes, and its values."""
+    """Yield position, name without dashes, and values of each option. Other words have no name."""
     position = 0
     while position < len(words):
         word, following = words[position], words[position + 1 :]

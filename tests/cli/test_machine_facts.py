@@ -12,7 +12,7 @@ from mpidist.cli.doctor import machine
 from mpidist.cli.doctor.facts import GpuFacts, Interface
 from mpidist.cli.doctor.gather import pairs_inside, rounds_between
 from mpidist.cli.doctor.machine import hosts_of_job, nccl_net
-from mpidist.cli.doctor.pairs import ALL_PAIRS_RANKS, Report, first_partners, leader_partners, merged
+from mpidist.cli.doctor.pairs import ALL_PAIRS_RANKS, PairReport, first_partners, leader_partners, merged
 from mpidist.collectives.gpu import probes
 from tests.cli import doctor_jobs as made
 
@@ -216,9 +216,9 @@ def test_every_pair_of_machines_meets_once(machines: str) -> None:
 
 def test_reports_are_merged() -> None:
     reports = {
-        0: Report(made.rank_facts(0, 4, "a0"), [1, 2, 3], {1: "a", 2: "b"}),
-        1: Report(made.rank_facts(1, 4, "a0"), [0, 2, 3], {0: "a0"}),
-        2: Report(made.rank_facts(2, 4, "b0"), [0, 1, 3], {0: "a0", 1: "a", 3: "c"}),
+        0: PairReport(made.rank_facts(0, 4, "a0"), [1, 2, 3], {1: "a", 2: "b"}),
+        1: PairReport(made.rank_facts(1, 4, "a0"), [0, 2, 3], {0: "a0"}),
+        2: PairReport(made.rank_facts(2, 4, "b0"), [0, 1, 3], {0: "a0", 1: "a", 3: "c"}),
     }
     found = merged(4, 5.0, reports)
     # Rank 2 heard rank 1 and was not heard by it. Rank 3 sent no report, but rank 2 heard its host.

@@ -100,7 +100,7 @@ class _Output:
         self.is_first = True
 
     def begin(self, slow: Finding | None = None, ended: Finding | None = None) -> None:
-        """Begin a stage: print ``slow`` and end this process if it takes too long, print ``ended`` if it ends."""
+        """Begin a stage. Print ``slow`` and end this process if it takes too long. Print ``ended`` if it ends."""
         # Rank 0 is first, because its report ends the job.
         limit = self.deadline * (_STAGE_FACTOR if self.is_first else _STAGE_FACTOR + 1)
         stages = []
@@ -125,7 +125,7 @@ class _Output:
             print(report_text(job, found), flush=True)
 
     def alone(self, launcher: LauncherInfo | None, finding: Finding) -> int:
-        """Report why MPI was not started: rank 0 in full, the others in a line on stderr."""
+        """Report why MPI was not started. Ranks above 0 do so in a line on stderr."""
         self._watch.begin([])
         if launcher is not None and launcher.rank > 0:
             print(f"mpidist doctor: rank {launcher.rank} on {socket.gethostname()}: {finding.text}", file=sys.stderr)

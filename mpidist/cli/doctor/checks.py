@@ -70,7 +70,7 @@ def torn(launcher: LauncherInfo, mpi: MpiFacts, command: str) -> Finding:
 
 
 def check_world(job: JobFacts) -> Iterator[Finding]:
-    """Check the level of thread support, and that the launcher's barriers hold the ranks of all nodes."""
+    """Check thread support, and that the launcher's barriers hold all nodes."""
     mpi = job.first.mpi
     if mpi.thread_level != _NEEDED_LEVEL:
         command = {
@@ -176,7 +176,7 @@ def _roles(job: JobFacts) -> Iterator[Finding]:
 
 
 def check_table(job: JobFacts) -> Iterator[Finding]:
-    """Check that the tuning file can be read, and that it was measured on such ranks."""
+    """Check that the tuning file is valid, and measured on such ranks."""
     collectives = job.collectives
     # A single rank uses no table.
     if collectives is None or not collectives.table_error or len(job.ranks) == 1:
@@ -483,7 +483,7 @@ def _reaching(job: JobFacts, one: int, other: int) -> str:
 
 
 def _common_network(first: Sequence[Interface], second: Sequence[Interface]) -> tuple[str, str, str] | None:
-    """Return an IP network that two hosts share: the first one's interface, the network, the second one's address."""
+    """Return the interface, the network and the second host's address of a shared network."""
     for here in first:
         for there in second:
             # With the same address on both, each host has a network of its own, such as docker0.
@@ -544,7 +544,7 @@ def check_links(job: JobFacts) -> list[Finding]:
 
 
 def _examination(job: JobFacts, host: str) -> str:
-    """Return the command that shows the interfaces that messages of a host used, or all if unknown."""
+    """Return the command that shows a host's interfaces, if known only those in use."""
     fast = _infiniband(job, host)
     used = job.in_use.get(host, ())
     shown = [f"ibstat {name}" if name in fast else f"ethtool {name}; ip -s link show {name}" for name in used]

@@ -20,7 +20,7 @@ def start(
     options: str = "",
     program: str = _PROGRAM,
 ) -> str:
-    """Return the command of this job's launcher that starts ``ranks`` ranks, if ``unbound`` on any cores."""
+    """Return this launcher's command for ``ranks`` ranks, if ``unbound`` on any cores."""
     row, hosts = _row(job.first), len(job.machines)
     count = (row.unbound if unbound else "-n {ranks}").format(ranks=ranks, hosts=hosts, each=-(-ranks // hosts))
     assigned = [f"{name}={value}" for name, value in (settings or {}).items()]
@@ -45,7 +45,7 @@ def with_all_gpus(job: JobFacts, gpus: int) -> str | None:
 
 
 def near_gpus(job: JobFacts) -> str:
-    """Return the command that runs ranks on cores next to their GPUs, or on any cores without such an option."""
+    """Return the command that runs ranks near their GPUs, or else on any cores."""
     options = _row(job.first).near_gpus
     return start(job, len(job.ranks), options=options, unbound=not options)
 

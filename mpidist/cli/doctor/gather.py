@@ -1,4 +1,4 @@
-"""The facts of the job: each rank examines itself, all exchange messages, and rank 0 gets the facts."""
+"""The course of doctor: ranks exchange messages, and rank 0 gathers all facts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mpidist.cli.doctor import machine
 from mpidist.cli.doctor.facts import ERROR, CollectiveFacts, Finding, JobFacts, LinkSpeed, Pair, RankFacts
-from mpidist.cli.doctor.pairs import ALL_PAIRS_RANKS, Report, exchange, first_partners, leader_partners, share
+from mpidist.cli.doctor.pairs import ALL_PAIRS_RANKS, PairReport, exchange, first_partners, leader_partners, share
 from mpidist.collectives.gpu.probes import rdma_everywhere, takes_device_memory
 from mpidist.collectives.mpi.waiting import drive
 from mpidist.collectives.node.node import Node
@@ -77,7 +77,7 @@ def gather_job(me: RankFacts, seconds: float, begin: Begin) -> JobFacts | None:
                 "export OMPI_MCA_btl_tcp_if_include=10.0.0.0/24   # with their network",
             ),
         )
-        report = Report(me, partners, exchange(comm, partners, me.host, seconds))
+        report = PairReport(me, partners, exchange(comm, partners, me.host, seconds))
         stage("waiting for the reports of first messages", "The network to rank 0 has failed.")
         all_reached, job = share(comm, report, seconds)
         if not all_reached:
@@ -186,7 +186,7 @@ def rounds_between(nodes: Sequence[Sequence[int]]) -> list[list[Pair]]:
 def _links(
     comm: MPI.Intracomm, hosts: Sequence[str], node_of_rank: Sequence[int], stage: Callable[[str], None]
 ) -> tuple[list[LinkSpeed], tuple[str, ...]]:
-    """Return the links whose first rank is this one, and the interfaces that messages between nodes used."""
+    """Return the links that begin at this rank, and the interfaces in use between nodes."""
     nodes: list[list[int]] = [[] for _ in range(max(node_of_rank) + 1)]
     for rank, node in enumerate(node_of_rank):
         nodes[node].append(rank)

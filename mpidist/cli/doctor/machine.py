@@ -85,7 +85,7 @@ def nccl_net() -> NcclNet:
 
 
 def identity() -> str:
-    """Return a text that is equal for processes that share host name, kernel, processes and /dev/shm."""
+    """Return a text that is equal for processes with one host name, kernel and /dev/shm."""
     parts = [socket.gethostname(), _read(Path("/proc/sys/kernel/random/boot_id"))]
     with contextlib.suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
@@ -101,7 +101,7 @@ def cores() -> CoreFacts:
 
 
 def _quota() -> float | None:
-    """Return the number of cores whose time the container may use, from cgroup v2, else from v1."""
+    """Return the container's limit of CPU time in cores (cgroup v2 or v1)."""
     groups = Path("/sys/fs/cgroup")
     limit, period = (_read(groups / "cpu.max") or "max 1").split()
     if limit == "max":

@@ -26,8 +26,8 @@ _WAIT_FACTOR = 2
 _requests: list[MPI.Request] = []
 
 
-class Report(NamedTuple):
-    """What one rank sends to rank 0: its facts, its partners, and the hosts of the partners that it heard."""
+class PairReport(NamedTuple):
+    """A rank's facts, its partners, and the hosts of the partners that it heard."""
 
     facts: RankFacts
     partners: list[int]
@@ -46,7 +46,7 @@ def first_partners(rank: int, size: int) -> list[int]:
 
 
 def leader_partners(rank: int, machines: Sequence[str]) -> list[int]:
-    """Return the first ranks of all other machines for the first rank of a machine, for others none.
+    """Return the other machines' first ranks. Ranks that are not first have no partners.
 
     >>> [leader_partners(rank, ["a", "a", "b", "c"]) for rank in range(4)]
     [[2, 3], [], [0, 3], [0, 2]]
@@ -78,8 +78,8 @@ def exchange(comm: MPI.Intracomm, partners: Iterable[int], host: str, seconds: f
     return dict(sorted(hosts.items()))
 
 
-def share(comm: MPI.Intracomm, mine: Report, seconds: float) -> tuple[bool, JobFacts | None]:
-    """Return whether every pair exchanged a message, and the facts of all ranks on rank 0 (collective)."""
+def share(comm: MPI.Intracomm, mine: PairReport, seconds: float) -> tuple[bool, JobFacts | None]:
+    """Return whether every pair exchanged a message, and on rank 0 all facts (collective)."""
     if comm.Get_rank() > 0:
         _requests.append(comm.isend(mine, 0, DOCTOR_REPORT))
         # A watchdog ends this rank if rank 0 does not answer.
@@ -91,7 +91,7 @@ def share(comm: MPI.Intracomm, mine: Report, seconds: float) -> tuple[bool, JobF
     def all_arrived() -> bool:
         # Matched probes, because the sizes of reports differ.
         while message := comm.improbe(tag=DOCTOR_REPORT):
-            report: Report = message.recv()
+            report: PairReport = message.recv()
             reports[report.facts.mpi.rank] = report
         return len(reports) >= expected
 
@@ -102,7 +102,7 @@ def share(comm: MPI.Intracomm, mine: Report, seconds: float) -> tuple[bool, JobF
     return not reach.failed, JobFacts(facts, reach)
 
 
-def merged(size: int, seconds: float, reports: Mapping[int, Report]) -> Reach:
+def merged(size: int, seconds: float, reports: Mapping[int, PairReport]) -> Reach:
     """Merge the reports. A rank whose report is missing counts as not heard by rank 0."""
     hosts = {0: reports[0].facts.host}
     pairs: set[Pair] = set()
