@@ -160,3 +160,28 @@ def test_gpus_that_slurm_hands_out_and_that_are_not_there(lab: Lab) -> None:
     ((text, command_to_type),) = found(json.loads(done.stdout), "GPU")
     assert text == "Rank 0 has CUDA_VISIBLE_DEVICES=0, but node0 has no NVIDIA driver."
     assert command_to_type == "nvidia-smi   # on node0"
+
+
+# Stops a process most of the time, as cpulimit does.
+LIMIT = """
+import os, signal, sys, time
+while True:
+    for number, seconds in ((signal.SIGSTOP, 0.08), (signal.SIGCONT, 0.02)):
+        os.kill(int(sys.argv[1]), number)
+        time.sleep(seconds)
+"""
+
+
+def test_burn_names_a_slow_node(lab: Lab) -> None:
+    limit = lab.scratch / "limit.py"
+    limit.write_text(LIMIT)
+    slow = f'[ "$(hostname)" = node1 ] && {sys.executable} {limit} $$ 2>/dev/null &'
+    script = lab.scratch / "burn.sh"
+    script.write_text(f"{slow}\nexec {sys.executable} -m mpidist doctor --json --burn 8 --folder {lab.scratch}\n")
+    start = ["salloc", "--quiet", "--nodelist=node0,node1", "--nodes=2", "--ntasks-per-node=1", *mpirun_command()]
+    env = child_environment({"OMPI_MCA_mpi_yield_when_idle": "1"})
+    done = lab.run("login", [*start, "--map-by", "slot:nooversubscribe", "sh", str(script)], env=env, timeout=90.0)
+    burned = found(json.loads(done.stdout), "burn")
+    assert done.returncode != 0
+    assert any("in product: " in text and "node node1 by " in text for text, _ in burned), burned
+    assert all(command.startswith("--exclude=node") for _, command in burned)

@@ -7,11 +7,13 @@ import dataclasses
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from mpidist.cli.doctor.burn import run_loads
 from mpidist.cli.doctor.checks import findings, is_torn, torn
 from mpidist.cli.doctor.facts import ERROR, Finding, JobFacts, RankFacts
 from mpidist.cli.doctor.gather import UnreachableError, gather_job
@@ -45,6 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long to wait for a message of another rank, and a sixth of the limit of each step (10)",
     )
 
+    parser.add_argument(
+        "--burn",
+        type=partial(seconds, most=86400.0),
+        metavar="SECONDS",
+        help="also load all ranks for so long, and name nodes and ranks that are slow or compute wrong results",
+    )
+    parser.add_argument(
+        "--folder", metavar="DIR", default=tempfile.gettempdir(), help="where --burn writes (%(default)s)"
+    )
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Examine the job (collective); rank 0 prints the report. The status is 1 if there are findings."""
@@ -73,7 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
         if launcher is not None and is_torn(launcher, me.mpi):
             return _torn(launcher, me, output)
         try:
-            job = gather_job(me, output.deadline, output.begin)
+            load = (
+                None if arguments.burn is None else partial(run_loads, seconds=arguments.burn, folder=arguments.folder)
+            )
+            job = gather_job(me, output.deadline, output.begin, load, arguments.burn or 0.0)
         except UnreachableError as error:
             if error.job is None:
                 # Rank 0 prints and ends the job. If that does not reach this host, this rank ends itself.
@@ -99,10 +114,10 @@ class _Output:
         self.deadline: float = arguments.deadline
         self.is_first = True
 
-    def begin(self, slow: Finding | None = None, ended: Finding | None = None) -> None:
+    def begin(self, slow: Finding | None = None, ended: Finding | None = None, more: float = 0.0) -> None:
         """Begin a stage. Print ``slow`` and end this process if it takes too long. Print ``ended`` if it ends."""
         # Rank 0 is first, because its report ends the job.
-        limit = self.deadline * (_STAGE_FACTOR if self.is_first else _STAGE_FACTOR + 1)
+        limit = self.deadline * (_STAGE_FACTOR if self.is_first else _STAGE_FACTOR + 1) + more
         stages = []
         if slow is not None:
             slow = dataclasses.replace(slow, text=f"{slow.text} Limit: {limit:g} s.")

@@ -11,6 +11,7 @@ from itertools import groupby
 from statistics import median
 
 from mpidist.cli.doctor import commands
+from mpidist.cli.doctor.burn import check_burn
 from mpidist.cli.doctor.facts import (
     ERROR,
     WARNING,
@@ -563,4 +564,5 @@ CHECKS = (
     check_network,
     check_links,
     check_table,
+    check_burn,
 )

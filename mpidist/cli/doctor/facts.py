@@ -156,6 +156,14 @@ class CollectiveFacts:
 
 
 @dataclass(frozen=True)
+class BurnFacts:
+    """The result of ``--burn`` on one rank."""
+
+    rates: dict[str, float] = field(default_factory=dict)  # floating-point operations, or bytes, per second, by load
+    errors: list[str] = field(default_factory=list)  # such as a wrong checksum
+
+
+@dataclass(frozen=True)
 class JobFacts:
     """All facts of the job."""
 
@@ -164,6 +172,7 @@ class JobFacts:
     links: tuple[LinkSpeed, ...] = ()
     in_use: dict[str, tuple[str, ...]] = field(default_factory=dict)  # interfaces of messages between nodes, by host
     collectives: CollectiveFacts | None = None
+    burn: tuple[BurnFacts, ...] = ()  # by rank, with --burn
 
     @property
     def first(self) -> RankFacts:

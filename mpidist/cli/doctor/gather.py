@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from mpidist.cli.doctor import machine
-from mpidist.cli.doctor.facts import ERROR, CollectiveFacts, Finding, JobFacts, LinkSpeed, Pair, RankFacts
+from mpidist.cli.doctor.facts import ERROR, BurnFacts, CollectiveFacts, Finding, JobFacts, LinkSpeed, Pair, RankFacts
 from mpidist.cli.doctor.pairs import ALL_PAIRS_RANKS, PairReport, exchange, first_partners, leader_partners, share
 from mpidist.collectives.gpu.probes import rdma_everywhere, takes_device_memory
 from mpidist.collectives.mpi.waiting import drive
@@ -26,8 +26,9 @@ from mpidist.topology import import_mpi
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-Begin = Callable[[Finding, Finding | None], None]
-"""Begins a stage. Its findings are reported if the stage takes too long, and if the process ends in it."""
+Begin = Callable[[Finding, Finding | None, float], None]
+"""Begins a stage, with the findings if it takes too long and if the process ends in it, and additional seconds."""
+Burn = Callable[["MPI.Intracomm"], BurnFacts]
 
 _SMALL_BYTES, _LARGE_BYTES = 8, 4 << 20
 _FIRST_PINGS, _PINGS = 20, 200
@@ -44,13 +45,16 @@ class UnreachableError(RuntimeError):
         self.job = job
 
 
-def gather_job(me: RankFacts, seconds: float, begin: Begin) -> JobFacts | None:
+def gather_job(
+    me: RankFacts, seconds: float, begin: Begin, burn: Burn | None = None, burn_seconds: float = 0.0
+) -> JobFacts | None:
     """Return the facts of the job on rank 0, None on the others (collective).
 
     Args:
         me: The facts of this rank without its GPUs.
         seconds: Time limit of a message of the pair test.
         begin: Begins a stage.
+        burn: Load to run on all ranks, for ``burn_seconds``.
 
     Raises:
         UnreachableError: A pair of ranks exchanged no message.
@@ -59,9 +63,13 @@ def gather_job(me: RankFacts, seconds: float, begin: Begin) -> JobFacts | None:
     rank, size = comm.Get_rank(), comm.Get_size()
     who, stacks = f"rank {rank} of {size} on {me.host}", f"gdb -batch -ex 'thread apply all bt' -p {os.getpid()}"
 
-    def stage(doing: str, cause: str = "Either a rank has died, or the MPI library is broken on these hosts.") -> None:
+    def stage(
+        doing: str,
+        cause: str = "Either a rank has died, or the MPI library is broken on these hosts.",
+        more: float = 0.0,
+    ) -> None:
         slow = f"{who} has not finished {doing}. {cause}"
-        begin(Finding(ERROR, "MPI", slow, f"{stacks}   # on its host, while it hangs"), None)
+        begin(Finding(ERROR, "MPI", slow, f"{stacks}   # on its host, while it hangs"), None, more)
 
     def reach(partners: list[int]) -> JobFacts | None:
         if size == 1:
@@ -76,6 +84,7 @@ def gather_job(me: RankFacts, seconds: float, begin: Begin) -> JobFacts | None:
                 "network between them.",
                 "export OMPI_MCA_btl_tcp_if_include=10.0.0.0/24   # with their network",
             ),
+            0.0,
         )
         report = PairReport(me, partners, exchange(comm, partners, me.host, seconds))
         stage("waiting for the reports of first messages", "The network to rank 0 has failed.")
@@ -106,15 +115,18 @@ def gather_job(me: RankFacts, seconds: float, begin: Begin) -> JobFacts | None:
     stage("setting up the shared memory of its node")
     collectives = collective_facts(comm, has_gpus)
     links, in_use = _links(comm, hosts, collectives.node_of_rank, stage)
+    stage("running the loads of --burn", more=burn_seconds)
+    burned = BurnFacts() if burn is None else burn(comm)
     stage("collecting the results")
-    results = comm.gather((links, in_use))
+    results = comm.gather((links, in_use, burned))
     if job is None or results is None:
         return None
     return replace(
         job,
-        links=tuple(link for some, _ in results for link in some),
-        in_use={host: names for host, (_, names) in zip(hosts, results, strict=True) if names},
+        links=tuple(link for some, *_ in results for link in some),
+        in_use={host: names for host, (_, names, _) in zip(hosts, results, strict=True) if names},
         collectives=collectives,
+        burn=() if burn is None else tuple(figures for *_, figures in results),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from mpidist.cli.doctor.burn import burn_lines
 from mpidist.cli.doctor.checks import labels
 from mpidist.cli.doctor.facts import CoreFacts, Finding, GpuFacts, Interface, JobFacts, LinkSpeed, RankFacts
 from mpidist.cli.json_output import speed_text, time_text
@@ -26,7 +27,16 @@ def report_text(job: JobFacts, findings: Sequence[Finding]) -> str:
     silent = len(job.ranks) - len(job.known)
     title = f"mpidist {__version__} doctor: {_count(len(job.ranks), 'rank')}, {_count(len(job.machines), 'host')}"
     title += f"; {_count(silent, 'rank')} did not answer" if silent else ""
-    lines = [title, "", *_software(job), *_ranks(job), *_machines(job), *_links(job), *_collectives(job)]
+    lines = [
+        title,
+        "",
+        *_software(job),
+        *_ranks(job),
+        *_machines(job),
+        *_links(job),
+        *_collectives(job),
+        *burn_lines(job),
+    ]
     return "\n".join([*lines, "", *findings_text(findings)])
 
 
