@@ -34,7 +34,6 @@ on stderr and becomes it: its exit code and its signals are mpirun's."""
 _PYTHON = re.compile(r"python[\d.]*")
 _EXAMPLE = "python -m mpidist launch -n 4 train.py"
 _COUNTS = ("-n", "-np", "--n", "--np", "-c")
-_GLUED_COUNT = re.compile(r"(-n|-np|-c)(\d+)|(-n|-np|--n|--np|-c)=(.*)")
 # Options with values that could pass for a program, without dashes. Open MPI accepts one or two dashes.
 _HOSTFILES = frozenset(("hostfile", "machinefile", "default-hostfile", "f"))
 _HOSTS = frozenset((*_HOSTFILES, "H", "host", "hosts"))
@@ -64,19 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
     if not given or given[0] in ("-h", "--help"):
         print(_USAGE, file=sys.stdout if given else sys.stderr)
         return 0 if given else _USAGE_ERROR
-    try:
-        variables, command = command_for_ranks(*split_program(given))
-    except (LaunchError, ValueError) as error:
-        print(f"python -m mpidist launch: {error}", file=sys.stderr)
-        return _USAGE_ERROR
+    variables, command = command_for_ranks(*split_program(given))
     print(f"mpidist launch: {_shown(variables, command)}", file=sys.stderr, flush=True)
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and mpirun would inherit that
         signal.signal(ignored, signal.SIG_DFL)
-    try:
-        os.execve(command[0], command, {**os.environ, **variables})
-    except OSError as error:
-        print(f"python -m mpidist launch: {command[0]} cannot be started: {error.strerror}", file=sys.stderr)
-        return _USAGE_ERROR
+    return os.execve(command[0], command, {**os.environ, **variables})
 
 
 def command_for_ranks(options: Sequence[str], program: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -110,7 +101,7 @@ def _check(options: Sequence[str], program: Sequence[str]) -> None:
     if launcher is not None and launchers.in_shell(launcher.name):
         raise ValueError(
             f"this is a shell that {launcher.name} --pty started. It holds the resources that mpirun would wait for. "
-            "Use a shell of salloc; type: exit; then: salloc -n 4   # or as many; and there launch again"
+            "Use a shell of salloc. Type: exit; then: salloc -n 4; then launch again"
         )
     if launcher is not None and launcher.size != 1:
         raise ValueError(
@@ -265,9 +256,6 @@ def check_count(options: Sequence[str], program: Sequence[str], *, is_needed: bo
     found = False
     for position, _, values in _parsed(options):
         word = options[position]
-        glued = _GLUED_COUNT.fullmatch(word)
-        if glued:
-            raise ValueError(f"{word!r} is one word. Write two: {glued[1] or glued[3]} {glued[2] or glued[4]}")
         if word in _COUNTS:
             found = True
             if not values or not values[0].isdecimal() or int(values[0]) < 1:
@@ -276,6 +264,6 @@ def check_count(options: Sequence[str], program: Sequence[str], *, is_needed: bo
                     f"example: {_EXAMPLE}"
                 )
     if is_needed and not found:
-        late = next((word for word in program if word in _COUNTS[:-1] or _GLUED_COUNT.fullmatch(word)), None)
+        late = next((word for word in program if word in _COUNTS[:-1]), None)
         after = f" Options after the program, such as {late} here, are passed to the program." if late else ""
         raise ValueError(f"{shlex.join(options)!r} has no number of ranks.{after} Type for example: {_EXAMPLE}")

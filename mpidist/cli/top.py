@@ -33,7 +33,6 @@ from mpidist.core.settings import STATUS
 from mpidist.core.text import groups_of, names_text, ranks_text
 
 HELP = "show where the ranks of a running job are (MPIDIST_STATUS), and how it ended"
-_USAGE_ERROR = 2
 # The size of output that is no terminal.
 _WIDTH, _HEIGHT = 200, 50
 # Enter and leave the alternate screen of a terminal, and clear it.
@@ -65,34 +64,24 @@ def run(arguments: argparse.Namespace) -> int:
     """Show the job once, or until Ctrl-C."""
     folder = arguments.folder or STATUS.read()
     if folder is None:
-        print(
-            "python -m mpidist top: the folder is missing. Pass the folder that the job was started with as "
-            f"{STATUS.name}: python -m mpidist top DIR",
-            file=sys.stderr,
+        raise ValueError(
+            "the folder is missing. Pass the folder that the job was started with as "
+            f"{STATUS.name}: python -m mpidist top DIR"
         )
-        return _USAGE_ERROR
-    try:
-        if not (arguments.once or arguments.json) and sys.stdout.isatty():
-            _show(folder, arguments.every)
-        found, now = read_status_folder(folder), time.time()
-    except (OSError, ValueError) as error:
-        print(f"python -m mpidist top: {error}", file=sys.stderr)
-        return _USAGE_ERROR
+    if not (arguments.once or arguments.json) and sys.stdout.isatty():
+        _show(folder, arguments.every)
+    found, now = read_status_folder(folder), time.time()
     states = states_of(found, now)
     if arguments.json:
-        print(json_text(_facts(found, states, folder)))
+        ranks = [
+            {**state._asdict(), "report": None if state.report is None else dataclasses.asdict(state.report)}
+            for state in states
+        ]
+        facts = {"ranks": ranks, "files_of_other_jobs": found.others, "problems": found.problems}
+        print(json_text({"folder": os.path.abspath(folder), **facts}))
     else:
         print("\n".join(screen(found, states, now, *_size())))
     return 0
-
-
-def _facts(folder: StatusFolder, states: Sequence[RankState], path: str) -> dict[str, object]:
-    ranks = []
-    for state in states:
-        report = None if state.report is None else dataclasses.asdict(state.report)
-        ranks.append({**state._asdict(), "report": report})
-    others, problems = folder.others, folder.problems
-    return {"folder": os.path.abspath(path), "ranks": ranks, "files_of_other_jobs": others, "problems": problems}
 
 
 def _size() -> os.terminal_size:

@@ -1,4 +1,4 @@
-"""``python -m mpidist tune``: measures the algorithms and keeps the table in a file. The ranks of this job measure."""
+"""``python -m mpidist tune``: measures the algorithms, and saves the table in a file."""
 
 from __future__ import annotations
 
@@ -21,33 +21,31 @@ _USAGE_ERROR = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument(
-        "--out", metavar="FILE", help=f"where the table is kept, beside those it has; {TUNING_FILE.name} by default"
-    )
+    parser.add_argument("--out", metavar="FILE", help=f"file to add the table to; {TUNING_FILE.name} by default")
     parser.add_argument(
         "--seconds", type=seconds, metavar="SECONDS", default=10.0, help="about how long to measure (10)"
     )
     parser.add_argument(
-        "--device", metavar="DEVICE", default="cpu", help="where the arrays lie: cpu, gpu or gpu:1 and so on (cpu)"
+        "--device", metavar="DEVICE", default="cpu", help="device of the arrays: cpu, gpu or gpu:1 and so on (cpu)"
     )
     add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure on all ranks (collective); rank 0 prints the result."""
+    """Measure on all ranks (collective). Rank 0 prints the result."""
     try:
         for setting in SETTINGS.values():
             setting.read()
         world = world_topology()
     except (LaunchError, ValueError) as error:
-        # Each rank for itself: what is wrong with its environment need not be wrong with that of rank 0.
+        # Every rank prints its error, because environments may differ.
         print(f"python -m mpidist tune: {error}", file=sys.stderr)
         return status_of_failure(_USAGE_ERROR)
     is_first = world.rank == 0
     if world.size == 1:
         print(
-            "python -m mpidist tune: one rank has nothing to compare; start it on the ranks that are to be tuned for: "
-            "mpirun -n 4 python -m mpidist tune",
+            "python -m mpidist tune: one rank has nothing to compare. Start it on the ranks of your job: mpirun -n 4 "
+            "python -m mpidist tune",
             file=sys.stderr,
         )
         return _USAGE_ERROR
@@ -85,21 +83,19 @@ def report(tuned: Tuned) -> str:
     lines += timings_table(tuned.timings)
     if tuned.timings[-1].nbytes < SIZES[-1]:
         largest, wanted = size_text(tuned.timings[-1].nbytes), size_text(SIZES[-1])
-        lines.append(f"time sufficed up to {largest} of {wanted}; --seconds gives more")
+        lines.append(f"measured up to {largest} of {wanted}; use a larger --seconds for more")
     lines += ["", f"table: {table_text(tuned.table, tuned.place)}"]
     if not tuned.place.startswith("one_node"):
         lines.append(f"costs between nodes: {network_text(tuned.table.between_nodes)}")
     if tuned.path is None:
-        lines.append("not kept; to keep it name a file: python -m mpidist tune --out FILE")
+        lines.append("not saved; to save it name a file: python -m mpidist tune --out FILE")
     else:
         lines.append(f"written to {tuned.path}; to use it type: export {TUNING_FILE.name}={tuned.path}")
     return "\n".join(lines)
 
 
 def timings_table(timings: Sequence[Timing]) -> list[str]:
-    """Return a table of timings as lines, the fastest of a size with a star.
-
-    A dash stands for what is not measured at a size.
+    """Return a table of timings. A star marks the fastest, a dash a missing one.
 
     >>> print(*timings_table([Timing(1024, {"a": 1e-5, "b": 2e-5}), Timing(4096, {"b": 5e-5})]), sep="\\n")
           size          a          b

@@ -13,6 +13,7 @@ from mpidist.cli.doctor.checks import (
     check_cores,
     check_gpus,
     check_links,
+    check_mpi,
     check_native_core,
     check_network,
     check_reach,
@@ -20,12 +21,9 @@ from mpidist.cli.doctor.checks import (
     check_shared_memory,
     check_software,
     check_table,
-    check_world,
     devices,
     findings,
-    is_torn,
     labels,
-    torn,
 )
 from mpidist.cli.doctor.facts import (
     ERROR,
@@ -58,28 +56,7 @@ def test_errors_come_first() -> None:
     assert [finding.level for finding in found] == ["error", "warning"]
 
 
-# A torn world ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("launched", "size", "rank", "expected"),
-    [(4, 1, 0, True), (4, 2, 0, True), (4, 4, 3, False), (2, 4, 1, False), (None, 1, 1, True), (None, 2, 1, False)],
-)
-def test_torn_worlds(launched: int | None, size: int, rank: int, expected: bool) -> None:
-    facts = made.rank_facts(rank, size)
-    assert facts.launcher is not None
-    assert is_torn(replace(facts.launcher, size=launched), facts.mpi) is expected
-    assert not is_torn(None, facts.mpi)
-
-
-def test_text_of_a_torn_world() -> None:
-    facts = made.rank_facts(0, 4, launcher="srun")
-    assert facts.launcher is not None
-    found = torn(facts.launcher, replace(facts.mpi, size=1), "srun --mpi=pmix -n 4 python train.py")
-    only([found], ERROR, "srun started 4 ranks, and MPI made 4 worlds of one rank", "srun --mpi=pmix -n 4")
-
-
-# All other checks -----------------------------------------------------------------------------------------------
+# All checks -----------------------------------------------------------------------------------------------
 
 SERIALIZED = {"thread_level": "MPI_THREAD_SERIALIZED"}
 LOOSE = {"launcher": "srun", "loose_barriers": True}
@@ -128,15 +105,15 @@ def tuned(error: str, origin: str = "the shipped table", ranks: int = 2) -> JobF
 
 FOUND: dict[str, tuple[Check, JobFacts, str, str, str]] = {
     "thread support of Cray MPICH": (
-        *(check_world, job({}, vendor="Cray MPICH", **SERIALIZED), WARNING),
+        *(check_mpi, job({}, vendor="Cray MPICH", **SERIALIZED), WARNING),
         *("gives MPI_THREAD_SERIALIZED", "export MPICH_MAX_THREAD_SAFETY=multiple"),
     ),
     "thread support of MPICH": (
-        *(check_world, job({}, vendor="MPICH", **SERIALIZED), WARNING),
+        *(check_mpi, job({}, vendor="MPICH", **SERIALIZED), WARNING),
         *("gives MPI_THREAD_SERIALIZED", "module avail mpi"),
     ),
     "barriers that hold one node only": (
-        *(check_world, job({}, {}, hosts=PAIR, **LOOSE), WARNING),
+        *(check_mpi, job({}, {}, hosts=PAIR, **LOOSE), WARNING),
         *("segmentation fault", "export SLURM_PMIX_FENCE=ring"),
     ),
     "another NumPy": (
@@ -323,7 +300,7 @@ def test_findings(name: str) -> None:
 
 
 SILENT: dict[str, tuple[Check, JobFacts]] = {
-    "loose barriers on one node": (check_world, job({}, {}, **LOOSE)),
+    "loose barriers on one node": (check_mpi, job({}, {}, **LOOSE)),
     "no core between nodes, on one node": (check_native_core, job({}, NO_CORE_BETWEEN)),
     "two ranks on each host": (check_cores, job(*FEW_CORES, hosts=TWO_HOSTS)),
     "one core without another": (check_cores, job(made.cores(0, machine=1), launcher=None)),

@@ -290,8 +290,7 @@ def test_named_hosts_get_the_settings(nowhere) -> None:
         (["-n", "4"], {}, "there is no program in '-n 4'"),
         (["-n", "0", "train.py"], {}, "'-n 0' is no number of ranks. Pass a whole number of at least 1"),
         (["-n", "x", "train.py"], {}, "'-n x' is no number of ranks"),
-        (["-n1", "train.py"], {}, "'-n1' is one word. Write two: -n 1"),
-        (["--np=3", "train.py"], {}, "'--np=3' is one word. Write two: --np 3"),
+        (["-n1", "train.py"], {}, "'-n1' has no number of ranks"),
         (["train.py", "-n", "2"], {}, "Options after the program, such as -n here, are passed to the program"),
         (["-n", "2", "python", "-"], {}, "Write the program to a file"),
         (["-n", "2", "/nowhere/python", "train.py"], {}, "'/nowhere/python' is not found"),
@@ -311,7 +310,7 @@ def test_named_hosts_get_the_settings(nowhere) -> None:
                 "SLURM_JOB_ID": "7",
             },
             "a shell that srun --pty started. It holds the resources that mpirun would wait for. Use a shell of "
-            "salloc; type: exit; then: salloc -n 4",
+            "salloc. Type: exit; then: salloc -n 4",
         ),
         (["--hostfile", "/nowhere", "train.py"], {}, "the hostfile '/nowhere' is missing. Write a line for each host"),
         (["-n", "4", "train.py"], {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}, "mpi4py cannot load an MPI library"),

@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.cli import function_job
+from mpidist.cli import notebook
 from mpidist.parameter_server.pickling import pack_error
 from mpidist.topology.launchers import BATCH_SYSTEMS
 from tests.support.ranks.jobs import child_environment, run_script
@@ -125,24 +123,6 @@ def test_output_that_cannot_be_written_is_an_error_once_the_job_is_done(monkeypa
         mpidist.launch_processes(fails_on, 2, (1,))
 
 
-def test_last_lines_are_read_while_more_may_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    job = function_job._Job(tmp_path, 1)
-
-    class Guarded(deque[str]):
-        def append(self, line: str) -> None:
-            assert job._lock.locked()
-            super().append(line)
-
-        def __iter__(self) -> Iterator[str]:
-            assert job._lock.locked()
-            return super().__iter__()
-
-    monkeypatch.setattr(job, "_last_lines", Guarded())
-    job._pass_on(io.StringIO("one\ntwo\n"), io.StringIO())
-    with pytest.raises(RuntimeError, match="rank 0 of 1 ended without a result; .*Last output:\none\ntwo\n$"):
-        job.results(1)
-
-
 @pytest.mark.parametrize(
     "environ",
     [
@@ -208,7 +188,7 @@ def test_an_argument_that_cannot_be_sent() -> None:
 
 
 def test_without_cloudpickle_a_function_of_the_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(function_job, "HAS_CLOUDPICKLE", False)
+    monkeypatch.setattr(notebook, "HAS_CLOUDPICKLE", False)
     own = type(is_late)(is_late.__code__, {"__name__": "__main__"}, "own")
     with pytest.raises(TypeError, match=r"or cloudpickle; type: pip install -e '.*\[coordinator\]'"):
         mpidist.launch_processes(own, 2)

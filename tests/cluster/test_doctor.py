@@ -89,9 +89,9 @@ def test_srun_without_pmix_makes_worlds_of_one_rank(lab: Lab) -> None:
     done = doctor(lab, 2, 1, by="none")
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("ERROR world: srun started 2 ranks, and MPI made 2 worlds of one rank of them")
+    assert lines[0].startswith("ERROR world: srun started 2 ranks (SLURM_STEP_NUM_TASKS=2), but the MPI world of")
     assert lines[-1] == "    type: srun --mpi=pmix -n 2 python train.py"
-    assert len(lines) <= 4
+    assert len(lines) <= 6
     assert done.stderr.count("mpidist doctor: rank 1 of 2 on node1 is alone, too") == 1
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from mpidist.cli.doctor.burn import run_loads
-from mpidist.cli.doctor.checks import findings, is_torn, torn
+from mpidist.cli.doctor.checks import findings
 from mpidist.cli.doctor.facts import ERROR, Finding, JobFacts, RankFacts
 from mpidist.cli.doctor.gather import UnreachableError, gather_job
 from mpidist.cli.doctor.machine import facts_of_this_rank
@@ -26,6 +26,7 @@ from mpidist.topology import import_mpi
 from mpidist.topology.exit import end_job_after_output
 from mpidist.topology.launchers import LauncherInfo, LauncherVariableError, command_for, read_launcher
 from mpidist.topology.mpi_library import MpiLibrary, loaded_library, mpi_install, mpirun_beside
+from mpidist.topology.start import check_world
 from mpidist.topology.watchdog import Stage, Watchdog
 
 HELP = "look at launcher, ranks, cores, memory, GPUs and network, and say what is wrong; also under mpirun or srun"
@@ -82,8 +83,10 @@ def run(arguments: argparse.Namespace) -> int:
         except LaunchError as error:
             command = f"{mpi_install()}   # or: module load openmpi" if loaded_library() is None else _OWN_LAUNCHER
             return output.alone(launcher, Finding(ERROR, "MPI", str(error), command))
-        if launcher is not None and is_torn(launcher, me.mpi):
-            return _torn(launcher, me, output)
+        try:
+            check_world(me.mpi.size)
+        except LaunchError as error:
+            return _torn(launcher, me, error, output)
         try:
             load = (
                 None if arguments.burn is None else partial(run_loads, seconds=arguments.burn, folder=arguments.folder)
@@ -171,14 +174,17 @@ def _bad_starts(launcher: LauncherInfo | None) -> tuple[Finding, Finding]:
     return Finding(ERROR, "MPI", slow, _HOST_BY_HOST), Finding(ERROR, "MPI", ended, _OWN_LAUNCHER)
 
 
-def _torn(launcher: LauncherInfo, me: RankFacts, output: _Output) -> int:
-    """Report that MPI made several worlds. Every first rank of a world does, the job's first rank in full."""
-    size = "" if launcher.size is None else f" of {launcher.size}"
-    if launcher.rank > 0:
+def _torn(launcher: LauncherInfo | None, me: RankFacts, error: LaunchError, output: _Output) -> int:
+    """Report that MPI made several worlds of the ranks. Ranks above 0 do so in a line on stderr."""
+    if launcher is not None and launcher.rank > 0:
+        size = "" if launcher.size is None else f" of {launcher.size}"
         print(f"mpidist doctor: rank {launcher.rank}{size} on {me.host} is alone, too", file=sys.stderr)
         return _FOUND_SOMETHING
-    library = MpiLibrary(me.mpi.vendor, (), None if me.mpi.path is None else Path(me.mpi.path))
-    command = command_for(launcher.name, me.mpi.vendor) or str(mpirun_beside(library) or "mpirun")
-    count = "" if launcher.size is None else f" -n {launcher.size}"
-    output.print(JobFacts((me,)), [torn(launcher, me.mpi, f"{command}{count} python train.py")], whole=False)
+    if launcher is None:
+        command = f"python -m mpidist launch -n {os.environ['WORLD_SIZE']} train.py"
+    else:
+        library = MpiLibrary(me.mpi.vendor, (), None if me.mpi.path is None else Path(me.mpi.path))
+        own = command_for(launcher.name, me.mpi.vendor) or mpirun_beside(library) or "mpirun"
+        command = f"{own}{'' if launcher.size is None else f' -n {launcher.size}'} python train.py"
+    output.print(JobFacts((me,)), [Finding(ERROR, "world", str(error), command)], whole=False)
     return _FOUND_SOMETHING

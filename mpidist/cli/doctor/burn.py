@@ -1,4 +1,4 @@
-"""``python -m mpidist doctor --burn SECONDS``: loads all ranks, and compares their speed and their results."""
+"""``doctor --burn SECONDS``: loads all ranks, and compares their speed and results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def checksum(result: Array) -> int:
 
 
 def run_loads(comm: MPI.Intracomm, seconds: float, folder: str) -> BurnFacts:
-    """Run each load for a quarter of the seconds, and return the figures of this rank (collective)."""
+    """Run each load for a quarter of the seconds (collective). Return this rank's figures."""
     found = BurnFacts()
     with Communicator(comm) as ours:
         for load in (_product(), _copy(), _all_reduce(ours)):
@@ -114,7 +114,7 @@ def _write_and_read(file: IO[bytes]) -> _Load:
 
 
 def check_burn(job: JobFacts) -> list[Finding]:
-    """Name ranks with wrong checksums, and nodes and ranks that are more than 10 % below the median."""
+    """Check checksums, and compare nodes and ranks with the medians."""
     errors = groups_of((rank, text) for rank, facts in enumerate(job.burn) for text in facts.errors)
     slow = _slow(job)
     hosts = {job.known[rank].host for _, ranks in errors for rank in ranks}
@@ -139,7 +139,7 @@ def _of_nodes(job: JobFacts) -> dict[str, dict[str, float]]:
 
 
 def _slow(job: JobFacts) -> dict[str, list[tuple[str, str]]]:
-    """Return host and text of each slow node, and of each slow rank of another node, by load."""
+    """Return host and text of slow nodes and of other nodes' slow ranks, by load."""
     slow: dict[str, list[tuple[str, str]]] = {}
     for name, of_node in _of_nodes(job).items():
         usual, usual_rank = median(of_node.values()), median(facts.rates[name] for facts in job.burn)

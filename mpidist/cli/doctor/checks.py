@@ -20,7 +20,6 @@ from mpidist.cli.doctor.facts import (
     GpuFacts,
     Interface,
     JobFacts,
-    MpiFacts,
     Pair,
 )
 from mpidist.cluster_resolver.cluster_spec import deal_tasks
@@ -28,7 +27,7 @@ from mpidist.collectives.node import native
 from mpidist.collectives.reduce.registry import size_text
 from mpidist.core.settings import JOBS, NATIVE, SETTINGS, TUNING_FILE
 from mpidist.core.text import groups_of, names_text, numbered_ranks, ranks_text
-from mpidist.topology.launchers import BATCH_SYSTEMS, LauncherInfo
+from mpidist.topology.launchers import BATCH_SYSTEMS
 from mpidist.topology.topology import devices_of_each
 
 _NEEDED_LEVEL = "MPI_THREAD_MULTIPLE"
@@ -54,23 +53,7 @@ def _hosts(job: JobFacts, ranks: Sequence[int]) -> str:
 # The world, and its software ------------------------------------------------------------------------------------
 
 
-def is_torn(launcher: LauncherInfo | None, mpi: MpiFacts) -> bool:
-    """Return whether the launcher started more ranks than this process's MPI world has."""
-    return launcher is not None and (mpi.size <= launcher.rank or mpi.size < (launcher.size or 0))
-
-
-def torn(launcher: LauncherInfo, mpi: MpiFacts, command: str) -> Finding:
-    """Return the finding on a world that has only a part of the ranks."""
-    started = "several" if launcher.size is None else str(launcher.size)
-    worlds = f"{started} worlds of one rank" if mpi.size == 1 else f"worlds of {mpi.size}"
-    text = (
-        f"{launcher.name} started {started} ranks, and MPI made {worlds} of them: each would train alone. "
-        f"{launcher.name} and {mpi.name} do not fit together."
-    )
-    return Finding(ERROR, "world", text, command)
-
-
-def check_world(job: JobFacts) -> Iterator[Finding]:
+def check_mpi(job: JobFacts) -> Iterator[Finding]:
     """Check thread support, and that the launcher's barriers hold all nodes."""
     mpi = job.first.mpi
     if mpi.thread_level != _NEEDED_LEVEL:
@@ -553,7 +536,7 @@ def _examination(job: JobFacts, host: str) -> str:
 
 
 CHECKS = (
-    check_world,
+    check_mpi,
     check_reach,
     check_settings,
     check_software,

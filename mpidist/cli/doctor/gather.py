@@ -27,14 +27,13 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 Begin = Callable[[Finding, Finding | None, float], None]
-"""Begins a stage, with the findings if it takes too long and if the process ends in it, and additional seconds."""
+"""Begins a stage. The findings are for a late stage, and for a process that ends in it. The seconds extend its limit."""
 Burn = Callable[["MPI.Intracomm"], BurnFacts]
 
 _SMALL_BYTES, _LARGE_BYTES = 8, 4 << 20
 _FIRST_PINGS, _PINGS = 20, 200
 # About how long large messages are sent for, and how many at most.
 _SECONDS, _MOST_MESSAGES = 0.1, 64
-_POLLS_BEFORE_SLEEP, _SLEEP_SECONDS = 1000, 1e-4
 
 
 class UnreachableError(RuntimeError):
@@ -213,7 +212,7 @@ def _links(
             figures = measure(comm, other, own == pair[0])
             if own == pair[0]:
                 links.append(LinkSpeed(pair, (hosts[own], hosts[other]), number > 0, *figures))
-        _wait(comm.Ibarrier())
+        comm.Barrier()
     takes_part = len(nodes) > 1 and own in {ranks[0] for ranks in nodes}
     return links, in_use(before, machine.traffic(), _LARGE_BYTES) if takes_part else ()
 
@@ -232,7 +231,7 @@ def measure(comm: MPI.Intracomm, peer: int, begins: bool) -> tuple[float, float]
     small, large = bytearray(_SMALL_BYTES), bytearray(_LARGE_BYTES)
 
     def pass_on(content: bytearray, sends: bool) -> None:
-        _wait((comm.Isend if sends else comm.Irecv)(content, peer, DOCTOR_PING))
+        (comm.Send if sends else comm.Recv)(content, peer, DOCTOR_PING)
 
     def ping_pong(count: int) -> float:
         start = time.perf_counter()
@@ -256,14 +255,3 @@ def measure(comm: MPI.Intracomm, peer: int, begins: bool) -> tuple[float, float]
     pass_on(agreed, begins)
     count = int.from_bytes(agreed, "little")
     return latency, _LARGE_BYTES * count / stream(count)
-
-
-def _wait(request: MPI.Request) -> None:
-    """Poll a request. Yield the core, which oversubscribed ranks share. A watchdog ends a wait that takes too long."""
-    polls = 0
-    while not request.Test():
-        polls += 1
-        if polls > _POLLS_BEFORE_SLEEP:
-            time.sleep(_SLEEP_SECONDS)
-        else:
-            os.sched_yield()

@@ -228,11 +228,21 @@ def facts_of_this_rank() -> RankFacts:
     """Return the facts of this rank without its GPUs. Local."""
     system = read_batch_system()
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIX)}
+    wrong = {}
+    for name, setting in SETTINGS.items():
+        try:
+            setting.read()
+        except ValueError as error:
+            wrong[name] = str(error)
+    try:
+        without_core = native.why_not() or ""
+    except (RuntimeError, ValueError) as error:
+        without_core = str(error)
     return RankFacts(
         host=socket.gethostname(),
         machine=identity(),
         launcher=read_launcher(),
-        mpi=mpi_facts(),
+        mpi=_mpi(),
         software={
             "Python": platform.python_version(),
             "NumPy": np.__version__,
@@ -243,47 +253,24 @@ def facts_of_this_rank() -> RankFacts:
         shared_memory=shared_memory(),
         interfaces=interfaces(),
         settings=settings,
-        wrong_settings=_wrong_settings(),
+        wrong_settings=wrong,
         unknown_settings=tuple(name for name in settings if name not in SETTINGS),
         batch_system=None if system is None else system.name,
         job_hosts=hosts_of_job(os.environ),
-        without_core=_without_core(),
+        without_core=without_core,
         without_core_between_nodes=native.why_not_between_nodes() or "",
         loose_barriers=has_loose_barriers(os.environ),
     )
 
 
-def mpi_facts() -> MpiFacts:
-    """Return the facts of the MPI library of this process."""
+def _mpi() -> MpiFacts:
     mpi = import_mpi()
     library = library_of(mpi.Get_library_version(), loaded_library())
     # Libraries number the levels differently.
     levels = {getattr(mpi, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
-    return MpiFacts(
-        vendor=library.vendor,
-        name=str(library),
-        path=None if library.path is None else str(library.path),
-        thread_level=f"MPI_THREAD_{levels[mpi.Query_thread()]}",
-        size=mpi.COMM_WORLD.Get_size(),
-        rank=mpi.COMM_WORLD.Get_rank(),
-    )
-
-
-def _wrong_settings() -> dict[str, str]:
-    wrong = {}
-    for name, setting in SETTINGS.items():
-        try:
-            setting.read()
-        except ValueError as error:
-            wrong[name] = str(error)
-    return wrong
-
-
-def _without_core() -> str:
-    try:
-        return native.why_not() or ""
-    except (RuntimeError, ValueError) as error:
-        return str(error)
+    world, path = mpi.COMM_WORLD, None if library.path is None else str(library.path)
+    level = f"MPI_THREAD_{levels[mpi.Query_thread()]}"
+    return MpiFacts(library.vendor, str(library), path, level, world.Get_size(), world.Get_rank())
 
 
 def hosts_of_job(environ: Mapping[str, str]) -> tuple[str, ...]:
