@@ -1,11 +1,11 @@
-"""Arguments and texts that several commands share: ``--json``, seconds and speeds."""
+"""Arguments and texts of several commands: ``--json``, seconds, speeds and tables."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 
 from mpidist.core import __version__
 
@@ -48,6 +48,22 @@ def time_text(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
+
+
+def table_lines(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Return the lines of a table. Columns of the numbers in ``right`` are aligned right.
+
+    >>> table_lines([["rank", "for"], ["0", "3 s"], ["1-9", "12 s"]], right=[1])
+    ['rank   for', '0      3 s', '1-9   12 s']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def speed_text(bytes_per_second: float) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpidist.cli.json_output import add_json_argument, json_text, seconds
+from mpidist.cli.json_output import add_json_argument, json_text, seconds, table_lines
 from mpidist.collectives.observe.job_status import (
     COMPUTING,
     ENDED,
@@ -184,11 +184,7 @@ def screen(folder: StatusFolder, states: Sequence[RankState], now: float, width:
     room = height - len(head) - 2
     shown = groups if len(groups) <= room else groups[: max(room - 1, 1)]
     rows = [("ranks", "for", "steps/s", "bytes/s", ""), *map(_cells, shown)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([first.ljust(widths[0]), *map(str.rjust, middle, widths[1:4]), text]).rstrip()
-        for first, *middle, text in rows
-    ]
+    lines = table_lines(rows, right=(1, 2, 3))
     if len(shown) < len(groups):
         left = sum(map(len, groups[len(shown) :]))
         lines.append(f"and {len(groups) - len(shown)} more lines, of {left} ranks; all: --json")

@@ -203,18 +203,11 @@ def test_early_findings_as_text() -> None:
     assert lines[-1].startswith("    type: ")
 
 
-@pytest.mark.parametrize(
-    ("environ", "status", "line"),
-    [
-        ({}, 1, "mpidist doctor: rank 2 of 4 on "),
-        (NO_LIBRARY, 0, "mpidist doctor: rank 2 on "),
-    ],
-    ids=["torn world", "no library"],
-)
-def test_other_ranks_print_no_document(environ: dict[str, str], status: int, line: str) -> None:
+@pytest.mark.parametrize("environ", [{}, NO_LIBRARY], ids=["torn world", "no library"])
+def test_other_ranks_print_no_document(environ: dict[str, str]) -> None:
     done = of_one_process("--json", **{**TORN, "OMPI_COMM_WORLD_RANK": "2", **environ})
-    assert (done.returncode, done.stdout) == (status, "")
-    assert line in done.stderr
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "mpidist doctor: rank 2 on " in done.stderr
 
 
 def test_ranks_without_the_native_core_are_found() -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,22 +170,23 @@ def test_the_deadline_ends_the_job() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "options", "text"),
-    [(0, {}, "n is 0; expected a whole number"), (True, {}, "n is True"), (2, {"deadline": 0}, "deadline is 0")],
+    ("call", "error", "text"),
+    [
+        (lambda: mpidist.launch_processes(is_late, 0), ValueError, "n is 0; expected a whole number"),
+        (lambda: mpidist.launch_processes(is_late, True), ValueError, "n is True"),
+        (lambda: mpidist.launch_processes(is_late, 2, deadline=0), ValueError, "deadline is 0"),
+        (lambda: mpidist.launch_processes(3, 2), TypeError, "expected a function, as in mpidist"),  # type: ignore[arg-type]
+        (
+            lambda: mpidist.launch_processes(is_late, 2, ((x for x in "abc"),)),
+            TypeError,
+            "cannot be sent to another rank",
+        ),
+    ],
+    ids=["n", "bool", "deadline", "function", "argument"],
 )
-def test_wrong_arguments(n: int, options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        mpidist.launch_processes(is_late, n, **options)
-
-
-def test_something_else_than_a_function() -> None:
-    with pytest.raises(TypeError, match="expected a function, as in mpidist"):
-        mpidist.launch_processes(3, 2)  # type: ignore[arg-type]
-
-
-def test_an_argument_that_cannot_be_sent() -> None:
-    with pytest.raises(TypeError, match="the function with its arguments cannot be sent to another rank"):
-        mpidist.launch_processes(is_late, 2, ((x for x in "abc"),))
+def test_wrong_arguments(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
 
 
 def test_without_cloudpickle_a_function_of_the_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def test_srun_without_pmix_makes_worlds_of_one_rank(lab: Lab) -> None:
     assert lines[0].startswith("ERROR world: srun started 2 ranks (SLURM_STEP_NUM_TASKS=2), but the MPI world of")
     assert lines[-1] == "    type: srun --mpi=pmix -n 2 python train.py"
     assert len(lines) <= 6
-    assert done.stderr.count("mpidist doctor: rank 1 of 2 on node1 is alone, too") == 1
+    assert done.stderr.count("mpidist doctor: rank 1 on node1: srun started 2 ranks") == 1
 
 
 def test_no_way_between_two_of_three_hosts(lab: Lab) -> None:

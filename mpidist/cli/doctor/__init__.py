@@ -7,7 +7,6 @@ import dataclasses
 import os
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -47,16 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=10.0,
         help="how long to wait for a message of another rank, and a sixth of the limit of each step (10)",
     )
-
     parser.add_argument(
         "--burn",
         type=partial(seconds, most=86400.0),
         metavar="SECONDS",
         help="also load all ranks for so long, and name nodes and ranks that are slow or compute wrong results",
     )
-    parser.add_argument(
-        "--folder", metavar="DIR", default=tempfile.gettempdir(), help="where --burn writes (%(default)s)"
-    )
+    parser.add_argument("--folder", metavar="DIR", help="folder that --burn writes to (that of temporary files)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -86,11 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             check_world(me.mpi.size)
         except LaunchError as error:
-            return _torn(launcher, me, error, output)
+            return output.alone(launcher, _torn(launcher, me, error))
         try:
-            load = (
-                None if arguments.burn is None else partial(run_loads, seconds=arguments.burn, folder=arguments.folder)
-            )
+            load = arguments.burn and partial(run_loads, seconds=arguments.burn, folder=arguments.folder)
             job = gather_job(me, output.deadline, output.begin, load, arguments.burn or 0.0)
         except UnreachableError as error:
             if error.job is None:
@@ -132,18 +126,18 @@ class _Output:
     def _early_document(self, finding: Finding) -> str:
         return f"{self._document(None, [finding])}\n" if self._as_json and self.is_first else ""
 
-    def print(self, job: JobFacts | None, found: Sequence[Finding], *, whole: bool = True) -> None:
-        """Print the report, once. Without a job, or if not ``whole``, the text has only the findings."""
+    def print(self, job: JobFacts | None, found: Sequence[Finding]) -> None:
+        """Print the report, once. Without a job, it has only the findings."""
         self._watch.begin([])
         if self._as_json:
             print(self._document(job, found), flush=True)
-        elif job is None or not whole:
+        elif job is None:
             print("\n".join(findings_text(found)), flush=True)
         else:
             print(report_text(job, found), flush=True)
 
     def alone(self, launcher: LauncherInfo | None, finding: Finding) -> int:
-        """Report why MPI was not started. Ranks above 0 do so in a line on stderr."""
+        """Report why the ranks could not be examined together. Ranks above 0 do so in a line on stderr."""
         self._watch.begin([])
         if launcher is not None and launcher.rank > 0:
             print(f"mpidist doctor: rank {launcher.rank} on {socket.gethostname()}: {finding.text}", file=sys.stderr)
@@ -174,17 +168,12 @@ def _bad_starts(launcher: LauncherInfo | None) -> tuple[Finding, Finding]:
     return Finding(ERROR, "MPI", slow, _HOST_BY_HOST), Finding(ERROR, "MPI", ended, _OWN_LAUNCHER)
 
 
-def _torn(launcher: LauncherInfo | None, me: RankFacts, error: LaunchError, output: _Output) -> int:
-    """Report that MPI made several worlds of the ranks. Ranks above 0 do so in a line on stderr."""
-    if launcher is not None and launcher.rank > 0:
-        size = "" if launcher.size is None else f" of {launcher.size}"
-        print(f"mpidist doctor: rank {launcher.rank}{size} on {me.host} is alone, too", file=sys.stderr)
-        return _FOUND_SOMETHING
+def _torn(launcher: LauncherInfo | None, me: RankFacts, error: LaunchError) -> Finding:
+    """Return the finding that MPI made several worlds of the ranks."""
     if launcher is None:
         command = f"python -m mpidist launch -n {os.environ['WORLD_SIZE']} train.py"
     else:
         library = MpiLibrary(me.mpi.vendor, (), None if me.mpi.path is None else Path(me.mpi.path))
         own = command_for(launcher.name, me.mpi.vendor) or mpirun_beside(library) or "mpirun"
         command = f"{own}{'' if launcher.size is None else f' -n {launcher.size}'} python train.py"
-    output.print(JobFacts((me,)), [Finding(ERROR, "world", str(error), command)], whole=False)
-    return _FOUND_SOMETHING
+    return Finding(ERROR, "world", str(error), command)

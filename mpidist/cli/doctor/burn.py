@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpidist.cli.doctor.facts import ERROR, WARNING, BurnFacts, Finding, JobFacts
-from mpidist.cli.json_output import speed_text
+from mpidist.cli.json_output import speed_text, table_lines
 from mpidist.collectives.communicator import Communicator
 from mpidist.core.text import groups_of, names_text, numbered_ranks
 
@@ -40,7 +40,7 @@ def checksum(result: Array) -> int:
     return int(result.view(np.uint64).sum(dtype=np.uint64))
 
 
-def run_loads(comm: MPI.Intracomm, seconds: float, folder: str) -> BurnFacts:
+def run_loads(comm: MPI.Intracomm, seconds: float, folder: str | None) -> BurnFacts:
     """Run each load for a quarter of the seconds (collective). Return this rank's figures."""
     found = BurnFacts()
     with Communicator(comm) as ours:
@@ -52,7 +52,7 @@ def run_loads(comm: MPI.Intracomm, seconds: float, folder: str) -> BurnFacts:
             _measure(found, _write_and_read(file), seconds / 4)
     except OSError as error:
         found.rates[_FILE] = 0.0
-        found.errors.append(f"cannot write and read a file in {folder}: {error.strerror}")
+        found.errors.append(f"cannot write and read a file in {folder or tempfile.gettempdir()}: {error.strerror}")
     return found
 
 
@@ -171,8 +171,7 @@ def burn_lines(job: JobFacts) -> list[str]:
     rows = [["node", *usual], row("median", usual.values())]
     for node in nodes[:_MOST_NODES]:
         rows.append(row(job.known[job.machines[node][0]].host, (rates[node] for rates in of_nodes.values())))
-    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
-    lines = ["".join(map(str.ljust, cells, widths)).rstrip() for cells in rows]
+    lines = table_lines(rows)
     lines += [f"and {len(nodes) - _MOST_NODES} nodes more, see --json"] * (len(nodes) > _MOST_NODES)
     return [f"{'' if number else 'each rank':<12}{line}" for number, line in enumerate(lines)]
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 Begin = Callable[[Finding, Finding | None, float], None]
-"""Begins a stage. The findings are for a late stage, and for a process that ends in it. The seconds extend its limit."""
+"""Begins a stage. The findings are for a late stage, and for an end of the process. The seconds extend the limit."""
 Burn = Callable[["MPI.Intracomm"], BurnFacts]
 
 _SMALL_BYTES, _LARGE_BYTES = 8, 4 << 20

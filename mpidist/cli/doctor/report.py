@@ -11,7 +11,7 @@ from functools import partial
 from mpidist.cli.doctor.burn import burn_lines
 from mpidist.cli.doctor.checks import labels
 from mpidist.cli.doctor.facts import CoreFacts, Finding, GpuFacts, Interface, JobFacts, LinkSpeed, RankFacts
-from mpidist.cli.json_output import speed_text, time_text
+from mpidist.cli.json_output import speed_text, table_lines, time_text
 from mpidist.collectives.reduce.registry import size_text
 from mpidist.core import __version__
 from mpidist.core.text import groups_of, names_text, ranks_text
@@ -95,10 +95,8 @@ def _ranks(job: JobFacts) -> Iterator[str]:
     for of_ranks, ranks in shown:
         hosts = names_text(dict.fromkeys(job.host(rank) or "?" for rank in ranks))
         rows.append((ranks_text(ranks, _RANKS_WIDTH), hosts, *of_ranks))
-    widths = [max(map(len, column)) + 2 for column in list(zip(*rows, strict=True))[:3]]
-    for number, row in enumerate(rows):
-        line = "".join(f"{cell:<{width}}" for cell, width in zip(row, [*widths, 0], strict=True)).rstrip()
-        yield f"{'ranks' if number == 0 else '':<{_LABEL}}{line}"
+    for number, line in enumerate(table_lines(rows)):
+        yield f"{'' if number else 'ranks':<{_LABEL}}{line}"
     left = sum(len(ranks) for _, ranks in groups[len(shown) :])
     if left:
         yield f"{'':<{_LABEL}}and {_count(left, 'rank')} more, see --json"
