@@ -108,6 +108,7 @@ def test_two_ranks_as_two_nodes() -> None:
     document = document_of(done)
     assert set(subjects(document)) <= OF_THE_MACHINE
     assert document["collectives"]["node_of_rank"] == [0, 1]
+    assert [facts["launcher"]["rank"] for facts in document["ranks"]] == [0, 1]
     (link,) = document["links"]
     assert (link["ranks"], link["between_nodes"]) == ([0, 1], True)
     assert 0 < link["latency_seconds"] < 1

@@ -149,6 +149,9 @@ class _Output:
     @staticmethod
     def _document(job: JobFacts | None, found: Sequence[Finding]) -> str:
         facts = {} if job is None else dataclasses.asdict(job)
+        for rank in filter(None, facts.get("ranks", ())):
+            if hasattr(rank["launcher"], "_asdict"):  # JSON would have a list
+                rank["launcher"] = rank["launcher"]._asdict()
         return json_text({"findings": [dataclasses.asdict(finding) for finding in found], **facts})
 
 
