@@ -67,7 +67,7 @@ def burned(*products: float, per_host: int = 1, **last: object) -> JobFacts:
 @pytest.mark.parametrize(
     ("job", "level", "text", "hosts"),
     [
-        (burned(5e9, 5e9, 4e9), "warning", "More than 10 % below the median in product: node node2 by 20%.", "node2"),
+        (burned(5e9, 5e9, 4e9), "warning", "More than 10 % below the median in product: node2 by 20%.", "node2"),
         (
             burned(5e9, 4.4e9, 5e9, 5e9, 5e9, 5e9, per_host=2),
             "warning",
@@ -76,7 +76,7 @@ def burned(*products: float, per_host: int = 1, **last: object) -> JobFacts:
         ),
         (
             burned(5e9, 5e9, 5e9, 5e9, 5e9, 2e9, 5e9, 2e9, 2e9),
-            *("warning", "node node5 by 60%, node node7 by 60% and node node8 by 60%.", "node[5,7-8]"),
+            *("warning", "node5 by 60%, node7 by 60% and node8 by 60%.", "node[5,7-8]"),
         ),
         (
             burned(5e9, 5e9, errors=["computed a different checksum in memory"]),

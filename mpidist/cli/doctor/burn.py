@@ -146,7 +146,7 @@ def _slow(job: JobFacts) -> dict[str, list[tuple[str, str]]]:
         for node, ranks in job.machines.items():
             host = job.known[ranks[0]].host
             if of_node[node] < _SLOW * usual:
-                slow.setdefault(name, []).append((host, f"node {host} by {1 - of_node[node] / usual:.0%}"))
+                slow.setdefault(name, []).append((host, f"{host} by {1 - of_node[node] / usual:.0%}"))
                 continue
             for rank in ranks:
                 rate = job.burn[rank].rates[name]
