@@ -127,6 +127,20 @@ def test_a_lost_link_is_found() -> None:
     assert document["findings"][0]["text"] == text
 
 
+# As in a job of more than 128 ranks on two machines.
+LARGE = """
+from mpi4py import MPI
+from mpidist.cli.doctor import gather, machine, pairs
+pairs.ALL_PAIRS_RANKS = gather.ALL_PAIRS_RANKS = 2
+machine.identity = lambda: f"machine {MPI.COMM_WORLD.rank % 2}"
+"""
+
+
+def test_a_large_job_tests_its_ring_and_machines() -> None:
+    reach = document_of(doctor(4, "--json", before=LARGE))["reach"]
+    assert (reach["failed"], reach["tested"]) == ([], 6), "0-1, 1-2, 2-3, 3-0 and 0-2, then 0-1 for the machines"
+
+
 def test_a_rank_that_hangs_later_is_reported() -> None:
     hangs = RANK_FAILS_LATER.format(rank=1, act="time.sleep(50)")
     done = doctor(2, "--json", "--deadline", f"{scaled(1):g}", before=hangs)
