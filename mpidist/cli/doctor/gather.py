@@ -213,17 +213,8 @@ def _links(
             if own == pair[0]:
                 links.append(LinkSpeed(pair, (hosts[own], hosts[other]), number > 0, *figures))
         comm.Barrier()
-    takes_part = len(nodes) > 1 and own in {ranks[0] for ranks in nodes}
-    return links, in_use(before, machine.traffic(), _LARGE_BYTES) if takes_part else ()
-
-
-def in_use(before: dict[str, int], after: dict[str, int], least: int) -> tuple[str, ...]:
-    """Return the interfaces that moved at least ``least`` bytes in between.
-
-    >>> in_use({"eth0": 10, "ib0": 0}, {"eth0": 15, "ib0": 100}, 50)
-    ('ib0',)
-    """
-    return tuple(name for name in sorted(after) if after[name] - before.get(name, 0) >= least)
+    moved = machine.traffic() if len(nodes) > 1 and own in {ranks[0] for ranks in nodes} else {}
+    return links, tuple(name for name in sorted(moved) if moved[name] - before.get(name, 0) >= _LARGE_BYTES)
 
 
 def measure(comm: MPI.Intracomm, peer: int, begins: bool) -> tuple[float, float]:
