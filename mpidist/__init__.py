@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mpidist import keras as keras
     from mpidist import torch as torch
     from mpidist.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
-    from mpidist.cli.function_job import launch_processes
+    from mpidist.cli.notebook import launch_processes
     from mpidist.cluster_resolver import ClusterSpec
     from mpidist.collectives import Communicator
     from mpidist.collectives.tuning import tune
@@ -82,7 +82,7 @@ else:
             "mpidist": "checkpoint cluster_resolver coordinator elastic errors estimator experimental keras "
             "metrics optimizers parameter_server torch v1",
             "mpidist.checkpoint": "Checkpoint CheckpointManager latest_checkpoint",
-            "mpidist.cli.function_job": "launch_processes",
+            "mpidist.cli.notebook": "launch_processes",
             "mpidist.cluster_resolver": "ClusterSpec",
             "mpidist.collectives": "Communicator",
             "mpidist.collectives.tuning": "tune",

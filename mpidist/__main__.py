@@ -13,7 +13,10 @@ from collections.abc import Sequence
 
 from mpidist.cli import COMMANDS
 from mpidist.core import __version__
+from mpidist.core.errors import LaunchError
 from mpidist.topology.launchers import LauncherVariableError, read_launcher
+
+_USAGE_ERROR = 2
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -24,8 +27,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         command.add_arguments(commands.add_parser(name, help=command.HELP, description=command.HELP))
     if _is_first():
         return parser.parse_args(arguments)
-    # Help is printed once, by rank 0. What is wrong with the arguments every rank says: the launcher ends the others as
-    # soon as one of them has ended with an error, and what those were about to say is lost.
+    # Rank 0 prints help, once. Every rank prints errors of arguments, because the launcher ends the other ranks as soon
+    # as one has ended with an error.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         return parser.parse_args(arguments)
 
@@ -33,13 +36,16 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _is_first() -> bool:
     try:
         launcher = read_launcher()
-    except LauncherVariableError:  # the commands say so; a process that has no rank speaks for itself
+    except LauncherVariableError:  # the command reports it
         return True
     return launcher is None or launcher.rank == 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that ``arguments`` name, by default this process's, and return the exit status."""
+    """Run the command of ``arguments``, by default this process's, and return the exit status.
+
+    If the command raises OSError, ValueError or LaunchError, print its text. The status is then 2.
+    """
     parsed = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
         status: int = COMMANDS[parsed.command].run(parsed)
@@ -49,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of the output has exited, such as `head`. Python flushes again at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (OSError, ValueError, LaunchError) as error:
+        print(f"python -m mpidist {parsed.command}: {error}", file=sys.stderr)
+        return _USAGE_ERROR
     return status
 
 

@@ -9,7 +9,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 
 from benchmarks.measuring.rows import Figure
-from mpidist.cli.doctor_facts.machine import facts_of_this_rank
+from mpidist.cli.doctor.machine import facts_of_this_rank
 from mpidist.collectives.channel.executor import ChannelStatus
 from mpidist.collectives.channel.mismatch import mismatch_text
 from mpidist.collectives.observe.hang_report import Answer, Wait, WaitState, report_text

@@ -15,4 +15,4 @@ COMMANDS = {
     "trace": merge_traces,
     "tune": tune,
 }
-"""By the name that is typed."""
+"""The commands by name."""

@@ -6,98 +6,74 @@ import argparse
 import ast
 import os
 import re
-import sys
 from pathlib import Path
 
 from mpidist.cli.json_output import add_json_argument, json_text
 from mpidist.core.files import open_regular, replacing
 
 HELP = "write an example program into this folder; without a name, list them"
-_USAGE_ERROR = 2
+_PROGRAM = "python -m mpidist example"
+_NOT_FOR_RANKS = ("reframe_checks",)
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("name", metavar="NAME", nargs="?", help="such as train; without one they are listed")
-    parser.add_argument("--force", action="store_true", help="write over files that are there and differ")
+    parser.add_argument("--force", action="store_true", help="overwrite different files")
     add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List them, or write one with the files that it needs."""
-    folder = examples_folder()
-    names = sorted(path.stem for path in folder.glob("*.py"))
+    """List the examples, or write one with the files that it needs."""
+    folder = _PACKAGE / "examples"
+    if not folder.is_dir():  # in a checkout
+        folder = _PACKAGE.parent / "examples"
+    about = {path.stem: _first_sentence(path) for path in sorted(folder.glob("*.py"))}
     if arguments.name is None:
-        about = {name: first_sentence(folder / f"{name}.py") for name in names}
+        width = max(map(len, about))
+        lines = [*(f"{name:<{width}}  {text}" for name, text in about.items()), "", f"type: {_PROGRAM} NAME"]
         listed = [{"name": name, "about": text} for name, text in about.items()]
-        width = max(map(len, names))
-        lines = [*(f"{name:<{width}}  {text}" for name, text in about.items()), "", _NEXT]
         print(json_text({"examples": listed}) if arguments.json else "\n".join(lines))
         return 0
     name = arguments.name.removesuffix(".py")
-    try:
-        if name not in names:
-            raise ValueError(f"there is no example {arguments.name!r}; expected one of {', '.join(names)}")
-        files = files_of(folder, f"{name}.py")
-        write(folder, files, is_forced=arguments.force)
-    except (OSError, ValueError) as error:
-        print(f"python -m mpidist example: {error}", file=sys.stderr)
-        return _USAGE_ERROR
-    started = f"start it: python -m mpidist launch -n 2 {name}.py"
-    text = f"wrote {', '.join(files)}; the head of {name}.py says how it is started"
-    print(json_text({"files": files}) if arguments.json else text if name in _OTHERWISE else f"{text}; {started}")
+    if name not in about:
+        raise ValueError(f"unknown example {arguments.name!r}. Choose one of {', '.join(about)}")
+    files = _files_of(folder, f"{name}.py")
+    _write(folder, files, is_forced=arguments.force)
+    text = f"wrote {', '.join(files)}; the docstring of {name}.py shows how to start it"
+    if name not in _NOT_FOR_RANKS:
+        text += f"; type for example: python -m mpidist launch -n 2 {name}.py"
+    print(json_text({"files": files}) if arguments.json else text)
     return 0
 
 
-_NEXT = "type: python -m mpidist example NAME"
-# Not programs of ranks.
-_OTHERWISE = ("reframe_checks",)
-
-
-def examples_folder() -> Path:
-    """Return the folder of the examples: in the package, or in a checkout beside it."""
-    inside = _PACKAGE / "examples"
-    return inside if inside.is_dir() else _PACKAGE.parent / "examples"
-
-
-def first_sentence(path: Path) -> str:
-    """Return the first line of a program's docstring."""
+def _first_sentence(path: Path) -> str:
     return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
 
 
-def files_of(folder: Path, name: str) -> list[str]:
+def _files_of(folder: Path, name: str) -> list[str]:
     """Return an example and the files of its folder that it imports or opens."""
     found = [name]
-    for each in found:  # which grows
+    for each in found:  # the list grows
         text = (folder / each).read_text() if each.endswith(".py") else ""
-        needed = (other.name for other in sorted(folder.iterdir()) if _names(text, other))
-        found += [other for other in needed if other not in found]
+        for other in sorted(folder.iterdir()):
+            is_imported = re.search(rf"^from {re.escape(other.stem)} import", text, re.MULTILINE)
+            if other.name not in found and (is_imported or f'"{other.name}"' in text):
+                found.append(other.name)
     return found
 
 
-def _names(text: str, file: Path) -> bool:
-    return (
-        f'"{file.name}"' in text or re.search(rf"^from {re.escape(file.stem)} import", text, re.MULTILINE) is not None
-    )
-
-
-def write(folder: Path, files: list[str], *, is_forced: bool) -> None:
-    """Write files into the current folder; all or, where one is in the way, none.
-
-    Raises:
-        FileExistsError: One is there and has another content.
-        OSError: It cannot be written, or is no regular file.
-    """
+def _write(folder: Path, files: list[str], *, is_forced: bool) -> None:
+    """Write files into the current folder, all of them or none."""
     content = {name: (folder / name).read_bytes() for name in files}
-    there = [name for name in files if os.path.lexists(name)]
-    other = [name for name in there if _read(name) != content[name]]
-    if other and not is_forced:
+    different = [name for name in files if os.path.lexists(name) and _read(name) != content[name]]
+    if different and not is_forced:
         raise FileExistsError(
-            f"{', '.join(other)} is here already and differs; expected a folder without it, or --force to write over it"
+            f"{', '.join(different)} is here already and differs. Use another folder, or --force to overwrite it"
         )
     for name in files:
-        if name in other or name not in there:
+        if name in different or not os.path.lexists(name):
             with replacing(name) as descriptor, open(descriptor, "wb", closefd=False) as file:
                 file.write(content[name])
 

@@ -14,9 +14,8 @@ from mpidist.collectives.observe.record import Entry, Flight, Kind, State, read_
 from mpidist.core.text import group_lines, groups_of, names_text, numbered_ranks
 
 HELP = "show the last collectives of all ranks (MPIDIST_FLIGHT_RECORD), and where they diverged"
-_USAGE_ERROR = 2
 _ENDINGS = {State.RUNNING: ", which had not ended", State.DONE: "", State.FAILED: ", which failed"}
-# Lines after which no further communicator is shown; most messages of a communicator, and calls of one number.
+# Limits: lines before another communicator, messages of a communicator, and calls of one number.
 _ENOUGH_LINES, _MOST_MESSAGES, _MOST_CALLS = 40, 40, 4
 _ELSEWHERE = "; all: --json"
 _JSON_FIELDS = ("serial", "number", "begin", "end", "state", "communicator", "text", "call_site")
@@ -33,15 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the records."""
     problems: list[str] = []
-    try:
-        flights = read_flights(arguments.folder, problems)
-        if arguments.json:
-            print(json_text({"flights": [_facts(flight) for flight in flights], "left_out": problems}))
-        else:
-            print(merged_text(flights, arguments.last))
-    except (OSError, ValueError) as error:
-        print(f"python -m mpidist flight: {error}", file=sys.stderr)
-        return _USAGE_ERROR
+    flights = read_flights(arguments.folder, problems)
+    if arguments.json:
+        print(json_text({"flights": [_facts(flight) for flight in flights], "left_out": problems}))
+    else:
+        print(merged_text(flights, arguments.last))
     if problems:
         print(f"python -m mpidist flight: left out: {names_text(problems)}", file=sys.stderr)
     return 0
@@ -85,22 +80,16 @@ def merged_text(flights: Iterable[Flight], last: int) -> str:
 class _Made:
     """The ranks that made one call, and when."""
 
-    __slots__ = ("begin", "end", "has_ended", "runs")
+    __slots__ = ("begin", "end", "has_ended", "ranks")
 
     def __init__(self) -> None:
-        self.runs: list[range] = []
+        self.ranks: list[int] = []
         self.begin, self.end, self.has_ended = math.inf, 0.0, True
 
     def add(self, rank: int, entry: Entry) -> None:
-        if self.runs and self.runs[-1].stop == rank:
-            self.runs[-1] = range(self.runs[-1].start, rank + 1)
-        else:
-            self.runs.append(range(rank, rank + 1))
+        self.ranks.append(rank)
         self.begin, self.end = min(self.begin, entry.begin), max(self.end, entry.end)
         self.has_ended = self.has_ended and bool(entry.end)
-
-    def ranks(self) -> list[int]:
-        return [rank for run in self.runs for rank in run]
 
     def when(self) -> str:
         """Return when the first rank began, and how long all took."""
@@ -154,9 +143,9 @@ class _Section:
         for number in range(self._first, max(self._calls, default=0) + 1):
             made = self._calls.get(number, {})
             said = dict.fromkeys((rank for rank, _ in self._progress), "did not reach it")
-            absent = len(said) - sum(len(run) for each in made.values() for run in each.runs)
+            absent = len(said) - sum(len(each.ranks) for each in made.values())
             if absent or len({text for text, _ in made}) > 1:
-                said.update((rank, ", at ".join(call)) for call, each in made.items() for rank in each.ranks())
+                said.update((rank, ", at ".join(call)) for call, each in made.items() for rank in each.ranks)
                 lines = group_lines(
                     groups_of(said.items()),
                     lambda text, ranks: (f"    {numbered_ranks(ranks)}: ", text, ""),
@@ -170,7 +159,7 @@ def _call_lines(number: int, calls: dict[_Call, _Made]) -> list[str]:
     def line(call: _Call, ranks: list[int]) -> tuple[str, str, str]:
         return f"  {number:>6}  {calls[call].when()}  {numbered_ranks(ranks)}: ", ", at ".join(call), ""
 
-    groups = groups_of((rank, call) for call, made in calls.items() for rank in made.ranks())
+    groups = groups_of((rank, call) for call, made in calls.items() for rank in made.ranks)
     return group_lines(groups, line, most=_MOST_CALLS, elsewhere=_ELSEWHERE)
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from mpidist.cli.json_output import add_json_argument, json_text
 from mpidist.collectives.observe.trace import merge
 
 HELP = "merge the traces of all ranks (MPIDIST_TRACE) into one file, for Perfetto or chrome://tracing"
-_USAGE_ERROR = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,10 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge the files and print the path of the result."""
-    try:
-        path = merge(arguments.folder)
-    except (OSError, ValueError) as error:
-        print(f"python -m mpidist trace: {error}", file=sys.stderr)
-        return _USAGE_ERROR
+    path = merge(arguments.folder)
     print(json_text({"path": str(path)}) if arguments.json else path)
     return 0

@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpidist.cli.json_output import add_json_argument, json_text
-from mpidist.cli.tune import seconds
+from mpidist.cli.json_output import add_json_argument, json_text, seconds, table_lines
 from mpidist.collectives.observe.job_status import (
     COMPUTING,
     ENDED,
@@ -34,7 +33,6 @@ from mpidist.core.settings import STATUS
 from mpidist.core.text import groups_of, names_text, ranks_text
 
 HELP = "show where the ranks of a running job are (MPIDIST_STATUS), and how it ended"
-_USAGE_ERROR = 2
 # The size of output that is no terminal.
 _WIDTH, _HEIGHT = 200, 50
 # Enter and leave the alternate screen of a terminal, and clear it.
@@ -66,34 +64,24 @@ def run(arguments: argparse.Namespace) -> int:
     """Show the job once, or until Ctrl-C."""
     folder = arguments.folder or STATUS.read()
     if folder is None:
-        print(
-            "python -m mpidist top: the folder is missing. Pass the folder that the job was started with as "
-            f"{STATUS.name}: python -m mpidist top DIR",
-            file=sys.stderr,
+        raise ValueError(
+            "the folder is missing. Pass the folder that the job was started with as "
+            f"{STATUS.name}: python -m mpidist top DIR"
         )
-        return _USAGE_ERROR
-    try:
-        if not (arguments.once or arguments.json) and sys.stdout.isatty():
-            _show(folder, arguments.every)
-        found, now = read_status_folder(folder), time.time()
-    except (OSError, ValueError) as error:
-        print(f"python -m mpidist top: {error}", file=sys.stderr)
-        return _USAGE_ERROR
+    if not (arguments.once or arguments.json) and sys.stdout.isatty():
+        _show(folder, arguments.every)
+    found, now = read_status_folder(folder), time.time()
     states = states_of(found, now)
     if arguments.json:
-        print(json_text(_facts(found, states, folder)))
+        ranks = [
+            {**state._asdict(), "report": None if state.report is None else dataclasses.asdict(state.report)}
+            for state in states
+        ]
+        facts = {"ranks": ranks, "files_of_other_jobs": found.others, "problems": found.problems}
+        print(json_text({"folder": os.path.abspath(folder), **facts}))
     else:
         print("\n".join(screen(found, states, now, *_size())))
     return 0
-
-
-def _facts(folder: StatusFolder, states: Sequence[RankState], path: str) -> dict[str, object]:
-    ranks = []
-    for state in states:
-        report = None if state.report is None else dataclasses.asdict(state.report)
-        ranks.append({**state._asdict(), "report": report})
-    others, problems = folder.others, folder.problems
-    return {"folder": os.path.abspath(path), "ranks": ranks, "files_of_other_jobs": others, "problems": problems}
 
 
 def _size() -> os.terminal_size:
@@ -196,11 +184,7 @@ def screen(folder: StatusFolder, states: Sequence[RankState], now: float, width:
     room = height - len(head) - 2
     shown = groups if len(groups) <= room else groups[: max(room - 1, 1)]
     rows = [("ranks", "for", "steps/s", "bytes/s", ""), *map(_cells, shown)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([first.ljust(widths[0]), *map(str.rjust, middle, widths[1:4]), text]).rstrip()
-        for first, *middle, text in rows
-    ]
+    lines = table_lines(rows, right=(1, 2, 3))
     if len(shown) < len(groups):
         left = sum(map(len, groups[len(shown) :]))
         lines.append(f"and {len(groups) - len(shown)} more lines, of {left} ranks; all: --json")

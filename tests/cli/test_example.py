@@ -51,7 +51,7 @@ def test_one_comes_with_what_it_needs(name: str, files: list[str], here: Path) -
 def test_nothing_is_written_over_without_being_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "train.py").write_text("mine")
     assert main(["example", "train"]) == 2
-    assert "train.py is here already and differs; expected a folder without it, or --force" in capsys.readouterr().err
+    assert "train.py is here already and differs. Use another folder, or --force" in capsys.readouterr().err
     assert names(here) == ["train.py"]
     assert (here / "train.py").read_text() == "mine"
     assert main(["example", "train", "--force"]) == 0
@@ -67,7 +67,7 @@ def test_no_link_is_written_through(here: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_name_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["example", "trian"]) == 2
-    assert "expected one of factorization, jax_optax, " in capsys.readouterr().err
+    assert "Choose one of factorization, jax_optax, " in capsys.readouterr().err
 
 
 @pytest.mark.jobs

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mpidist.__main__ import main
-from mpidist.cli.doctor_facts.machine import THREAD_SETTINGS
+from mpidist.cli.doctor.machine import THREAD_SETTINGS
 from mpidist.cli.launch import additions, split_program
 from mpidist.topology.launchers import BATCH_SYSTEMS, LAUNCHER_VARIABLES
 from mpidist.topology.mpi_library import INTEL_MPI, MPICH, OPEN_MPI, MpiLibrary, find_library
@@ -106,6 +106,25 @@ def test_each_rank_has_one_thread_of_blas_unless_told_otherwise() -> None:
     done = launch(*show, OMP_NUM_THREADS="2")
     assert done.stdout.count("threads 2.") == 2, done.stderr
     assert "OMP_NUM_THREADS=" not in done.stderr
+
+
+def test_a_hostfile_limits_the_ranks(tmp_path: Path) -> None:
+    if find_library().vendor != OPEN_MPI:
+        pytest.skip("only Open MPI counts the slots of a hostfile")
+    (tmp_path / "hosts").write_text("localhost slots=3\n")
+    show = (f"--hostfile={tmp_path}/hosts", "--", "sh", "-c", "echo rank of $OMPI_COMM_WORLD_SIZE, $MPIDIST_TIMEOUT.")
+    done = launch(*show, MPIDIST_TIMEOUT="123", without="OMP_NUM_THREADS")
+    assert done.stdout.count("rank of 3, 123.") == 3, done.stderr
+    assert " -x MPIDIST_TIMEOUT -x OMP_NUM_THREADS " in done.stderr
+    done = launch("-n", "4", *show)
+    assert done.returncode != 0, "more ranks than slots"
+    assert "not enough slots" in done.stderr
+
+
+def test_unknown_options_reach_mpirun() -> None:
+    done = launch("-n", "2", "--no-such-option", "train.py")
+    assert done.returncode != 0
+    assert "no-such-option" in done.stderr.partition("\n")[2], done.stderr
 
 
 def test_a_module_and_a_command() -> None:
@@ -202,6 +221,9 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
             f"{sys.executable} c.py",
         ),
         ("-n 2 --unknown A=b.py c.py", "-n 2 --unknown A=b.py", f"{sys.executable} c.py"),
+        ("-n 2 --unknown value --flag c.py", "-n 2 --unknown value --flag", f"{sys.executable} c.py"),
+        ("--hostfile hosts.py c.py", "--hostfile hosts.py", f"{sys.executable} c.py"),
+        ("--hostfile=hosts.py c.py", "--hostfile=hosts.py", f"{sys.executable} c.py"),
         ("train.py -- more", "", f"{sys.executable} train.py -- more"),
     ],
 )
@@ -211,9 +233,7 @@ def test_where_the_program_begins(arguments: str, options: str, command: str) ->
 
 @pytest.mark.parametrize("arguments", ["-n 4", "-n 4 a.out", "-n 4 --", "-n 4 -m"])
 def test_without_a_program(arguments: str) -> None:
-    with pytest.raises(
-        ValueError, match="no program in .*expected a file that ends in .py, -m MODULE, or --"
-    ) as caught:
+    with pytest.raises(ValueError, match="no program in .*Pass a file that ends in .py, -m MODULE, or --") as caught:
         split_program(arguments.split())
     assert arguments in str(caught.value)
 
@@ -253,16 +273,25 @@ def test_what_is_set_stays_and_jobs_decide_for_themselves(nowhere) -> None:
     assert additions(library, MPIRUN) == ({}, [])
 
 
+def test_named_hosts_get_the_settings(nowhere) -> None:
+    nowhere.setattr(os, "geteuid", lambda: 1000)
+    nowhere.setenv("MPIDIST_REPORT", "5")
+    binding = {"PRTE_MCA_hwloc_default_binding_policy": "none"}
+    passed = ["-x", "MPIDIST_REPORT", "-x", "OMP_NUM_THREADS"]
+    open_mpi, mpich = MpiLibrary(OPEN_MPI, (5, 0, 11), None), MpiLibrary(MPICH, (5, 0, 2), None)
+    assert additions(open_mpi, MPIRUN, has_hosts=True) == (binding, passed)
+    assert additions(mpich, MPIRUN, has_hosts=True) == ({}, []), "MPICH passes all variables"
+
+
 @pytest.mark.parametrize(
     ("arguments", "environ", "said"),
     [
-        (["train.py"], {}, "does not say how many ranks"),
+        (["train.py"], {}, "has no number of ranks"),
         (["-n", "4"], {}, "there is no program in '-n 4'"),
-        (["-n", "0", "train.py"], {}, "'-n 0' is no number of ranks; expected a whole number of at least 1"),
+        (["-n", "0", "train.py"], {}, "'-n 0' is no number of ranks. Pass a whole number of at least 1"),
         (["-n", "x", "train.py"], {}, "'-n x' is no number of ranks"),
-        (["-n1", "train.py"], {}, "'-n1' is one word; expected two: -n 1"),
-        (["--np=3", "train.py"], {}, "'--np=3' is one word; expected two: --np 3"),
-        (["train.py", "-n", "2"], {}, "comes after the program, as -n here, is the program's own"),
+        (["-n1", "train.py"], {}, "'-n1' has no number of ranks"),
+        (["train.py", "-n", "2"], {}, "Options after the program, such as -n here, are passed to the program"),
         (["-n", "2", "python", "-"], {}, "Write the program to a file"),
         (["-n", "2", "/nowhere/python", "train.py"], {}, "'/nowhere/python' is not found"),
         (["-n", "2", "train.py"], {"PMI_RANK": "x", "PMI_SIZE": "2"}, "type: unset PMI_RANK"),
@@ -280,9 +309,10 @@ def test_what_is_set_stays_and_jobs_decide_for_themselves(nowhere) -> None:
                 "SLURM_PTY_PORT": "39465",
                 "SLURM_JOB_ID": "7",
             },
-            "a shell that srun --pty started, and mpirun would wait for what that shell holds. Expected: a shell of "
-            "salloc; type: exit; then: salloc -n 4",
+            "a shell that srun --pty started. It holds the resources that mpirun would wait for. Use a shell of "
+            "salloc. Type: exit; then: salloc -n 4",
         ),
+        (["--hostfile", "/nowhere", "train.py"], {}, "the hostfile '/nowhere' is missing. Write a line for each host"),
         (["-n", "4", "train.py"], {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}, "mpi4py cannot load an MPI library"),
     ],
 )

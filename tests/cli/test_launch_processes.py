@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.cli import function_job
+from mpidist.cli import notebook
 from mpidist.parameter_server.pickling import pack_error
 from mpidist.topology.launchers import BATCH_SYSTEMS
 from tests.support.ranks.jobs import child_environment, run_script
@@ -125,24 +124,6 @@ def test_output_that_cannot_be_written_is_an_error_once_the_job_is_done(monkeypa
         mpidist.launch_processes(fails_on, 2, (1,))
 
 
-def test_last_lines_are_read_while_more_may_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    job = function_job._Job(tmp_path, 1)
-
-    class Guarded(deque[str]):
-        def append(self, line: str) -> None:
-            assert job._lock.locked()
-            super().append(line)
-
-        def __iter__(self) -> Iterator[str]:
-            assert job._lock.locked()
-            return super().__iter__()
-
-    monkeypatch.setattr(job, "_last_lines", Guarded())
-    job._pass_on(io.StringIO("one\ntwo\n"), io.StringIO())
-    with pytest.raises(RuntimeError, match="rank 0 of 1 ended without a result; .*Last output:\none\ntwo\n$"):
-        job.results(1)
-
-
 @pytest.mark.parametrize(
     "environ",
     [
@@ -189,26 +170,27 @@ def test_the_deadline_ends_the_job() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "options", "text"),
-    [(0, {}, "n is 0; expected a whole number"), (True, {}, "n is True"), (2, {"deadline": 0}, "deadline is 0")],
+    ("call", "error", "text"),
+    [
+        (lambda: mpidist.launch_processes(is_late, 0), ValueError, "n is 0; expected a whole number"),
+        (lambda: mpidist.launch_processes(is_late, True), ValueError, "n is True"),
+        (lambda: mpidist.launch_processes(is_late, 2, deadline=0), ValueError, "deadline is 0"),
+        (lambda: mpidist.launch_processes(3, 2), TypeError, "expected a function, as in mpidist"),  # type: ignore[arg-type]
+        (
+            lambda: mpidist.launch_processes(is_late, 2, ((x for x in "abc"),)),
+            TypeError,
+            "cannot be sent to another rank",
+        ),
+    ],
+    ids=["n", "bool", "deadline", "function", "argument"],
 )
-def test_wrong_arguments(n: int, options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        mpidist.launch_processes(is_late, n, **options)
-
-
-def test_something_else_than_a_function() -> None:
-    with pytest.raises(TypeError, match="expected a function, as in mpidist"):
-        mpidist.launch_processes(3, 2)  # type: ignore[arg-type]
-
-
-def test_an_argument_that_cannot_be_sent() -> None:
-    with pytest.raises(TypeError, match="the function with its arguments cannot be sent to another rank"):
-        mpidist.launch_processes(is_late, 2, ((x for x in "abc"),))
+def test_wrong_arguments(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
 
 
 def test_without_cloudpickle_a_function_of_the_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(function_job, "HAS_CLOUDPICKLE", False)
+    monkeypatch.setattr(notebook, "HAS_CLOUDPICKLE", False)
     own = type(is_late)(is_late.__code__, {"__name__": "__main__"}, "own")
     with pytest.raises(TypeError, match=r"or cloudpickle; type: pip install -e '.*\[coordinator\]'"):
         mpidist.launch_processes(own, 2)

@@ -61,7 +61,7 @@ def test_the_setting_names_the_file_too_and_it_need_not_be_there(tmp_path: Path)
 def test_without_a_file_it_says_how_to_keep_the_table() -> None:
     done = tune(2, "--seconds", "0.1")
     assert done.returncode == 0, done.stderr
-    assert "not kept; to keep it name a file: python -m mpidist tune --out FILE" in done.stdout
+    assert "not saved; to save it name a file: python -m mpidist tune --out FILE" in done.stdout
 
 
 def test_a_wrong_file_is_said_once(tmp_path: Path) -> None:
@@ -151,10 +151,10 @@ def test_a_report_that_is_not_complete() -> None:
         "      size        mpi       ring",
         "     1 KiB      2 us       1 us*",
         "     2 KiB      2 ms*       3 s",
-        "time sufficed up to 2 KiB of 64 MiB; --seconds gives more",
+        "measured up to 2 KiB of 64 MiB; use a larger --seconds for more",
         "",
         "table: hierarchical at any size",
-        "not kept; to keep it name a file: python -m mpidist tune --out FILE",
+        "not saved; to save it name a file: python -m mpidist tune --out FILE",
     ]
 
 

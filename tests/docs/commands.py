@@ -24,6 +24,7 @@ EXCEPTED = {
     r"(python3 -c \"import sysconfig|\. ~/venv/)": "needs the environment above: tests/packaging/test_clean_root.py",
     r"(docker|apptainer|spack|rattler-build) ": "is not on every machine: tests/packaging tries the recipes",
     r"brew ": "is for macOS",
+    r"python -m mpidist launch --hostfile ": "needs several machines: tests/cli/test_launch.py has one",
     r"reframe ": "is not on every machine: tests/types has its program",
     r"unshare ": "needs rights that containers withhold",
     r"(git|tar|cp) ": "is about folders of the reader's",

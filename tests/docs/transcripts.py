@@ -56,11 +56,14 @@ PRINTED_BY = {
 _WAITS = "mpidist: ranks 0,3 of 4 have waited 60 s for the other ranks in all_reduce SUM of float64(5,), "
 _RECEIVES = "mpidist: rank 0 of 4 waits for recv from rank 1 with tag 0 of float64(5,), at train.py:41 (step):"
 EXCEPTED = {
-    Transcript("README.md", "launcher    srun, which says 4 ranks; the MPI world has 4"): (
+    Transcript("README.md", "launcher    srun, which started 4 ranks; the MPI world has 4"): (
         "needs hosts: tests/cluster/test_slurm_scripts.py"
     ),
     Transcript("README.md", "4 replicas: loss 0.00002, w [ 1. -2.  3.]"): "compared by tests/test_readme.py",
     Transcript("docs/doctor.md", "mpidist 0.1.0 doctor: 6 ranks, 3 hosts"): "needs hosts: tests/cluster/test_doctor.py",
+    Transcript("docs/doctor.md", "each rank   node    product       memory     all-reduce  write, read"): (
+        "needs a slow host: tests/cluster/test_doctor.py"
+    ),
     Transcript("docs/hangs.md", _WAITS + "collective number 17:"): "a job that hangs: tests/collectives/test_hangs.py",
     Transcript("docs/hangs.md", _RECEIVES): "a job that hangs: tests/collectives/test_point_to_point.py",
     Transcript("docs/hangs.md", "communicator 1 of ranks 0-3"): "after a kill: tests/collectives/test_flight_record.py",

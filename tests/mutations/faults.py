@@ -1008,10 +1008,17 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "doctor ends with status 0 although it has found something",
-        "mpidist/cli/doctor.py",
+        "mpidist/cli/doctor/__init__.py",
         "    return _FOUND_SOMETHING if found else 0",
         "    return 0",
         ("tests/cli/test_doctor.py",),
+    ),
+    Fault(
+        "doctor --burn accepts wrong results",
+        "mpidist/cli/doctor/burn.py",
+        "        is_right &= checksum(load.run()) == load.expected\n",
+        "        load.run()\n",
+        ("tests/cli/test_burn.py",),
     ),
     Fault(
         "the second value of an option is taken for the program",

@@ -1,30 +1,20 @@
-"""What doctor gathers: facts of the machine from files of the kernel, who exchanges messages with whom, the watch."""
+"""The facts of doctor: of the machine from files of the kernel, and of pairs of ranks."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mpidist.cli.doctor_facts import machine, timed_messages
-from mpidist.cli.doctor_facts.facts import GpuFacts, Interface
-from mpidist.cli.doctor_facts.machine import hosts_of_job, nccl_net
-from mpidist.cli.doctor_facts.timed_messages import (
-    Heard,
-    first_partners,
-    merged,
-    pairs_inside,
-    partners_on_nodes,
-    rounds_between,
-)
+from mpidist.cli.doctor import machine
+from mpidist.cli.doctor.facts import GpuFacts, Interface
+from mpidist.cli.doctor.gather import rounds_between
+from mpidist.cli.doctor.machine import hosts_of_job, nccl_net
+from mpidist.cli.doctor.pairs import ALL_PAIRS_RANKS, PairReport, first_partners, leader_partners, merged
 from mpidist.collectives.gpu import probes
 from tests.cli import doctor_jobs as made
-from tests.support.ranks.jobs import ROOT
-from tests.support.speed import scaled
 
 pytestmark = pytest.mark.one_rank
 
@@ -203,7 +193,7 @@ def test_hosts_of_a_pbs_job(tmp_path: Path) -> None:
     assert hosts_of_job({"PBS_JOBID": "7", "PBS_NODEFILE": str(tmp_path / "nodes")}) == ("n1", "n2")
 
 
-# Who with whom --------------------------------------------------------------------------------------------------------
+# Pairs of ranks -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 3, 128, 129, 500])
@@ -213,113 +203,40 @@ def test_first_partners_are_mutual_and_make_a_ring(size: int) -> None:
         assert (one + 1) % size in partners[one]
         assert all(one in partners[other] for other in partners[one])
     assert len(partners[0]) == size - 1
-    if size <= timed_messages.ALL_PAIRS_RANKS:
+    if size <= ALL_PAIRS_RANKS:
         assert all(len(others) == size - 1 for others in partners)
 
 
-@pytest.mark.parametrize("per_machine", [[1, 1], [2, 2, 2], [4, 1, 3, 2], [3] * 9])
-def test_every_pair_of_machines_meets_once(per_machine: list[int]) -> None:
-    machines, next_rank = [], 0
-    for count in per_machine:
-        machines.append(list(range(next_rank, next_rank + count)))
-        next_rank += count
-    partners = [partners_on_nodes(one, machines) for one in range(next_rank)]
-    machine_of = {one: number for number, ranks in enumerate(machines) for one in ranks}
-    met = []
-    for one in range(next_rank):
-        assert all(one in partners[other] for other in partners[one])
-        met += [(machine_of[one], machine_of[other]) for other in partners[one]]
-    assert sorted(met) == [(a, b) for a in range(len(machines)) for b in range(len(machines)) if a != b]
+@pytest.mark.parametrize("machines", ["ab", "aabbcc", "aaaabcccdd", "abab"])
+def test_every_pair_of_machines_meets_once(machines: str) -> None:
+    partners = [leader_partners(one, list(machines)) for one in range(len(machines))]
+    met = [(machines[one], machines[other]) for one, others in enumerate(partners) for other in others]
+    assert sorted(met) == sorted((a, b) for a in set(machines) for b in set(machines) if a != b)
 
 
-def test_what_ranks_heard_is_put_together() -> None:
+def test_reports_are_merged() -> None:
     reports = {
-        0: Heard((1, 2, 3), {1: "a", 2: "b"}),
-        1: Heard((0, 2, 3), {0: "a"}),
-        2: Heard((0, 1, 3), {0: "a", 1: "a", 3: "c"}),
+        0: PairReport(made.rank_facts(0, 4, "a0"), [1, 2, 3], {1: "a", 2: "b"}),
+        1: PairReport(made.rank_facts(1, 4, "a0"), [0, 2, 3], {0: "a0"}),
+        2: PairReport(made.rank_facts(2, 4, "b0"), [0, 1, 3], {0: "a0", 1: "a", 3: "c"}),
     }
-    found = merged(4, 5.0, reports, "a")
-    # Rank 2 heard rank 1 and was not heard by it; nobody knows of ranks 3 and 0, but rank 2 heard of rank 3's host.
+    found = merged(4, 5.0, reports)
+    # Rank 2 heard rank 1 and was not heard by it. Rank 3 sent no report, but rank 2 heard its host.
     assert found.failed == ((0, 3), (1, 2), (1, 3))
-    assert found.hosts == {0: "a", 1: "a", 2: "b", 3: "c"}
+    assert found.hosts == {0: "a0", 1: "a", 2: "b", 3: "c"}
     assert (found.tested, found.silent, found.ring) == (6, (3,), [(0, 1), (0, 3), (1, 2), (2, 3)])
 
 
-def test_the_ring_leaves_out_what_nobody_could_be_asked_about() -> None:
+def test_the_ring_leaves_out_pairs_of_silent_ranks() -> None:
     assert made.reach(4, [], {}, silent=(2, 3)).ring == [(0, 1), (0, 3), (1, 2)]
     assert made.reach(2, [], {}).ring == [(0, 1)]
 
 
 @pytest.mark.parametrize("count", range(1, 8))
 def test_rounds_of_links(count: int) -> None:
-    nodes = [[2 * node, 2 * node + 1] for node in range(count)]
-    rounds = rounds_between(nodes)
+    rounds = rounds_between([[2 * node, 2 * node + 1] for node in range(count)])
     for pairs in rounds:
         members = [one for pair in pairs for one in pair]
         assert len(members) == len(set(members))
-    hops = sorted(pair for pairs in rounds for pair in pairs)
+    hops = [pair for pairs in rounds for pair in pairs]
     assert len(hops) == len(set(hops)) == {1: 0, 2: 1}.get(count, count)
-    assert pairs_inside(nodes) == [(2 * node, 2 * node + 1) for node in range(count)]
-
-
-# The watch ------------------------------------------------------------------------------------------------------------
-
-WATCHED = """
-import os, signal, time
-from mpidist.cli.doctor_facts.watchdog import Ending, Watchdog
-NOTHING = Ending("", "")
-with Watchdog({document}) as watch:
-    watch.stage({seconds}, Ending("takes too long", "look"), Ending("was ended", "look again"))
-    {then}
-print("went on")
-"""
-
-
-def watched(seconds: float, then: str, document: str = "") -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", WATCHED.format(seconds=seconds, then=then, document=document)]
-    # As under a launcher, whose signals go to the whole group of a rank.
-    return subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=scaled(60), check=False, start_new_session=True
-    )
-
-
-@pytest.mark.jobs
-def test_a_stage_that_takes_too_long_ends_the_process() -> None:
-    done = watched(0.1, "time.sleep(50)")
-    assert (done.returncode, done.stdout, done.stderr) == (-9, "", "mpidist doctor: takes too long. Type: look\n")
-
-
-@pytest.mark.jobs
-def test_a_process_that_is_ended_in_a_stage() -> None:
-    done = watched(50, "os.kill(os.getpid(), signal.SIGKILL)")
-    assert (done.returncode, done.stdout, done.stderr) == (-9, "", "mpidist doctor: was ended. Type: look again\n")
-
-
-@pytest.mark.jobs
-@pytest.mark.parametrize("then", ["watch.idle()", "watch.stage(50, NOTHING, NOTHING); watch.idle()", "pass"])
-def test_nothing_is_said_of_what_goes_well(then: str) -> None:
-    done = watched(50, then)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "went on\n", "")
-
-
-ONE_DOCUMENT = "lambda ending: ending.text"
-
-
-@pytest.mark.jobs
-@pytest.mark.parametrize(
-    ("seconds", "then", "status", "out"),
-    [
-        (0.1, "time.sleep(50)", -9, "takes too long\n"),
-        (50, "os.kill(os.getpid(), signal.SIGKILL)", -9, "was ended\n"),
-        (50, "os.kill(0, signal.SIGTERM)", -15, "was ended\n"),
-        (50, "watch.idle(); os.kill(os.getpid(), signal.SIGKILL)", -9, "the process of rank 0 was ended before"),
-        (50, "watch.reports(); print('the report', flush=True); os.kill(os.getpid(), 9)", -9, "the report\n"),
-        (50, "watch.reports(); watch.stage(50, NOTHING, NOTHING); watch.idle()", 0, "went on\n"),
-    ],
-)
-def test_a_process_that_owes_a_document(seconds: float, then: str, status: int, out: str) -> None:
-    done = watched(seconds, then, ONE_DOCUMENT)
-    assert done.returncode == status
-    assert done.stdout.startswith(out)
-    assert done.stdout.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Facts of a rank and its machine: MPI, cores, /dev/shm, interfaces, GPUs, NCCL's network."""
+"""The facts that one rank finds without messages: MPI, cores, /dev/shm, interfaces, GPUs, NCCL's network."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ import socket
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
 
 import mpi4py
 import numpy as np
 
 from mpidist.arrays.streams import find_cupy, gpus_may_be_present
-from mpidist.cli.doctor_facts import facts
+from mpidist.cli.doctor.facts import (
+    CoreFacts,
+    GpuFacts,
+    Interface,
+    MpiFacts,
+    NcclNet,
+    RankFacts,
+    SharedMemoryFacts,
+)
 from mpidist.collectives.gpu import probes
 from mpidist.collectives.gpu.nccl import nccl_binding, nccl_problem, nccl_version
 from mpidist.collectives.node import native
@@ -28,7 +35,7 @@ from mpidist.topology.launchers import expand_hostlist, has_loose_barriers, read
 from mpidist.topology.mpi_library import library_of, loaded_library
 from mpidist.topology.topology import visible_devices
 
-SOCKETS = "TCP sockets"
+_SOCKETS = "TCP sockets"
 _GET_PLUGIN = (
     "module load aws-ofi-nccl   # or build github.com/aws/aws-ofi-nccl and add its lib to LD_LIBRARY_PATH; then "
     "NCCL_DEBUG=INFO shows NET/OFI"
@@ -49,41 +56,37 @@ _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
 _PREFIX = "MPIDIST_"
 
 
-def nccl_net() -> facts.NcclNet:
-    """Return the network that NCCL takes on this machine. All-reduces choose their way by it, too."""
+def nccl_net() -> NcclNet:
+    """Return the network that NCCL uses between nodes. The choice of all-reduces on GPUs depends on it, too."""
     fabric, wanted = probes.rdma_fabric(), probes.setting("NCCL_NET")
     if fabric is not None:
-        return facts.NcclNet(fabric.name)
+        return NcclNet(fabric.name)
     if wanted.lower() not in ("", "ib", "ibext", "socket"):
-        return facts.NcclNet()  # NCCL itself says loudly that it has no such network
+        return NcclNet()  # NCCL itself reports an unknown network
     plugin = None if wanted else probes.net_plugin()
     if plugin is not None:
-        return facts.NcclNet(f"plugin {plugin}")
+        return NcclNet(f"plugin {plugin}")
     verbs, others = probes.behind_verbs(), probes.behind_plugins()
     if not (verbs or others):
-        return facts.NcclNet(SOCKETS)
-    is_there = f"{(verbs or others)[0].name} is there,"
+        return NcclNet(_SOCKETS)
     disabled = probes.setting("NCCL_IB_DISABLE")
     if wanted.lower() == "socket":
-        return facts.NcclNet(SOCKETS, f"{is_there} and NCCL_NET={wanted}", "unset NCCL_NET")
-    if verbs and disabled not in ("", "0"):
-        return facts.NcclNet(SOCKETS, f"{is_there} and NCCL_IB_DISABLE={disabled}", "unset NCCL_IB_DISABLE")
-    if verbs and not probes.has_verbs():
-        return facts.NcclNet(SOCKETS, f"{is_there} and libibverbs.so.1 does not load", _GET_VERBS)
-    if verbs:
-        return facts.NcclNet(SOCKETS, f"{is_there} and this process may not open /dev/infiniband/uverbs*", _GET_DEVICES)
-    names = probes.setting("NCCL_NET_PLUGIN") or "libnccl-net.so"
-    return facts.NcclNet(SOCKETS, f"{is_there} for which NCCL needs a plugin, and {names} does not load", _GET_PLUGIN)
+        cause, command = f"and NCCL_NET={wanted}", "unset NCCL_NET"
+    elif verbs and disabled not in ("", "0"):
+        cause, command = f"and NCCL_IB_DISABLE={disabled}", "unset NCCL_IB_DISABLE"
+    elif verbs and not probes.has_verbs():
+        cause, command = "and libibverbs.so.1 does not load", _GET_VERBS
+    elif verbs:
+        cause, command = "and this process may not open /dev/infiniband/uverbs*", _GET_DEVICES
+    else:
+        names = probes.setting("NCCL_NET_PLUGIN") or "libnccl-net.so"
+        cause, command = f"for which NCCL needs a plugin, and {names} does not load", _GET_PLUGIN
+    return NcclNet(_SOCKETS, f"{(verbs or others)[0].name} is there, {cause}", command)
 
 
 def identity() -> str:
-    """Return a text that is equal for processes of one machine.
-
-    These share host name, kernel, processes and /dev/shm.
-    """
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    """Return a text that is equal for processes with one host name, kernel and /dev/shm."""
+    parts = [socket.gethostname(), _read(Path("/proc/sys/kernel/random/boot_id"))]
     with contextlib.suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
     with contextlib.suppress(OSError):
@@ -91,43 +94,48 @@ def identity() -> str:
     return " ".join(parts)
 
 
-def cores() -> facts.CoreFacts:
+def cores() -> CoreFacts:
     """Return the cores that this process may run on, and the limit of its threads."""
     settings = {name: os.environ[name] for name in THREAD_SETTINGS if os.environ.get(name)}
-    return facts.CoreFacts(allowed_cores(), os.cpu_count() or 1, _quota(), settings)
+    return CoreFacts(allowed_cores(), os.cpu_count() or 1, _quota(), settings)
 
 
 def _quota() -> float | None:
-    """Return the cores' time that the container allows this process, or None."""
+    """Return the container's limit of CPU time in cores (cgroup v2 or v1)."""
     groups = Path("/sys/fs/cgroup")
-    # cgroup v2, else v1; a system without either has no limit to tell of.
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = (groups / "cpu.max").read_text().split()
-        return int(quota) / int(period) if quota != "max" else None
-    with contextlib.suppress(OSError, ValueError):
-        limit = int((groups / "cpu/cpu.cfs_quota_us").read_text())
-        return limit / int((groups / "cpu/cpu.cfs_period_us").read_text()) if limit > 0 else None
-    return None
+    limit, period = (_read(groups / "cpu.max") or "max 1").split()
+    if limit == "max":
+        limit = _read(groups / "cpu/cpu.cfs_quota_us") or "-1"
+        period = _read(groups / "cpu/cpu.cfs_period_us") or "1"
+    return int(limit) / int(period) if int(limit) > 0 else None
 
 
-def shared_memory() -> facts.SharedMemoryFacts | None:
-    """Return the size of /dev/shm, None where there is none."""
+def shared_memory() -> SharedMemoryFacts | None:
+    """Return the size of /dev/shm. None if it is missing."""
     try:
         info = os.statvfs(_SHARED_MEMORY)
     except OSError:
         return None
-    return facts.SharedMemoryFacts(info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize)
+    return SharedMemoryFacts(info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize)
 
 
 # Network --------------------------------------------------------------------------------------------------------------
 
 
-def interfaces() -> tuple[facts.Interface, ...]:
-    """Return the network interfaces that are up, without the one to this machine itself."""
-    # Virtual interfaces without a carrier of their own, such as tunnels, say "unknown".
+def interfaces() -> tuple[Interface, ...]:
+    """Return the network interfaces that are up, without the loopback interface."""
+    # The state of virtual interfaces, such as tunnels, is "unknown".
     up = [path for path in _listed(_NETWORK) if path.name != "lo" and _read(path / "operstate") in ("up", "unknown")]
-    found = [_interface(path) for path in up]
-    found += [_infiniband(path) for path in _listed(_INFINIBAND) if _active_ports(path)]
+    found = []
+    for path in up:
+        speed = _read(path / "speed")
+        known = speed.isdigit() and int(speed) > 0
+        found.append(Interface(path.name, _network_of(path.name), int(speed) if known else None))
+    for device in _listed(_INFINIBAND):
+        if ports := _active_ports(device):
+            rates = [_read(port / "rate").split() for port in ports]
+            gigabits = max((float(rate[0]) for rate in rates if rate), default=0.0)
+            found.append(Interface(device.name, "", round(gigabits * 1000) or None, is_infiniband=True))
     return tuple(found)
 
 
@@ -138,18 +146,12 @@ def _listed(folder: Path) -> list[Path]:
 def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # interfaces come and go, and some have no answer to some questions
+    except OSError:  # missing, or an interface that cannot answer
         return ""
 
 
-def _interface(path: Path) -> facts.Interface:
-    speed = _read(path / "speed")
-    known = speed.isdigit() and int(speed) > 0
-    return facts.Interface(path.name, _network_of(path.name), int(speed) if known else None)
-
-
 def _network_of(name: str) -> str:
-    """Return address and prefix length of an interface, empty where it has no IPv4 address."""
+    """Return the IPv4 address and prefix length of an interface, or an empty text."""
     request = struct.pack("256s", name.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked, contextlib.suppress(OSError):
         address = socket.inet_ntoa(fcntl.ioctl(asked, _SIOCGIFADDR, request)[20:24])
@@ -162,14 +164,8 @@ def _active_ports(device: Path) -> list[Path]:
     return [port for port in _listed(device / "ports") if "ACTIVE" in _read(port / "state")]
 
 
-def _infiniband(device: Path) -> facts.Interface:
-    rates = [_read(port / "rate").split() for port in _active_ports(device)]
-    gigabits = max((float(rate[0]) for rate in rates if rate), default=0.0)
-    return facts.Interface(device.name, "", round(gigabits * 1000) or None, is_infiniband=True)
-
-
 def traffic() -> dict[str, int]:
-    """Return the bytes that each network interface has moved so far, both ways."""
+    """Return the bytes that each network interface has sent and received so far."""
     moved = {
         path.name: _counted(path / "statistics" / name for name in ("rx_bytes", "tx_bytes"))
         for path in _listed(_NETWORK)
@@ -189,32 +185,33 @@ def _counted(counters: Iterable[Path]) -> int:
 # GPUs -----------------------------------------------------------------------------------------------------------------
 
 
-def gpus() -> facts.GpuFacts:
-    """Return the GPUs as this process sees them. It imports CuPy only where there may be any."""
+def gpus() -> GpuFacts:
+    """Return the GPUs that this process sees. CuPy is imported only if there may be GPUs."""
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not gpus_may_be_present():
-        return facts.GpuFacts(variable=variable)
+        return GpuFacts(variable=variable)
     state = find_cupy()
     if state.module is None:
-        return facts.GpuFacts(has_driver=True, problem=state.problem, variable=variable)
+        return GpuFacts(has_driver=True, problem=state.problem, variable=variable)
     problem = nccl_problem() or ""
     devices = visible_devices()
-    return facts.GpuFacts(
+    properties = state.module.cuda.runtime.getDeviceProperties
+
+    def name(device: int) -> str:
+        found = properties(device)["name"]
+        return found.decode() if isinstance(found, bytes) else str(found)
+
+    return GpuFacts(
         has_driver=True,
         visible=devices,
-        names=tuple(_name(state.module, device) for device in range(len(devices))),
-        # Those next to each, none where the kernel does not say. CUDA writes bus ids in capitals.
+        names=tuple(map(name, range(len(devices)))),
+        # CUDA writes bus ids in capitals.
         cores=tuple(cores_of_list(_read(_PCI / bus_id.lower() / "local_cpulist")) for bus_id in devices),
         nccl="" if problem else nccl_version(nccl_binding()),
         nccl_problem=problem,
         variable=variable,
-        net=facts.NcclNet() if problem else nccl_net(),
+        net=NcclNet() if problem else nccl_net(),
     )
-
-
-def _name(cupy: ModuleType, device: int) -> str:
-    name = cupy.cuda.runtime.getDeviceProperties(device)["name"]
-    return name.decode() if isinstance(name, bytes) else str(name)
 
 
 def cores_of_list(text: str) -> tuple[int, ...]:
@@ -227,15 +224,25 @@ def cores_of_list(text: str) -> tuple[int, ...]:
     return tuple(core for first, last in ends for core in range(int(first), int(last or first) + 1))
 
 
-def facts_of_this_rank() -> facts.RankFacts:
-    """Return the facts of this rank; local."""
+def facts_of_this_rank() -> RankFacts:
+    """Return the facts of this rank without its GPUs. Local."""
     system = read_batch_system()
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIX)}
-    return facts.RankFacts(
+    wrong = {}
+    for name, setting in SETTINGS.items():
+        try:
+            setting.read()
+        except ValueError as error:
+            wrong[name] = str(error)
+    try:
+        without_core = native.why_not() or ""
+    except (RuntimeError, ValueError) as error:
+        without_core = str(error)
+    return RankFacts(
         host=socket.gethostname(),
         machine=identity(),
         launcher=read_launcher(),
-        mpi=mpi_facts(),
+        mpi=_mpi(),
         software={
             "Python": platform.python_version(),
             "NumPy": np.__version__,
@@ -244,63 +251,36 @@ def facts_of_this_rank() -> facts.RankFacts:
         },
         cores=cores(),
         shared_memory=shared_memory(),
-        gpus=gpus(),
         interfaces=interfaces(),
         settings=settings,
-        wrong_settings=_wrong_settings(),
+        wrong_settings=wrong,
         unknown_settings=tuple(name for name in settings if name not in SETTINGS),
         batch_system=None if system is None else system.name,
         job_hosts=hosts_of_job(os.environ),
-        without_core=_without_core(),
+        without_core=without_core,
         without_core_between_nodes=native.why_not_between_nodes() or "",
         loose_barriers=has_loose_barriers(os.environ),
     )
 
 
-def mpi_facts() -> facts.MpiFacts:
-    """Return the facts of the MPI library of this process."""
+def _mpi() -> MpiFacts:
     mpi = import_mpi()
     library = library_of(mpi.Get_library_version(), loaded_library())
-    # Libraries number them differently.
+    # Libraries number the levels differently.
     levels = {getattr(mpi, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
-    return facts.MpiFacts(
-        vendor=library.vendor,
-        name=str(library),
-        path=None if library.path is None else str(library.path),
-        thread_level=f"MPI_THREAD_{levels[mpi.Query_thread()]}",
-        size=mpi.COMM_WORLD.Get_size(),
-        rank=mpi.COMM_WORLD.Get_rank(),
-    )
-
-
-def _wrong_settings() -> dict[str, str]:
-    wrong = {}
-    for name, setting in SETTINGS.items():
-        try:
-            setting.read()
-        except ValueError as error:
-            wrong[name] = str(error)
-    return wrong
-
-
-def _without_core() -> str:
-    try:
-        return native.why_not() or ""
-    except (RuntimeError, ValueError) as error:
-        return str(error)
+    world, path = mpi.COMM_WORLD, None if library.path is None else str(library.path)
+    level = f"MPI_THREAD_{levels[mpi.Query_thread()]}"
+    return MpiFacts(library.vendor, str(library), path, level, world.Get_size(), world.Get_rank())
 
 
 def hosts_of_job(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the hosts that the batch system gave the job, or none.
-
-    None of them where it is another system, or lists them in another way.
-    """
+    """Return the hosts of the batch job. None of them if the system does not list them, or in an unknown form."""
     system = read_batch_system(environ)
     value = "" if system is None else environ.get(system.hosts, "")
-    if system is None or not value:
-        return ()
-    # It only serves to name a host that is silent, so what cannot be read is left out.
+    # The hosts only serve to name a silent one.
     with contextlib.suppress(ValueError, OSError):
+        if system is None or not value:
+            return ()
         if system.name == "Slurm":
             return tuple(expand_hostlist(value))
         if system.name == "PBS":
@@ -311,9 +291,7 @@ def hosts_of_job(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def count_hosts_of_job(environ: Mapping[str, str]) -> int:
-    """Return how many hosts the batch system gave the job.
-
-    0 outside of one, or where it does not say.
+    """Return the number of hosts of the batch job. 0 if unknown.
 
     >>> count_hosts_of_job({"FLUX_URI": "local:///run/flux", "FLUX_JOB_NNODES": "2"})
     2
