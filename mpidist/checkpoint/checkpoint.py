@@ -36,6 +36,7 @@ from mpidist.core.context import (
     is_default,
     outside,
 )
+from mpidist.core.phases import CHECKPOINT
 from mpidist.values.composite import is_by_position
 
 
@@ -267,6 +268,7 @@ class TrackedObjects:
             extended_of(strategy).announce(error, action)
             raise
 
+    @CHECKPOINT
     def save(self, path: Path, number: int, options: SaveOptions) -> str:
         """Save a checkpoint, or begin to, and return its path on the first rank."""
         leaves = self.collect("saving", is_to_save=True)
@@ -303,6 +305,7 @@ class TrackedObjects:
         self._sequences[directory] += 1
         return self._sequences[directory]
 
+    @CHECKPOINT
     def restore(self, source: reader.Source, subject: str) -> tuple[LoadStatus | None, dict[str, str]]:
         """Return the status, or None without a checkpoint, and the unusable checkpoints."""
         self.wait()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from contextlib import ContextDecorator
 from types import TracebackType
 
 
-class Phase:
-    """Time that the program spends in one phase of its steps. Use it as a context manager; it nests."""
+class Phase(ContextDecorator):
+    """Time that the program spends in one phase of its steps. A context manager and a decorator; blocks may nest."""
 
     def __init__(self) -> None:
         self._nanoseconds = self._depth = self._began = 0

@@ -10,6 +10,7 @@ import numpy as np
 from mpidist.core import context
 from mpidist.core.context import StrategyLike
 from mpidist.core.errors import MismatchError
+from mpidist.core.phases import INPUT, counts
 from mpidist.core.text import said_lines
 from mpidist.input.device_feed import DeviceFeed, on_place
 from mpidist.input.distribution import Distribution, Remainder
@@ -237,7 +238,7 @@ class DistributedIterator(PassIterator[E_co]):
         if self._ended or (several and self._taken == self._steps_left):
             self.close()
             raise StopIteration
-        with workers.shared_errors("reading the next batch"):
+        with workers.shared_errors("reading the next batch"), INPUT:
             step = next(self._steps, None)
             if step is not None and self._distribution.spec is None:
                 element = next(part for part in step if part is not MISSING)
@@ -267,8 +268,16 @@ class DistributedIterator(PassIterator[E_co]):
                 part if part is not MISSING else empty if places is None else on_place(places[i], empty)
                 for i, part in enumerate(step)
             ]
+        counts.rows += sum(map(_rows_in, step))
         element: E_co = step[0]
         return regroup(step, workers.local_replica_ids, always_wrap=True) if workers.wrap else element
+
+
+def _rows_in(batch: Any) -> int:
+    """Return the length of the first array of a batch, or 0 if it is no array."""
+    while isinstance(batch, (tuple, list, dict)) and batch:
+        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+    return batch.shape[0] if getattr(batch, "shape", ()) else 0
 
 
 def _require_same(remainder: Remainder, communicator: Communicator) -> None:
