@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -181,6 +182,7 @@ def screen(folder: StatusFolder, states: Sequence[RankState], now: float, width:
     alike = groups_of((state.rank, (state.kind, state.text)) for state in states)
     groups = sorted(([by_rank[rank] for rank in ranks] for _, ranks in alike), key=_order)
     head = _head(folder, states, now)
+    head += [line for report in folder.reports for line in textwrap.wrap(report.straggler, width)]
     room = height - len(head) - 2
     shown = groups if len(groups) <= room else groups[: max(room - 1, 1)]
     rows = [("ranks", "for", "steps/s", "bytes/s", ""), *map(_cells, shown)]

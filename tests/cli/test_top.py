@@ -60,8 +60,9 @@ def report(rank: int, ranks: int = 4, **changes: Any) -> RankReport:
             state=RUNNING,
             error="",
             activity=Activity(WAITING, SUM, 17, "communicator 1", 11.0, "/home/me/net/train.py:41 (step)"),
-            totals=WorkCount(16, 17, 640),
-            rates=WorkCount(1.5, 2.0, 2048.0),
+            totals=WorkCount(16, 17, 640, 1.0, 0.0, 0.0),
+            rates=WorkCount(1.5, 2.0, 2048.0, 0.1, 0.0, 0.0),
+            straggler="",
         ),
         **changes,
     )
@@ -143,6 +144,12 @@ def test_a_job_that_is_over(changes: dict[str, Any], age: float, is_there: bool,
     assert lines[1] == head
     assert " ".join(lines[4].split()).startswith(f"0-3 {line}")
     assert len(lines) == 5
+
+
+def test_a_straggler_is_named_above_the_table() -> None:
+    verdict = "rank 2 (node0) is 11.8 ms late in 92% of steps"
+    lines = shown([report(0, straggler=verdict), *(report(rank) for rank in range(1, 4))])
+    assert lines.index(verdict) < lines.index("")
 
 
 def test_text_cannot_control_the_terminal(tmp_path: Path) -> None:
