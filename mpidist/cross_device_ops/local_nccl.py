@@ -24,16 +24,11 @@ class LocalAllReduce:
     """All-reduce among the GPUs of one process. If NCCL cannot be used, logs a warning, and ``suits`` is False.
 
     Closes itself when it is dropped, or at the end of the program.
-
-    Args:
-        devices: Numbers of the GPUs, each once.
-        packs_small: Whether small arrays are reduced in one flat array.
     """
 
     def __init__(self, devices: Sequence[int], packs_small: bool) -> None:
         self.devices = list(devices)
         self._small_bytes = SMALL_BYTES if packs_small else 0
-        self._ops = gpu_ops()
         self._comms: list[NcclComm] = []
         self._last: list[Event] = []
         try:
@@ -46,17 +41,14 @@ class LocalAllReduce:
     def suits(self, columns: Columns, op: ReduceOp) -> bool:
         """Return True if NCCL can reduce values: columns of an array per GPU, in order."""
         return bool(self._comms) and all(
-            [self._ops.device_of(array) for array in column] == self.devices
+            [gpu_ops().device_of(array) for array in column] == self.devices
             and nccl_dtype(reduction_dtypes(column[0].dtype, op)[0], op) is not None
             for column in columns
         )
 
     def all_reduce(self, columns: Columns, op: ReduceOp, divisor: int) -> list[list[Array]]:
-        """Return new arrays, one per GPU for each of ``columns``. A mean divides by ``divisor``.
-
-        The work is on the current stream of each GPU.
-        """
-        streams = [self._ops.current_stream(device) for device in self.devices]
+        """Return new arrays, one per GPU for each of ``columns``, on the current stream of each GPU."""
+        streams = [gpu_ops().current_stream(device) for device in self.devices]
         results: list[list[Array]] = [[] for _ in columns]
         shapes = [column[0].shape for column in columns]
         by_dtype: dict[DType, list[int]] = {}
@@ -65,23 +57,24 @@ class LocalAllReduce:
         for dtype, indices in by_dtype.items():
             group = DeviceGroup(indices, dtype, *reduction_dtypes(dtype, op))
             pack = DevicePack(group, shapes, op, divisor if op is ReduceOp.MEAN else None, self._small_bytes)
-            for arrays in self._reduce_pack(pack, columns, streams):
-                for i in indices:
-                    results[i].append(arrays[i])
+            self._reduce_pack(pack, columns, streams, results)
         self._last[:] = [stream.record(blocks=True) for stream in streams]
         return results
 
-    def _reduce_pack(self, pack: DevicePack, columns: Columns, streams: Sequence[Stream]) -> list[dict[int, Array]]:
-        """Return the results of each GPU by index."""
-        ops, results, reductions = self._ops, [], []
+    def _reduce_pack(
+        self, pack: DevicePack, columns: Columns, streams: Sequence[Stream], results: Sequence[list[Array]]
+    ) -> None:
+        ops, reductions = gpu_ops(), []
         for k, device in enumerate(self.devices):
             with ops.on(device):
-                given = {i: columns[i][k] for i in pack.group.indices}
-                inputs = {i: array if array.flags.c_contiguous else ops.copy(array) for i, array in given.items()}
-                results.append({i: ops.empty(array.shape, pack.group.result, device) for i, array in given.items()})
+                inputs = {i: columns[i][k] for i in pack.group.indices}
+                targets = {i: ops.empty(array.shape, pack.group.result, device) for i, array in inputs.items()}
+                inputs = {i: array if array.flags.c_contiguous else ops.copy(array) for i, array in inputs.items()}
                 flat = ops.empty((pack.flat_count,), pack.dtype, device) if pack.together else None
-                reductions.append(DeviceReduction(pack, inputs, results[k], flat, streams[k]))
+                reductions.append(DeviceReduction(pack, inputs, targets, flat, streams[k]))
                 reductions[k].load()
+            for i, target in targets.items():
+                results[i].append(target)
         with ops.on(self.devices[0]), self._comms[0].group():
             for comm, reduction, stream in zip(self._comms, reductions, streams, strict=True):
                 for source, target in reduction.pieces:
@@ -89,7 +82,6 @@ class LocalAllReduce:
         for device, reduction in zip(self.devices, reductions, strict=True):
             with ops.on(device):
                 reduction.store()
-        return results
 
     def close(self) -> None:
         """Free NCCL's resources, once its work is done (idempotent)."""
