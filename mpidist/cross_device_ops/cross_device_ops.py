@@ -238,25 +238,29 @@ class CrossDeviceOps:
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, structure: str = ""
     ) -> Work | FinishedWork:
         """Start :meth:`reduce_pairs`. Steps other than the communicator's are done at once."""
-        comm, has_sparse = self.ranks, any(isinstance(value.values[0], IndexedSlices) for value, _ in pairs)
-        if comm is None or not self.leaves_all_to_engine or has_sparse:
+        has_sparse = any(isinstance(value.values[0], IndexedSlices) for value, _ in pairs)
+        if self.ranks is None or not self.leaves_all_to_engine or has_sparse:
             return FinishedWork(self.reduce_pairs(op, pairs, divisor, options, structure))
-        replicas, dtypes = self._of_replicas(op, pairs)
-        reduced, *more = replicas if _are_on_host(replicas) else [self._combined(op, replicas, pairs, options)]
-        own = self.with_algorithm(options)
-        work = comm.reduce_arrays_async(op, reduced, divisor, options=own, note=structure, more=more)
-        return work.then(lambda totals: _delivered(pairs, totals, dtypes))
+        work: Work | FinishedWork = self._dense(op, pairs, divisor, options, structure, starts=True)
+        return work
 
-    def _dense(self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, structure: str) -> list[object]:
+    def _dense(
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, structure: str, starts: bool = False
+    ) -> Any:
+        """Return the results for dense values. With ``starts``, the communicator starts, and a handle is returned."""
         comm = self.ranks
         if comm is None and not self._has_own_steps:
             found = self._among_devices(op, pairs, divisor, options)
             if found is not None:
                 return found
         replicas, dtypes = self._of_replicas(op, pairs)
-        if comm is not None and self.leaves_all_to_engine and _are_on_host(replicas):
-            arrays, *more = replicas
+        are_on_host = not any(is_device_array(array) for arrays in replicas for array in arrays)
+        if comm is not None and self.leaves_all_to_engine and (are_on_host or starts):
+            arrays, *more = replicas if are_on_host else [self._combined(op, replicas, pairs, options)]
             own = self.with_algorithm(options)
+            if starts:
+                work = comm.reduce_arrays_async(op, arrays, divisor, options=own, note=structure, more=more)
+                return work.then(lambda totals: _delivered(pairs, totals, dtypes))
             totals = comm.reduce_arrays(op, arrays, divisor, options=own, note=structure, more=more)
             return _delivered(pairs, totals, dtypes)
         totals = self._combined(op, replicas, pairs, options)
@@ -541,10 +545,6 @@ def _merged(algorithm: str | None, defaults: CommunicationOptions | None, option
 
 def _unchanged(array: Any) -> Any:
     return array
-
-
-def _are_on_host(replicas: Sequence[Sequence[Array]]) -> bool:
-    return not any(is_device_array(array) for arrays in replicas for array in arrays)
 
 
 def _delivered(pairs: Pairs, totals: Sequence[Array], dtypes: Sequence[DType]) -> list[object]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from math import prod
 from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
@@ -23,7 +22,7 @@ from mpidist.input import Dataset, InputContext, InputOptions, ValueContext, who
 from mpidist.input.elements import owned
 from mpidist.strategies import value_checks
 from mpidist.strategies.axis_reduction import reduce_over_axis
-from mpidist.strategies.replica_threads import replica_works, run_of_this_thread
+from mpidist.strategies.replica_threads import ReplicaWork, run_of_this_thread
 from mpidist.strategies.strategy_extended import StrategyExtended
 from mpidist.values import IndexedSlices, PerReplica, ReplicaValues, Variable, regroup, select_replica
 from mpidist.values.component import Assignable
@@ -281,18 +280,10 @@ class Strategy:
     def experimental_split_to_logical_devices(self, tensor: Value, partition_dimensions: Sequence[int]) -> Value:
         """Return ``tensor`` after a check of the partition: a replica has one logical device."""
         shape, parts = to_array(tensor).shape, list(partition_dimensions)
-        if len(parts) != len(shape):
+        if parts != [1] * len(shape):
             raise ValueError(
-                f"partition_dimensions {parts} for a tensor of shape {shape}; expected {len(shape)} numbers, one per "
-                "axis"
-            )
-        for axis, (size, count) in enumerate(zip(shape, parts, strict=True)):
-            if count < 1 or size % count:
-                raise ValueError(f"axis {axis} of size {size} cannot be cut into {count} equal parts")
-        if prod(parts) != 1:
-            raise ValueError(
-                f"partition_dimensions {parts} make {prod(parts)} parts; expected 1, the number of logical devices of "
-                "a replica"
+                f"partition_dimensions {parts} for a tensor of shape {shape}; expected {[1] * len(shape)}: one number "
+                "per axis, whose product is the number of logical devices of a replica, 1"
             )
         return tensor
 
@@ -519,7 +510,7 @@ class ReplicaContext:
         """Start an :meth:`all_reduce` and return a handle whose ``wait()`` returns the result. Extension.
 
         Collective as ``all_reduce``. Do not change ``value`` before ``wait()`` has returned. ``out`` is written by
-        then.
+        then. If a rank has several GPUs, all of its replicas must call ``wait()``.
         """
         work: Work | PartOfWork | FinishedWork = self._reduced("all_reduce_async", reduce_op, value, options, out)
         return work
@@ -555,7 +546,8 @@ class ReplicaContext:
                 return nest.pack_like(values, results)
             work = extended.reduce_async(op, pairs, strategy.num_replicas_in_sync, options, note)
             nested = PartOfWork(work, lambda results: nest.pack_like(values, results))
-            return PerReplica(replica_works(nested, [place_at(device) for device in extended.worker_devices]), ids)
+            places = map(place_at, extended.worker_devices)
+            return PerReplica([ReplicaWork(nested, i, place) for i, place in enumerate(places)], ids)
 
         reduced: Any
         if self.num_replicas_in_sync > 1:
@@ -565,7 +557,7 @@ class ReplicaContext:
             is_kept = out is not None or context.is_default(self._strategy)
             reduced = value if is_kept else nest.map_structure(value_checks.copied, value)
             if starts:
-                reduced = replica_works(FinishedWork(reduced), [extended.first_gpu or HOST])[0]
+                reduced = ReplicaWork(FinishedWork(reduced), 0, extended.first_gpu or HOST)
         if out is None:
             return reduced
         if starts:

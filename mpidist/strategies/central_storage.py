@@ -53,21 +53,14 @@ class CentralExtended(ReplicatedExtended):
         """Return the device that is current while ``component`` is updated."""
         return component.device
 
-    def _update(self, var: Variable, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool) -> object:
-        (component,) = var.values
-        result = self._call_once(self._update_device(component), fn, (component, *args), kwargs)
-        return nest.map_structure(self.value_container, result) if group else (result,)
-
-    def _update_non_slot(self, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool) -> object:
-        result = self._call_once(self.parameter_devices[0], fn, args, kwargs)
-        return result if group else (result,)
-
-    def _call_once(self, device: str, fn: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
-        """Call an update function in update context."""
+    def _call_updates(
+        self, var: Variable | None, fn: Callable[..., object], args: Args, kwargs: Kwargs
+    ) -> list[object]:
+        device = self.parameter_devices[0] if var is None else self._update_device(var.values[0])
         with self.shared_errors("an update function"):
             args, kwargs = nest.map_structure(self._sole, (args, kwargs))
             with place_at(device).current(), context.entered(Frame(self.strategy, None, 0)):
-                return fn(*args, **kwargs)
+                return [fn(*args, **kwargs) if var is None else fn(var.values[0], *args, **kwargs)]
 
     def update_in_replica(
         self,

@@ -62,9 +62,10 @@ class DefaultExtended(StrategyExtended):
         """Return ``value``: the default strategy places nothing."""
         return value
 
-    def _update(self, var: Variable, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool) -> object:
-        result = fn(var, *args, **kwargs)
-        return result if group else (result,)
+    def _call_updates(
+        self, var: Variable | None, fn: Callable[..., object], args: Args, kwargs: Kwargs
+    ) -> list[object]:
+        return super()._call_updates(None, fn, args, kwargs) if var is None else [fn(var, *args, **kwargs)]
 
     def distribute_dataset(self, dataset: object, options: InputOptions | None) -> Any:
         """Return the dataset itself, or one of the batches of a DataLoader."""

@@ -15,13 +15,13 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from mpidist.arrays.device_ops import gpu_ops
-from mpidist.arrays.streams import Event, Stream
+from mpidist.arrays.streams import Stream
 from mpidist.collectives import FinishedWork, PartOfWork, Work
 from mpidist.core.context import Args, Frame, Kwargs, as_in_a_new_thread, entered, pop, push
 from mpidist.core.text import user_call_site
@@ -271,65 +271,28 @@ def _call_text(call: tuple[object, ...]) -> str:
     return " ".join(str(getattr(part, "co_name", getattr(part, "name", part))) for part in call if part is not None)
 
 
-# Handles --------------------------------------------------------------------------------------------------------------
+class ReplicaWork(PartOfWork):
+    """One replica's handle of a collective; as ``Work``. Made in the coordinating thread.
 
-
-class _Arrival:
-    """The results of a collective on the devices of the local replicas. Made in the coordinating thread.
-
-    The first replica to wait copies the results to all devices. It uses its own current stream, and for the others the
-    streams of the coordinating thread, on which they started. Streams that are current in the waiting thread are
-    unrelated to the other replicas.
+    On devices, ``wait`` is a merge point: the coordinating thread receives the results, on its streams.
     """
 
-    def __init__(self, work: Work | FinishedWork | PartOfWork, places: Sequence[Place]) -> None:
-        self._work = work
-        self._places = places
-        self._streams = [_current_stream(place) for place in places]
-        self._events = _record(self._streams)
-        self._results: list[object] = []
-
-    def wait(self, replica: int, timeout: float | None) -> object:
-        """Return the result; the current stream of the replica's device waits for it."""
-        streams = list(self._streams)
-        streams[replica] = here = _current_stream(self._places[replica])
-        event = self._events[replica]
-        if here is not None and event is not None:
-            here.wait(event)
-        if not self._results:
-            with ExitStack() as entered:
-                for place, stream in zip(self._places, streams, strict=True):
-                    # When a thread leaves another stream, CuPy forgets the stream that it was told to use().
-                    if stream is not None and stream.handle != gpu_ops().current_stream(place.number).handle:
-                        entered.enter_context(stream)
-                self._results.append(self._work.wait(timeout))
-            self._events = _record(streams)
-        return self._results[0]
-
-
-class ReplicaWork(PartOfWork):
-    """One replica's handle; as ``Work``."""
-
-    def __init__(self, work: Work | FinishedWork | PartOfWork, arrival: _Arrival, replica: int) -> None:
+    def __init__(self, work: Work | FinishedWork | PartOfWork, replica: int, place: Place) -> None:
         super().__init__(work, partial(select_replica, replica))
-        self._arrival = arrival
-        self._replica = replica
+        self._place = place
+        stream = _current_stream(place)
+        # The results of a finished collective.
+        self._event = None if stream is None else stream.record()
 
     def wait(self, timeout: float | None = None) -> Any:
         """See ``Work``."""
-        return self._select(self._arrival.wait(self._replica, timeout))
-
-
-def replica_works(work: Work | FinishedWork | PartOfWork, places: Sequence[Place]) -> Sequence[PartOfWork]:
-    """Return a handle for each local replica, from the coordinating thread."""
-    if all(place.is_host for place in places):
-        return [PartOfWork(work, partial(select_replica, i)) for i in range(len(places))]
-    arrival = _Arrival(work, places)
-    return [ReplicaWork(work, arrival, i) for i in range(len(places))]
-
-
-def _record(streams: Sequence[Stream | None]) -> list[Event | None]:
-    return [None if stream is None else stream.record() for stream in streams]
+        run, stream = run_of_this_thread(), _current_stream(self._place)
+        if stream is None or self._event is None:
+            return super().wait(timeout)
+        stream.wait(self._event)
+        if run is None:
+            return super().wait(timeout)
+        return run.merge(("wait", self._work), lambda _: self._work.wait(timeout), (), {})
 
 
 def _current_stream(place: Place) -> Stream | None:

@@ -38,7 +38,7 @@ from mpidist.values import IndexedSlices, Mirrored, PerReplica, ReplicaValues, V
 from mpidist.values.component import Component
 from mpidist.values.creation import VariableNames
 from mpidist.values.placement import Place, copy_of, place_at, place_of
-from mpidist.values.variable import changing, update_components
+from mpidist.values.variable import changing
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
@@ -307,7 +307,7 @@ class StrategyExtended(ABC):
         """
         context.require_cross_replica(self.strategy, "update_non_slot()", "use merge_call")
         value_checks.check_equal_on_replicas("update_non_slot()", args, kwargs)
-        return self._update_non_slot(fn, tuple(args), kwargs or {}, group)
+        return self._update(None, fn, tuple(args), kwargs or {}, group)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
         """Return the devices of state that belongs to no variable."""
@@ -573,20 +573,26 @@ class StrategyExtended(ABC):
             result = fn(component, *args, **kwargs)
         return result if group else (result,)
 
-    def _update(self, var: Variable, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool) -> object:
-        results = update_components(var, fn, lambda i: (select_replica(i, args), select_replica(i, kwargs)))
+    def _update(
+        self, var: Variable | None, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool
+    ) -> object:
+        """Call an update function for each component of ``var``, or for each local device, and group the results."""
+        results = self._call_updates(var, fn, args, kwargs)
         if not group:
             return tuple(results)
         if len(results) == 1:
             return nest.map_structure(self.value_container, results[0])
         return regroup(results, self.local_replica_ids)
 
-    def _update_non_slot(self, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool) -> object:
+    def _call_updates(
+        self, var: Variable | None, fn: Callable[..., object], args: Args, kwargs: Kwargs
+    ) -> list[object]:
         results = []
         for i, (device,) in enumerate(self.worker_devices_by_replica):
+            component = () if var is None else (var.values[i],)
             with place_at(device).current(), context.entered(Frame(self.strategy, None, i)):
-                results.append(fn(*select_replica(i, args), **select_replica(i, kwargs)))
-        return regroup(results, self.local_replica_ids) if group else tuple(results)
+                results.append(fn(*component, *select_replica(i, args), **select_replica(i, kwargs)))
+        return results
 
     def apply_gradients(self, optimizer: Any, summed: Iterable[tuple[list[object], list[Variable]]]) -> None:
         """Update variables in update context by summed gradients, which come with their variables.
