@@ -249,10 +249,6 @@ class CrossDeviceOps:
     ) -> Any:
         """Return the results for dense values. With ``starts``, the communicator starts, and a handle is returned."""
         comm = self.ranks
-        if comm is None and not self._has_own_steps:
-            found = self._among_devices(op, pairs, divisor, options)
-            if found is not None:
-                return found
         replicas, dtypes = self._of_replicas(op, pairs)
         are_on_host = not any(is_device_array(array) for arrays in replicas for array in arrays)
         if comm is not None and self.leaves_all_to_engine and (are_on_host or starts):
@@ -260,19 +256,21 @@ class CrossDeviceOps:
             own = self.with_algorithm(options)
             if starts:
                 work = comm.reduce_arrays_async(op, arrays, divisor, options=own, note=structure, more=more)
-                return work.then(lambda totals: _delivered(pairs, totals, dtypes))
+                return work.then(lambda totals: _delivered(pairs, [[total] for total in totals], dtypes))
             totals = comm.reduce_arrays(op, arrays, divisor, options=own, note=structure, more=more)
-            return _delivered(pairs, totals, dtypes)
-        totals = self._combined(op, replicas, pairs, options)
+            return _delivered(pairs, [[total] for total in totals], dtypes)
+        by_device = self._among_devices(op, replicas, options) if comm is None and not self._has_own_steps else []
+        totals = self._combined(op, replicas, pairs, options) if not by_device else []
         if comm is not None:
             totals = self.between_ranks_implementation(op, totals, divisor, options, structure)
-        elif op is ReduceOp.MEAN:
-            totals = [divided(total, divisor) for total in totals]
-        return _delivered(pairs, totals, dtypes)
+        by_device = by_device or [[total] for total in totals]
+        if comm is None and op is ReduceOp.MEAN:
+            by_device = [[divided(total, divisor) for total in copies] for copies in by_device]
+        return _delivered(pairs, by_device, dtypes)
 
-    def _among_devices(self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions) -> list[object] | None:
-        """Return the results if the class can reduce between the devices of this process, otherwise None."""
-        return None
+    def _among_devices(self, op: ReduceOp, replicas: list[list[Array]], options: CallOptions) -> list[list[Array]]:
+        """Return the totals of each value on all devices of this process, if the class can reduce between them."""
+        return []
 
     def _of_replicas(self, op: ReduceOp, pairs: Pairs) -> tuple[list[list[Array]], list[DType]]:
         """Return the arrays of each local replica in the dtype of the sum, and the dtypes of the results."""
@@ -393,32 +391,22 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
             self._local.close()
             self._local = None
 
-    def _among_devices(self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions) -> list[object] | None:
-        columns = [[to_array(part) for part in value.values] for value, _ in pairs]
-        if len(columns[0]) < 2 or not all(is_device_array(a) for column in columns for a in column):
-            return None
-        if options is not None and options.deterministic:
-            return None  # the copies to one device are added in a fixed order
-        for column in columns:
-            local_values.check_alike(column)
-        devices = [place_of(array).number for array in columns[0]]
-        if len(set(devices)) < len(devices):
-            return None
-        if self._local is None or self._local.devices != devices:
-            self.close()
-            self._local = LocalAllReduce(devices, self.num_packs > 0)
-        if not self._local.suits(columns, op):
-            return None
-        results: list[object] = []
-        for arrays, (value, destinations) in zip(self._local.all_reduce(columns, op, divisor), pairs, strict=True):
-            restore = restorer(value.values[0]) or _unchanged
-            on = {place_of(array).device: array for array in arrays}
-            copies = [
-                restore(on.pop(device) if device in on else local_values.put(arrays[0], device, copies=True))
-                for device in destination_devices(destinations)
-            ]
-            results.append(copies[0] if len(copies) == 1 else Mirrored(copies))
-        return results
+    def _among_devices(self, op: ReduceOp, replicas: list[list[Array]], options: CallOptions) -> list[list[Array]]:
+        columns = [list(column) for column in zip(*replicas, strict=True)]
+        # With ``deterministic``, the copies to one device are added in a fixed order.
+        is_ordered = options is not None and options.deterministic
+        if (
+            len(replicas) > 1
+            and not is_ordered
+            and all(is_device_array(array) for column in columns for array in column)
+        ):
+            devices = [place_of(array).number for array in columns[0]]
+            if self._local is None or self._local.devices != devices:
+                self.close()
+                self._local = LocalAllReduce(devices) if len(set(devices)) == len(devices) else None
+            if self._local is not None and self._local.suits(columns, op):
+                return self._local.all_reduce(columns, op)
+        return []
 
 
 class CollectiveAllReduce(CrossDeviceOps):
@@ -547,16 +535,24 @@ def _unchanged(array: Any) -> Any:
     return array
 
 
-def _delivered(pairs: Pairs, totals: Sequence[Array], dtypes: Sequence[DType]) -> list[object]:
-    """Return the totals in their final dtype and kind, on their destinations."""
+def _delivered(pairs: Pairs, totals: Sequence[Sequence[Array]], dtypes: Sequence[DType]) -> list[object]:
+    """Return totals, each on one device or on several, in their final dtype and kind on their destinations."""
     results = []
-    for (value, destinations), total, dtype in zip(pairs, totals, dtypes, strict=True):
-        # The caller gets an array of its own, never one of the inputs.
-        is_input = any(_share_memory(total, to_array(component)) for component in value.values)
-        here = place_of(total)
-        own = here.copies(total) if is_input and total.dtype == dtype else here.casts(total, dtype)
+    for (value, destinations), copies, dtype in zip(pairs, totals, dtypes, strict=True):
+        finals = []
+        for total in copies:
+            # The caller gets an array of its own, never one of the inputs.
+            is_input = any(_share_memory(total, to_array(component)) for component in value.values)
+            here = place_of(total)
+            finals.append(here.copies(total) if is_input and total.dtype == dtype else here.casts(total, dtype))
         restore = restorer(value.values[0]) or _unchanged
-        results.append(local_values.place(restore(own), destination_devices(destinations)))
+        devices = destination_devices(destinations)
+        if len(finals) == 1:
+            results.append(local_values.place(restore(finals[0]), devices))
+            continue
+        on = {place_of(array).device: array for array in finals}
+        parts = [restore(on.pop(d) if d in on else local_values.put(finals[0], d, copies=True)) for d in devices]
+        results.append(parts[0] if len(parts) == 1 else Mirrored(parts))
     return results
 
 

@@ -15,7 +15,7 @@ from mpidist.collectives import FinishedWork, PartOfWork, Work
 from mpidist.collectives.reading import restore
 from mpidist.core import context, nest
 from mpidist.core.context import Args, Frame, Kwargs, current_frame, pop, push, require_replica
-from mpidist.core.options import CommunicationOptions, ReduceOp, RunOptions, check_communication_options
+from mpidist.core.options import CallOptions, CommunicationOptions, ReduceOp, RunOptions, check_communication_options
 from mpidist.cross_device_ops import CrossDeviceOps
 from mpidist.cross_device_ops.local_values import destination_devices, place
 from mpidist.input import Dataset, InputContext, InputOptions, ValueContext, whole_elements
@@ -525,7 +525,7 @@ class ReplicaContext:
         value, leaves = _read_here(value)
         extended = self._strategy.extended
         if self._lone_ops is not None and not any([isinstance(leaf, IndexedSlices) for leaf in leaves]):
-            return self._reduced_by_ranks(self._lone_ops, starts, op, value, leaves, options, out)
+            return self._reduced_by_ranks(starts, op, value, leaves, options, out)
         with extended.shared_errors(f"{op.name} of its values"):
             value_checks.check_can_reduce(leaves, op)
             if out is not None:
@@ -565,18 +565,12 @@ class ReplicaContext:
         return value_checks.copy_into(out, reduced)
 
     def _reduced_by_ranks(
-        self,
-        ops: CrossDeviceOps,
-        starts: bool,
-        op: ReduceOp,
-        value: object,
-        leaves: Sequence[object],
-        options: CommunicationOptions | None,
-        out: object,
+        self, starts: bool, op: ReduceOp, value: object, leaves: Sequence[object], options: CallOptions, out: object
     ) -> Any:
         """Return what :meth:`_reduced` returns, without further steps than the communicator's."""
-        ranks = ops.ranks
-        assert ranks is not None
+        assert self._lone_ops is not None
+        assert self._lone_ops.ranks is not None
+        ranks, own = self._lone_ops.ranks, self._lone_ops.with_algorithm(options)
         try:
             arrays = [to_array(leaf) for leaf in leaves]
             outs = None if out is None else value_checks.outputs_for(value, out)
@@ -584,7 +578,7 @@ class ReplicaContext:
             ranks.announce(error, f"{op.name} of its values")
             raise
         is_leaf = len(leaves) == 1 and leaves[0] is value
-        note, own = "" if is_leaf else nest.describe(value), ops.with_algorithm(options)
+        note = "" if is_leaf else nest.describe(value)
 
         def finished(results: Sequence[Any]) -> object:
             if out is not None:
