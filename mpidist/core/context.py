@@ -16,10 +16,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from mpidist.core.lazy import imported
-from mpidist.core.options import ReduceOp, RunOptions
+from mpidist.core.options import ReduceOp
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
@@ -79,21 +80,6 @@ class StrategyLike(Protocol):
     def scope(self) -> AbstractContextManager[object]:
         """Enter the strategy's scope."""
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Value, axis: int | tuple[int, ...] | None) -> Value:
-        """Reduce a value over replicas."""
-
-    def run(
-        self,
-        fn: Callable[..., Result],
-        args: Sequence[object] = (),
-        kwargs: dict[str, object] | None = None,
-        options: RunOptions | None = None,
-    ) -> Result:
-        """Call ``fn`` once per local replica."""
-
-    def experimental_local_results(self, value: Value) -> tuple[Value, ...]:
-        """Return the components of this rank."""
-
 
 Strategy = TypeVar("Strategy", bound=StrategyLike)
 
@@ -101,20 +87,13 @@ Strategy = TypeVar("Strategy", bound=StrategyLike)
 # The stack of each thread ---------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class Frame:
     """One entry of the stack. Without ``replica_context`` it is a cross-replica context."""
 
-    __slots__ = ("replica_context", "strategy", "update_replica_id")
-
-    def __init__(
-        self,
-        strategy: StrategyLike,
-        replica_context: ReplicaContextLike | None = None,
-        update_replica_id: int | None = None,
-    ) -> None:
-        self.strategy = strategy
-        self.replica_context = replica_context
-        self.update_replica_id = update_replica_id
+    strategy: StrategyLike
+    replica_context: ReplicaContextLike | None = None
+    update_replica_id: int | None = None
 
 
 # The stacks of all threads. An ended thread's stack stays until its number is reused.
