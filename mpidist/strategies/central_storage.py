@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpidist.arrays.dtypes import Array
@@ -62,21 +63,10 @@ class CentralExtended(ReplicatedExtended):
             with place_at(device).current(), context.entered(Frame(self.strategy, None, 0)):
                 return [fn(*args, **kwargs) if var is None else fn(var.values[0], *args, **kwargs)]
 
-    def update_in_replica(
-        self,
-        replica: ReplicaContextLike,
-        var: Variable,
-        fn: Callable[..., object],
-        args: Args,
-        kwargs: Kwargs,
-        group: bool,
-    ) -> object:
+    def update_in_replica(self, replica: ReplicaContextLike, var: Variable, fn: Callable[[Any], object]) -> None:
         """See ``StrategyExtended``: the replicas wait for each other, and the one component is updated once."""
-
-        def merged(_: object, *args: object, **kwargs: object) -> object:
-            return self._update(self.own_variable(var, "update"), fn, args, kwargs, group)
-
-        return replica.meet(("update", var.label), merged, args, kwargs)
+        update = partial(self._update, self.own_variable(var, "update"), fn, (), {}, False)
+        replica.meet(("update", var.label), lambda _: update(), (), {})
 
     def _sole(self, value: object) -> object:
         """Return an argument of an update as one value."""

@@ -91,17 +91,12 @@ class DefaultExtended(StrategyExtended):
 
 
 class DefaultStrategy(Strategy):
-    """One replica, no communication. The only object of this class is created on import."""
-
-    _sole: DefaultStrategy | None = None
+    """One replica, no communication. ``mpidist.get_strategy()`` returns the only object outside of any scope."""
 
     def __init__(self) -> None:
-        if DefaultStrategy._sole is not None:
-            raise RuntimeError("there is one default strategy; mpidist.get_strategy() returns it outside any scope")
         extended = DefaultExtended(self)
         super().__init__(extended)
         register_default_strategy(self, extended.replica)
-        DefaultStrategy._sole = self
 
 
 default_strategy = DefaultStrategy()

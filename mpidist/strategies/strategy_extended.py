@@ -481,32 +481,21 @@ class StrategyExtended(ABC):
 
     def _as_contribution(self, op: ReduceOp, value: object) -> Any:
         """Return a PerReplica to reduce, or a value that is its own result."""
-        value = self.distributed(value)
-        if isinstance(value, Mirrored):
-            if op in _COUNTING and self.num_replicas_in_sync > 1:
-                raise ValueError(
-                    f"{op.name} of a Mirrored value, which is equal on all {self.num_replicas_in_sync} replicas, is "
-                    "ambiguous; use MEAN for the value itself, or multiply it by strategy.num_replicas_in_sync"
-                )
-            return value
-        if isinstance(value, ReplicaValues):
-            if len(value.values) != len(self.local_replica_ids):
-                raise ValueError(
-                    f"a value of {len(value.values)} replicas was given to {type(self.strategy).__name__}, which has "
-                    f"{len(self.local_replica_ids)} on this rank; expected what strategy.run() of this strategy "
-                    "returned"
-                )
-            return value if isinstance(value, PerReplica) else PerReplica(value.values, value.replica_ids)
-        if self.communicator is not None:
+        value, count = self.distributed(value), self.num_replicas_in_sync
+        is_plain = not isinstance(value, ReplicaValues)
+        if is_plain and self.communicator is not None:
             return PerReplica((value,), self.local_replica_ids[:1])
-        if op in _COUNTING and self.num_replicas_in_sync > 1:
-            array = None if isinstance(value, IndexedSlices) else to_array(value)
-            if array is None or op is ReduceOp.PROD or array.any():
+        if isinstance(value, Mirrored) or is_plain:
+            if op in _COUNTING and count > 1 and not (is_plain and op is not ReduceOp.PROD and _is_zero(value)):
                 raise ValueError(
-                    f"{op.name} of a value that is not distributed, {value!r}, over {self.num_replicas_in_sync} "
-                    "replicas is ambiguous; pass what strategy.run() returned, use MEAN for the value itself, or "
-                    "multiply it"
+                    f"{op.name} of {value!r}, which is equal on all {count} replicas, is ambiguous. Pass the result of "
+                    "strategy.run(), use MEAN for the value itself, or multiply it by strategy.num_replicas_in_sync."
                 )
+        elif isinstance(value, ReplicaValues) and len(value.values) != len(self.local_replica_ids):
+            raise ValueError(
+                f"a value of {len(value.values)} replicas was given to {type(self.strategy).__name__}, which has "
+                f"{len(self.local_replica_ids)} on this rank. Pass the result of strategy.run() of this strategy."
+            )
         return value
 
     def distributed(self, value: object) -> object:
@@ -555,23 +544,12 @@ class StrategyExtended(ABC):
 
     # Updates --------------------------------------------------------------------------------------------------
 
-    def update_in_replica(
-        self,
-        replica: ReplicaContextLike,
-        var: Variable,
-        fn: Callable[..., object],
-        args: Args,
-        kwargs: Kwargs,
-        group: bool,
-    ) -> object:
+    def update_in_replica(self, replica: ReplicaContextLike, var: Variable, fn: Callable[[Any], object]) -> None:
         """Call ``fn`` with the replica's component of ``var``, in its update context."""
         local_id = replica.local_replica_id
         component = self.own_variable(var, "update").values[local_id]
-        if args or kwargs:
-            args, kwargs = select_replica(local_id, args), select_replica(local_id, kwargs)
         with context.entered(Frame(self.strategy, None, local_id)):
-            result = fn(component, *args, **kwargs)
-        return result if group else (result,)
+            fn(component)
 
     def _update(
         self, var: Variable | None, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool
@@ -669,6 +647,10 @@ _EXTENSIONS = {"empty", "local_replica_ids", "num_replicas_in_sync", "read_all",
 def _first_device(value: object) -> str:
     first = value.values[0] if isinstance(value, ReplicaValues) else value
     return destination_devices(first)[0] if isinstance(first, (Variable, Component)) else device_of(first)
+
+
+def _is_zero(value: object) -> bool:
+    return not isinstance(value, IndexedSlices) and not to_array(value).any()
 
 
 def _structure_text(value: object, destinations: object) -> str:
