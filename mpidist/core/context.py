@@ -130,7 +130,7 @@ def current_frame() -> Frame:
 
 
 def replica_frame_elsewhere() -> Frame | None:
-    """Return the frame of a replica that waits for this thread, which a library has started outside of Python.
+    """Return the frame of a replica that waits for this thread of a library.
 
     Returns None in threads that Python started.
     """
@@ -210,9 +210,9 @@ def get_loss_reduction() -> ReduceOp:
 
 
 def experimental_set_strategy(strategy: StrategyLike | None) -> None:
-    """Set the current strategy of this thread without a ``with`` block; None sets the default strategy.
+    """Set the current strategy of this thread without a ``with`` block.
 
-    Call it on every rank, because variables are created collectively afterwards. It replaces the strategy of an earlier
+    None sets the default strategy. Call it on every rank, because variables are created collectively afterwards. It replaces the strategy of an earlier
     call.
 
     Raises:

@@ -269,11 +269,11 @@ class CrossDeviceOps:
         return _delivered(pairs, by_device, dtypes)
 
     def _among_devices(self, op: ReduceOp, replicas: list[list[Array]], options: CallOptions) -> list[list[Array]]:
-        """Return the totals of each value on all devices of this process, if the class can reduce between them."""
+        """Return totals on all devices of this process, if the class can reduce between them."""
         return []
 
     def _of_replicas(self, op: ReduceOp, pairs: Pairs) -> tuple[list[list[Array]], list[DType]]:
-        """Return the arrays of each local replica in the dtype of the sum, and the dtypes of the results."""
+        """Return each replica's arrays in the dtype of the sum, and the results' dtypes."""
         with self._shared_errors("the values of its replicas"):
             local: list[list[Array]] = []
             dtypes = []
@@ -536,7 +536,7 @@ def _unchanged(array: Any) -> Any:
 
 
 def _delivered(pairs: Pairs, totals: Sequence[Sequence[Array]], dtypes: Sequence[DType]) -> list[object]:
-    """Return totals, each on one device or on several, in their final dtype and kind on their destinations."""
+    """Return totals in their final dtype and kind on their destinations."""
     results = []
     for (value, destinations), copies, dtype in zip(pairs, totals, dtypes, strict=True):
         finals = []

@@ -1,4 +1,4 @@
-"""Values of one rank: their devices, and how the values of its replicas are combined, in their order."""
+"""The values of one rank: their devices, and the sums of its replicas, in order."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def device_of(value: Any, on_host: str = HOST.device) -> str:
 
 
 def place(value: object, devices: tuple[str, ...]) -> Any:
-    """Return ``value`` on a device, itself if it is there, or a Mirrored with a copy on each of several."""
+    """Return ``value`` itself or copied to a device, or a Mirrored of several devices."""
     first = put(value, devices[0])
     if len(devices) == 1:
         return first
@@ -87,7 +87,7 @@ def formed(array: Array, op: ReduceOp) -> Array:
 
 
 def accumulate(arrays: Sequence[Array], op: ReduceOp) -> Array:
-    """Combine arrays of one shape and dtype, first to last, on the device of the first. A MEAN is a SUM."""
+    """Combine equal-shaped arrays, first to last, on the device of the first. A MEAN is a SUM."""
     combine = NUMPY_OPS[op]
     if len(arrays) == 1:
         return arrays[0]

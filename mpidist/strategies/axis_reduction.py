@@ -58,7 +58,7 @@ def reduce_over_axis(
 
 
 def _along(array: Array, op: ReduceOp, axes: tuple[int, ...]) -> tuple[Array, Array]:
-    """Return the reduced array, and the number of elements in each result, both where ``array`` is."""
+    """Return the reduced array, and the number of elements in each result."""
     for axis in axes:
         if not -array.ndim <= axis < array.ndim:
             raise ValueError(

@@ -38,7 +38,7 @@ FOR_STRATEGIES = Advice(
 
 
 class ReplicatedExtended(StrategyExtended):
-    """Replicas in sync on the ranks of ``comm``, or in this process alone, with a copy of each variable.
+    """Replicas in sync with a copy of each variable, on the ranks of ``comm`` if any.
 
     ``devices`` None stands for this rank's share of the GPUs, or the CPU. ``comm`` is closed with the strategy.
     """
@@ -332,7 +332,7 @@ def _check_size(resolver: ClusterResolver, size: int) -> None:
 
 
 def _check_tasks(resolver: ClusterResolver, comm: Communicator) -> None:
-    """Close ``comm`` and raise ValueError on all ranks if two ranks have the same task (collective)."""
+    """Close ``comm`` and raise ValueError if two ranks have one task (collective)."""
     tasks = comm.all_gather_object((resolver.task_type, resolver.task_id))
     first: dict[tuple[str | None, int | None], int] = {}
     for rank, task in enumerate(tasks):

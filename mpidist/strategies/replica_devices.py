@@ -1,4 +1,4 @@
-"""The devices of a strategy's local replicas, and the distribution of a machine's GPUs over its ranks."""
+"""The devices of local replicas, and the distribution of a machine's GPUs over its ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class _Rank(NamedTuple):
 def agreed_devices(
     devices: tuple[str, ...] | None, comm: Communicator | None
 ) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
-    """Return the devices of this rank, each rank's number of devices, and whether all have GPUs (collective).
+    """Return this rank's devices, each rank's number, and whether all have GPUs (collective).
 
     Ranks of one machine that name no devices and see the same GPUs divide these. A process without other ranks divides
     them with the processes that the launcher has started on the machine. Without GPUs, the device is the CPU.
@@ -93,7 +93,7 @@ def agreed_devices(
 
 
 def _check_kinds(ranks: Sequence[_Rank], devices: Sequence[tuple[str, ...]]) -> None:
-    """Raise DeviceError if some ranks would compute on GPUs and others, by default, on the CPU."""
+    """Raise DeviceError if some ranks would use GPUs and others, by default, the CPU."""
     without = [rank for rank, own in enumerate(ranks) if own.named is None and not own.seen]
     with_gpus = [rank for rank, own in enumerate(devices) if _are_gpus(own)]
     if not without or not with_gpus:

@@ -106,7 +106,7 @@ class StrategyExtended(ABC):
 
     @abstractmethod
     def run_replicas(self, fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> list[Result]:
-        """Call ``fn`` in the context of each replica of this rank, and return the results in order. Extension.
+        """Call ``fn`` in the context of each replica of this rank; return the results. Extension.
 
         Each replica gets its part of the distributed values in ``args`` and ``kwargs``.
         """
@@ -554,7 +554,7 @@ class StrategyExtended(ABC):
     def _update(
         self, var: Variable | None, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool
     ) -> object:
-        """Call an update function for each component of ``var``, or for each local device, and group the results."""
+        """Call an update function for each component of ``var``, or each local device."""
         results = self._call_updates(var, fn, args, kwargs)
         if not group:
             return tuple(results)

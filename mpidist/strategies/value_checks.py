@@ -113,7 +113,7 @@ def check_out(value: object, leaves: Sequence[object], out: object, op: ReduceOp
 
 
 def check_results_apart(outs: object) -> None:
-    """Raise ValueError if replicas passed the same memory in ``outs``, the regrouped ``out`` of each replica."""
+    """Raise ValueError if replicas passed the same memory in ``outs``, one ``out`` each."""
     for leaf in nest.flatten(outs):
         parts = [to_array(part) for part in leaf.values] if isinstance(leaf, PerReplica) else []
         for (i, one), (j, other) in combinations(enumerate(parts), 2):

@@ -80,7 +80,7 @@ class _Checks:
 
 
 def _check_not_shared(optimizer: Foreign) -> None:
-    """Raise RuntimeError if replicas of this process step one module, to whose gradients each has added."""
+    """Raise RuntimeError if replicas of this process step one module and share its gradients."""
     replica = get_replica_context() if has_strategy() else None
     if replica is None or len(replica.strategy.extended.local_replica_ids) == 1:
         return
