@@ -212,8 +212,8 @@ def get_loss_reduction() -> ReduceOp:
 def experimental_set_strategy(strategy: StrategyLike | None) -> None:
     """Set the current strategy of this thread without a ``with`` block.
 
-    None sets the default strategy. Call it on every rank, because variables are created collectively afterwards. It replaces the strategy of an earlier
-    call.
+    None sets the default strategy. Call it on every rank, because variables are created collectively afterwards. It
+    replaces the strategy of an earlier call.
 
     Raises:
         RuntimeError: A scope is open.

@@ -273,7 +273,7 @@ class CrossDeviceOps:
         return []
 
     def _of_replicas(self, op: ReduceOp, pairs: Pairs) -> tuple[list[list[Array]], list[DType]]:
-        """Return each replica's arrays in the dtype of the sum, and the results' dtypes."""
+        """Return each replica's arrays in the dtype of the sum, and the dtypes of results."""
         with self._shared_errors("the values of its replicas"):
             local: list[list[Array]] = []
             dtypes = []

@@ -102,7 +102,7 @@ class Strategy:
         kwargs: dict[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Result:
-        """Call ``fn`` once for each replica of this rank, in replica context and on its device.
+        """Call ``fn`` once for each replica of this rank, in replica context.
 
         Several local replicas run in threads of their own, the same threads in every run. Enter settings of a thread,
         such as ``torch.no_grad()``, inside ``fn``.

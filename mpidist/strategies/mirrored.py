@@ -38,7 +38,7 @@ FOR_STRATEGIES = Advice(
 
 
 class ReplicatedExtended(StrategyExtended):
-    """Replicas in sync with a copy of each variable, on the ranks of ``comm`` if any.
+    """Replicas in sync with a copy of each variable, on one rank or several.
 
     ``devices`` None stands for this rank's share of the GPUs, or the CPU. ``comm`` is closed with the strategy.
     """
