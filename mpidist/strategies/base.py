@@ -376,9 +376,11 @@ class ReplicaContext:
         self._strategy = strategy
         self._id = replica_id_in_sync_group
         self._local_id = local_replica_id
-        self._lone_ops = lone_ops
-        ranks = None if lone_ops is None or lone_ops.with_algorithm(None) is not None else lone_ops.ranks
-        self._fast_all_reduce = None if ranks is None else ranks.fast.all_reduce
+        self._lone_ops, self._ranks = lone_ops, None if lone_ops is None else lone_ops.ranks
+        self._options = None if lone_ops is None else lone_ops.with_algorithm(None)
+        self._fast_all_reduce = None
+        if self._ranks is not None and self._options is None:
+            self._fast_all_reduce = self._ranks.fast.all_reduce
         self.frame = Frame(strategy, self)
 
     def call(self, fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> Result:
@@ -568,9 +570,11 @@ class ReplicaContext:
         self, starts: bool, op: ReduceOp, value: object, leaves: Sequence[object], options: CallOptions, out: object
     ) -> Any:
         """Return what :meth:`_reduced` returns, without further steps than the communicator's."""
+        ranks, own = self._ranks, self._options
         assert self._lone_ops is not None
-        assert self._lone_ops.ranks is not None
-        ranks, own = self._lone_ops.ranks, self._lone_ops.with_algorithm(options)
+        assert ranks is not None
+        if options is not None:
+            own = self._lone_ops.with_algorithm(options)
         try:
             arrays = [to_array(leaf) for leaf in leaves]
             outs = None if out is None else value_checks.outputs_for(value, out)
