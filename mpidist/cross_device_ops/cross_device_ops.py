@@ -575,7 +575,7 @@ def _check_pairs(pairs: object) -> list[tuple[ReplicaValues, object]]:
 
 
 def _own(kind: type, *steps: str) -> list[str]:
-    """Return the steps that a class outside of mpidist overrides."""
+    """Return the steps that a class outside of mpidist overrides. Classes of mpidist set ``_has_own_steps``."""
     return [step for step in steps if not getattr(kind, step).__module__.startswith("mpidist.")]
 
 

@@ -14,7 +14,6 @@ from mpidist.cluster_resolver.mpi_cluster_resolver import TRAINING_JOBS, checked
 from mpidist.collectives import Advice, Communicator, FinishedWork, Work
 from mpidist.collectives.reduce.registry import check_options
 from mpidist.core.context import Args, Kwargs
-from mpidist.core.errors import DeviceError
 from mpidist.core.options import CallOptions, CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.core.text import parse_device
 from mpidist.cross_device_ops import CrossDeviceOps, Pairs, select_cross_device_ops
@@ -57,7 +56,7 @@ class ReplicatedExtended(StrategyExtended):
             devices, counts, all_have_gpus = agreed_devices(devices, comm)
             ops = cross_device_ops or select_cross_device_ops(devices, sum(counts), comm)
             ops.bind(comm, sum(counts), devices)
-        except (DeviceError, TypeError, ValueError):  # raised on all ranks together
+        except Exception:  # raised on all ranks together
             if comm is not None:
                 comm.close()
             raise
