@@ -16,23 +16,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from mpidist.core.lazy import imported
-from mpidist.core.options import CommunicationOptions, ReduceOp, RunOptions
+from mpidist.core.options import ReduceOp
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
-# Arguments of a function that replicas call. Distributed values stand for each replica's part.
+# Arguments of a function that replicas call. In distributed values, each replica has a part.
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
 
 
-# Interfaces -----------------------------------------------------------------------------------------------------
+# The part of the strategies that lower modules use --------------------------------------------------------------------
 
 
 class ReplicaContextLike(Protocol):
-    """The part of a ReplicaContext that values and inputs use."""
+    """A ``mpidist.strategies.ReplicaContext``."""
 
     @property
     def replica_id_in_sync_group(self) -> int:
@@ -65,66 +66,12 @@ class ReplicaContextLike(Protocol):
         """Start to reduce over all replicas, and return a handle whose ``wait()`` returns the result."""
 
 
-class ExtendedLike(Protocol):
-    """The part of a StrategyExtended that values, inputs and training use."""
-
-    @property
-    def local_replica_ids(self) -> tuple[int, ...]:
-        """Global ids of the replicas of this rank."""
-
-    @property
-    def worker_devices_by_replica(self) -> tuple[tuple[str, ...], ...]:
-        """Devices of each replica of this rank."""
-
-    @property
-    def should_checkpoint(self) -> bool:
-        """Whether this rank writes checkpoints."""
-
-    @property
-    def variable_names(self) -> Any:
-        """The names of its variables (a VariableNames)."""
-
-    @property
-    def is_central(self) -> bool:
-        """Whether all replicas share one copy of each variable."""
-
-    def create_variable(self, array: Any, **properties: object) -> Any:
-        """Create a variable as the strategy stores it (collective)."""
-
-    def reduce_pairs(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[object, object]],
-        options: CommunicationOptions | None = None,
-        note: str = "",
-    ) -> list[Any]:
-        """Reduce many values. All ranks must agree on ``note``, which describes their use."""
-
-    def broadcast_nest(self, value: Value, root: int = 0, note: str = "") -> Value:
-        """Return, on every rank, the nest of arrays of rank ``root`` (collective)."""
-
-    def shared_errors(self, doing: str) -> AbstractContextManager[None]:
-        """Return a block around rank-local work that raises its errors on every rank."""
-
-    def announce(self, error: Exception, doing: str) -> None:
-        """Announce an error to the other ranks instead of calling the next collective."""
-
-    def step_agreement(self) -> Any:
-        """Return the object by which ranks agree on a step (collective)."""
-
-    def changing(self, label: str, what: str, checksum: Callable[[], int]) -> AbstractContextManager[None]:
-        """Return a block in which each rank changes its own copy. The ranks compare the copies afterwards."""
-
-    def done(self, label: str, what: str, checksum: Callable[[], int]) -> None:
-        """Compare the results of rank-local work without state."""
-
-
 class StrategyLike(Protocol):
-    """The part of a Strategy that lower modules use."""
+    """A ``mpidist.strategies.Strategy``."""
 
     @property
-    def extended(self) -> ExtendedLike:
-        """The interface for library writers."""
+    def extended(self) -> Any:
+        """The interface for library writers, a ``mpidist.strategies.StrategyExtended``."""
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -133,21 +80,6 @@ class StrategyLike(Protocol):
     def scope(self) -> AbstractContextManager[object]:
         """Enter the strategy's scope."""
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Value, axis: int | tuple[int, ...] | None) -> Value:
-        """Reduce a value over replicas."""
-
-    def run(
-        self,
-        fn: Callable[..., Result],
-        args: Sequence[object] = (),
-        kwargs: dict[str, object] | None = None,
-        options: RunOptions | None = None,
-    ) -> Result:
-        """Call ``fn`` once per local replica."""
-
-    def experimental_local_results(self, value: Value) -> tuple[Value, ...]:
-        """Return the components of this rank."""
-
 
 Strategy = TypeVar("Strategy", bound=StrategyLike)
 
@@ -155,23 +87,16 @@ Strategy = TypeVar("Strategy", bound=StrategyLike)
 # The stack of each thread ---------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class Frame:
     """One entry of the stack. Without ``replica_context`` it is a cross-replica context."""
 
-    __slots__ = ("replica_context", "strategy", "update_replica_id")
-
-    def __init__(
-        self,
-        strategy: StrategyLike,
-        replica_context: ReplicaContextLike | None = None,
-        update_replica_id: int | None = None,
-    ) -> None:
-        self.strategy = strategy
-        self.replica_context = replica_context
-        self.update_replica_id = update_replica_id
+    strategy: StrategyLike
+    replica_context: ReplicaContextLike | None = None
+    update_replica_id: int | None = None
 
 
-# The stack of each thread by its number. An ended thread's stack stays until its number is reused.
+# The stacks of all threads. An ended thread's stack stays until its number is reused.
 _stack_of_thread: dict[int, dict[str, Any]] = {}
 
 
@@ -185,7 +110,6 @@ class _Stack(threading.local):
 
 _stack = _Stack()
 _default: list[Frame] = []
-_HOME_OF_DEFAULT = "mpidist.strategies.default"
 
 
 def register_default_strategy(strategy: StrategyLike, replica_context: ReplicaContextLike) -> None:
@@ -199,15 +123,14 @@ def current_frame() -> Frame:
     if frames:
         return frames[-1]
     if not _default:
-        imported(_HOME_OF_DEFAULT)
+        imported("mpidist.strategies.default")
     return _default[0]
 
 
 def replica_frame_elsewhere() -> Frame | None:
     """Return the frame of a replica that waits for this thread of a library.
 
-    The library has started the thread outside of Python. With several replicas, it is the frame of the thread that ran
-    a replica first. None in threads that Python started.
+    Returns None in threads that Python started.
     """
     # Python creates stand-ins (_DummyThread) for other threads when they query it.
     started = {of.ident for of in threading.enumerate() if not isinstance(of, threading._DummyThread)}
@@ -287,8 +210,8 @@ def get_loss_reduction() -> ReduceOp:
 def experimental_set_strategy(strategy: StrategyLike | None) -> None:
     """Set the current strategy of this thread without a ``with`` block.
 
-    Call it on every rank, because variables are created collectively afterwards. It replaces the strategy of an earlier
-    call. None sets the default strategy.
+    None sets the default strategy. Call it on every rank, because variables are created collectively afterwards. It
+    replaces the strategy of an earlier call.
 
     Raises:
         RuntimeError: A scope is open.
@@ -368,22 +291,14 @@ def as_in_a_new_thread() -> Iterator[None]:
 
 
 def _mixing(active: StrategyLike, given: StrategyLike) -> RuntimeError:
-    if is_default(active):
-        return RuntimeError(
-            f"mixing different strategies: {type(given).__name__} is used inside run() or merge_call() of the default "
-            "strategy; enter it there first: `with strategy.scope():`"
-        )
-    return RuntimeError(
-        f"mixing different strategies: {type(given).__name__} is used inside the scope of "
-        f"{type(active).__name__}; build one strategy and use it throughout"
-    )
+    where = "run() or merge_call() of the default strategy; enter it there first: `with strategy.scope():`"
+    if not is_default(active):
+        where = f"the scope of {type(active).__name__}; build one strategy and use it throughout"
+    return RuntimeError(f"mixing different strategies: {type(given).__name__} is used inside {where}")
 
 
 def require_cross_replica(strategy: StrategyLike, method: str, instead: str) -> None:
-    """Raise RuntimeError unless in ``strategy``'s cross-replica context or outside of all scopes.
-
-    ``instead`` is the sentence on the call to use in replica context.
-    """
+    """Raise RuntimeError, with advice ``instead``, in replica context or in the scope of another strategy."""
     frames = _stack.frames
     if not frames:
         return
@@ -395,30 +310,27 @@ def require_cross_replica(strategy: StrategyLike, method: str, instead: str) -> 
 
 
 def require_scope(strategy: StrategyLike, method: str) -> None:
-    """Raise RuntimeError outside of ``strategy``'s scope (or its cross-replica context)."""
+    """Raise RuntimeError outside of the cross-replica context of ``strategy``."""
     top = current_frame()
-    if is_default(strategy) and top.strategy is strategy:
-        return
-    if top.strategy is not strategy or top.replica_context is not None:
-        if _stack.frames and top.strategy is not strategy:
-            raise _mixing(top.strategy, strategy)
+    if _stack.frames and top.strategy is not strategy:
+        raise _mixing(top.strategy, strategy)
+    if top.strategy is not strategy or (top.replica_context is not None and not is_default(strategy)):
         raise RuntimeError(f"{method} need to be inside `with strategy.scope()`")
 
 
 def require_replica(context: ReplicaContextLike, method: str) -> None:
     """Raise RuntimeError unless ``context`` is the current replica context."""
     top = current_frame()
-    if top.replica_context is context:
-        return
     if top.strategy is not context.strategy:
         raise RuntimeError(
             f"{method} requires the replica context of {type(context.strategy).__name__}, and the current "
             f"strategy is {type(top.strategy).__name__}; call it in the function given to strategy.run()"
         )
-    raise RuntimeError(
-        f"{method} requires the replica context it belongs to; "
-        "call it in the function given to strategy.run(), on mpidist.get_replica_context()"
-    )
+    if top.replica_context is not context:
+        raise RuntimeError(
+            f"{method} requires the replica context it belongs to; "
+            "call it in the function given to strategy.run(), on mpidist.get_replica_context()"
+        )
 
 
 @contextmanager

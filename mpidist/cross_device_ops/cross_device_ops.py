@@ -1,15 +1,17 @@
-"""CrossDeviceOps: the base of all reduction classes, with their checks and the order of steps.
+"""The reduction classes.
 
-A reduction has two levels. The values of this rank's replicas are combined by ``reduce_implementation``, which
-a subclass may replace as in TensorFlow; the results of the ranks are then combined by ``between_ranks_implementation``:
-by the collectives engine, with the algorithm that the subclass names, unless it replaces that, too. The total is copied
-to the destinations.
+A reduction has two levels. ``reduce_implementation`` combines the values of this rank's replicas, and
+``between_ranks_implementation`` the results of the ranks, by the communicator unless a subclass replaces it. The total
+is copied to the destinations.
 """
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,35 +20,36 @@ from mpidist.arrays.convert import restorer, to_array
 from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
 from mpidist.collectives import Communicator, FinishedWork, Work
+from mpidist.collectives.gpu.nccl import nccl_problem
 from mpidist.core.options import CallOptions, CommunicationOptions, ReduceOp
 from mpidist.core.text import parse_device
 from mpidist.cross_device_ops import local_values
-from mpidist.values import IndexedSlices, PerReplica, ReplicaValues
+from mpidist.cross_device_ops.local_nccl import LocalAllReduce
+from mpidist.cross_device_ops.local_values import AccumulationFn, destination_devices, divided
+from mpidist.values import IndexedSlices, Mirrored, PerReplica, ReplicaValues
 from mpidist.values.indexed_slices import concatenate
 from mpidist.values.placement import place_at, place_of
 
-# The two names of the step on a rank.
+_log = logging.getLogger("mpidist")
+# The names of the steps on a rank, and of the step between ranks.
 _ON_A_RANK = ("reduce_implementation", "batch_reduce_implementation")
 _BETWEEN_RANKS = "between_ranks_implementation"
 _ARGUMENTS = "reduce_op, arrays, divisor, options, structure"
 
-# Values of replicas, and where the result of each is to be.
+# Values of replicas, and the destination of each result.
 Pairs: TypeAlias = Sequence[tuple[ReplicaValues, object]]
-
-_FORCED_OPTIONS: dict[tuple[str, CommunicationOptions | None], CommunicationOptions] = {}
 
 
 class CrossDeviceOps:
     """Reduces and copies values across devices and ranks (tf.distribute.CrossDeviceOps).
 
-    A class of your own overrides ``reduce_implementation`` or ``batch_reduce_implementation``, which combine the values
-    of a rank's replicas, as in TensorFlow, where there are no others. To be used by several ranks it says also how
-    their results are combined: by ``between_ranks_implementation``, an extension. Neither is called for IndexedSlices,
-    nor where there is one replica in all.
+    To change how the values of a rank's replicas are combined, override ``reduce_implementation`` or
+    ``batch_reduce_implementation``, as in TensorFlow. Strategies of several ranks also need
+    ``between_ranks_implementation``, an extension that combines the results of the ranks. These methods are not called
+    for IndexedSlices, or for a single replica in all.
 
     Args:
-        comm: The ranks to combine; a strategy that is given the object puts in its own. Without one, only the
-            replicas of this rank are combined.
+        comm: The ranks to combine. A strategy sets its own. By default only the replicas of this rank are combined.
 
     Raises:
         TypeError: The class overrides the step on a rank and not the one between ranks, and there are several.
@@ -63,16 +66,18 @@ class CrossDeviceOps:
     """
 
     algorithm: str | None = None
-    """Algorithm of the engine between ranks; None leaves the choice to the engine."""
+    """Algorithm between ranks; None leaves the choice to the communicator."""
     device_algorithm: str | None = None
     """The same for arrays on devices."""
+    # Defaults of the options of each call.
+    _options: CommunicationOptions | None = None
 
     def __init__(self, comm: Communicator | None = None) -> None:
         self._comm = comm
         self._num_replicas: int | None = None
         self._is_bound = False
         self._on_gpus = False
-        self._has_own_steps = _has_own_steps(type(self))
+        self._has_own_steps = bool(_own(type(self), *_ON_A_RANK, _BETWEEN_RANKS))
         _check_steps(type(self), comm)
 
     def bind(self, comm: Communicator | None, num_replicas: int, devices: Sequence[str] = ()) -> None:
@@ -108,13 +113,12 @@ class CrossDeviceOps:
 
         Args:
             reduce_op: The operation, or its name.
-            per_replica_value: A PerReplica of arrays, numbers or IndexedSlices, or one such as the value of a
-                single replica.
+            per_replica_value: A PerReplica of arrays, numbers or IndexedSlices, or the value of a single replica.
             destinations: Variable, distributed value, array or device string.
             options: Packing, deadline and algorithm.
 
         Returns:
-            Mirrored with a copy per destination, or the bare value for a single destination.
+            A Mirrored with a copy per destination, or the bare value for a single destination.
 
         Raises:
             ValueError: Unknown operation or destination, or replicas that differ in shape or dtype.
@@ -141,7 +145,7 @@ class CrossDeviceOps:
 
     def broadcast(self, tensor: object, destinations: object) -> Any:
         """Copy ``tensor`` to ``destinations`` of this rank."""
-        local_values.destination_devices(destinations)
+        destination_devices(destinations)
         return self.broadcast_implementation(tensor, destinations)
 
     # Extension points ---------------------------------------------------------------------------------------
@@ -149,14 +153,14 @@ class CrossDeviceOps:
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: object, options: CallOptions
     ) -> Any:
-        """Combine the values of this rank's replicas and put the result on ``destinations``.
+        """Combine the values of this rank's replicas and copy the result to ``destinations``.
 
-        Under a strategy ``reduce_op`` is SUM where MEAN was asked for: the mean is taken once, over all replicas.
+        A strategy passes SUM for a MEAN: it divides once, by the number of all replicas.
         """
         arrays = self._gathered(per_replica_value, destinations)
         total = local_values.accumulate(arrays, reduce_op)
         if reduce_op is ReduceOp.MEAN:
-            total = local_values.divided(total, len(arrays))
+            total = divided(total, len(arrays))
         return self.broadcast_implementation(total, destinations)
 
     def batch_reduce_implementation(
@@ -167,12 +171,7 @@ class CrossDeviceOps:
 
     def broadcast_implementation(self, tensor: object, destinations: object) -> Any:
         """Return a copy of ``tensor`` for each destination of this rank."""
-        return local_values.place(tensor, local_values.destination_devices(destinations))
-
-    def _gathered(self, value: ReplicaValues, destinations: object) -> list[Array]:
-        """Return the arrays of this rank's replicas, brought to the first destination."""
-        where = place_at(local_values.destination_devices(destinations)[0])
-        return [where.brings(to_array(array)) for array in value.values]
+        return local_values.place(tensor, destination_devices(destinations))
 
     def between_ranks_implementation(
         self, reduce_op: ReduceOp, arrays: list[Array], divisor: int, options: CallOptions, structure: str = ""
@@ -180,116 +179,101 @@ class CrossDeviceOps:
         """Combine this rank's results with those of the other ranks (collective). Extension.
 
         Args:
-            reduce_op: The operation; MEAN here, where it was asked for.
+            reduce_op: The operation, also MEAN.
             arrays: This rank's results, one array for each value.
             divisor: The number of replicas, by which a mean divides the sum over the ranks.
             options: Packing, deadline and algorithm.
-            structure: The text of the nest of the arrays, on which all ranks must agree; hand it on.
+            structure: Nest of the arrays, as text that the ranks compare. Pass it on.
 
         Returns:
             The totals, arrays of the same shapes and dtypes, the same on every rank.
         """
-        op = reduce_op
-        if self.device_algorithm == self.algorithm:
-            return self._by_engine(op, arrays, divisor, self.with_algorithm(options), structure)
+        assert self._comm is not None
         results = list(arrays)
-        for on_device in (False, True):
-            indices = [i for i, array in enumerate(arrays) if is_device_array(array) is on_device]
-            if indices:
-                own = self.with_algorithm(options, on_device)
-                totals = self._by_engine(op, [arrays[i] for i in indices], divisor, own, structure)
-                for i, total in zip(indices, totals, strict=True):
-                    results[i] = total
+        differ = self.device_algorithm != self.algorithm
+        kinds = [is_device_array(array) if differ else False for array in arrays]
+        for on_device in sorted(set(kinds)):
+            indices = [i for i, kind in enumerate(kinds) if kind is on_device]
+            own = self.with_algorithm(options, on_device)
+            given = [arrays[i] for i in indices]
+            totals = self._comm.reduce_arrays(reduce_op, given, divisor, options=own, note=structure)
+            for i, total in zip(indices, totals, strict=True):
+                results[i] = total
         return results
 
-    def _by_engine(
-        self, op: ReduceOp, arrays: list[Array], divisor: int, options: CallOptions, structure: str
-    ) -> list[Array]:
-        assert self._comm is not None
-        return self._comm.reduce_arrays(op, arrays, divisor, options=options, note=structure)
-
-    # For the strategies -------------------------------------------------------------------------------------
+    # For strategies -----------------------------------------------------------------------------------------
 
     @property
     def leaves_all_to_engine(self) -> bool:
-        """Whether nothing but the engine's all-reduce happens, if every rank has one replica."""
-        return not self._has_own_steps and self._is_plain()
-
-    def _is_plain(self) -> bool:
-        """Return whether the steps of this class amount to the engine's all-reduce."""
-        return True
+        """Whether the communicator's all-reduce is the whole reduction of ranks with one replica each."""
+        return not self._has_own_steps and not (self._on_gpus and self.device_algorithm != self.algorithm)
 
     @property
     def ranks(self) -> Communicator | None:
-        """The communicator where other ranks take part, otherwise None."""
+        """The communicator of several ranks, or None."""
         return self._comm if self._comm is not None and self._comm.size > 1 else None
+
+    def with_algorithm(self, options: CallOptions, on_device: bool = False) -> CallOptions:
+        """Return ``options`` with the defaults of this object."""
+        algorithm = self.device_algorithm if on_device else self.algorithm
+        return _merged(algorithm, self._options, options)
 
     def reduce_pairs(
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, structure: str = ""
     ) -> list[object]:
-        """Reduce checked pairs; a mean divides by ``divisor``. Dense and sparse values travel apart.
-
-        ``structure`` describes the nest that the values come from, which all ranks must agree on.
-        """
+        """Reduce checked pairs. A mean divides by ``divisor``, and the ranks compare ``structure``."""
         results: list[object] = [None] * len(pairs)
-        sparse = [i for i, (v, _) in enumerate(pairs) if isinstance(v.values[0], IndexedSlices)]
-        dense = [i for i in range(len(pairs)) if i not in set(sparse)]
+        dense = [i for i, (value, _) in enumerate(pairs) if not isinstance(value.values[0], IndexedSlices)]
         if dense:
             batch = self._dense(op, [pairs[i] for i in dense], divisor, options, structure)
             for i, result in zip(dense, batch, strict=True):
                 results[i] = result
-        for i in sparse:
+        for i in sorted(set(range(len(pairs))) - set(dense)):
             value, destinations = pairs[i]
             total = self._sparse(op, value, divisor, options)
-            results[i] = local_values.place(total, local_values.destination_devices(destinations))
+            results[i] = local_values.place(total, destination_devices(destinations))
         return results
 
     def reduce_pairs_async(
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, structure: str = ""
     ) -> Work | FinishedWork:
-        """Start :meth:`reduce_pairs`. Steps beside the engine's are done at once."""
-        comm, has_sparse = self.ranks, any(isinstance(value.values[0], IndexedSlices) for value, _ in pairs)
-        if comm is None or not self.leaves_all_to_engine or has_sparse:
+        """Start :meth:`reduce_pairs`. Steps other than the communicator's are done at once."""
+        has_sparse = any(isinstance(value.values[0], IndexedSlices) for value, _ in pairs)
+        if self.ranks is None or not self.leaves_all_to_engine or has_sparse:
             return FinishedWork(self.reduce_pairs(op, pairs, divisor, options, structure))
-        replicas, dtypes = self._of_replicas(op, pairs)
-        reduced, *more = replicas if _are_on_host(replicas) else [self._combined(op, replicas, pairs, options)]
-        work = comm.reduce_arrays_async(
-            op, reduced, divisor, options=self.with_algorithm(options), note=structure, more=more
-        )
-        return work.then(lambda totals: self._delivered(pairs, totals, dtypes))
+        work: Work | FinishedWork = self._dense(op, pairs, divisor, options, structure, starts=True)
+        return work
 
-    def _dense(self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, structure: str) -> list[object]:
+    def _dense(
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, structure: str, starts: bool = False
+    ) -> Any:
+        """Return the results for dense values. With ``starts``, the communicator starts, and a handle is returned."""
         comm = self.ranks
-        if comm is None and not self._has_own_steps:
-            found = self._among_devices(op, pairs, divisor, options)
-            if found is not None:
-                return found
         replicas, dtypes = self._of_replicas(op, pairs)
-        if comm is not None and self.leaves_all_to_engine and _are_on_host(replicas):
-            arrays, *more = replicas
-            totals = comm.reduce_arrays(
-                op, arrays, divisor, options=self.with_algorithm(options), note=structure, more=more
-            )
-            return self._delivered(pairs, totals, dtypes)
-        totals = self._combined(op, replicas, pairs, options)
+        are_on_host = not any(is_device_array(array) for arrays in replicas for array in arrays)
+        if comm is not None and self.leaves_all_to_engine and (are_on_host or starts):
+            arrays, *more = replicas if are_on_host else [self._combined(op, replicas, pairs, options)]
+            own = self.with_algorithm(options)
+            if starts:
+                work = comm.reduce_arrays_async(op, arrays, divisor, options=own, note=structure, more=more)
+                return work.then(lambda totals: _delivered(pairs, [[total] for total in totals], dtypes))
+            totals = comm.reduce_arrays(op, arrays, divisor, options=own, note=structure, more=more)
+            return _delivered(pairs, [[total] for total in totals], dtypes)
+        by_device = self._among_devices(op, replicas, options) if comm is None and not self._has_own_steps else []
+        totals = self._combined(op, replicas, pairs, options) if not by_device else []
         if comm is not None:
             totals = self.between_ranks_implementation(op, totals, divisor, options, structure)
-        elif op is ReduceOp.MEAN:
-            totals = [local_values.divided(total, divisor) for total in totals]
-        return self._delivered(pairs, totals, dtypes)
+        by_device = by_device or [[total] for total in totals]
+        if comm is None and op is ReduceOp.MEAN:
+            by_device = [[divided(total, divisor) for total in copies] for copies in by_device]
+        return _delivered(pairs, by_device, dtypes)
 
-    def _among_devices(self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions) -> list[object] | None:
-        """Return the results on all devices of this process, or None.
-
-        A class overrides it that has a way from all devices to all.
-        """
-        return None
+    def _among_devices(self, op: ReduceOp, replicas: list[list[Array]], options: CallOptions) -> list[list[Array]]:
+        """Return totals on all devices of this process, if the class can reduce between them."""
+        return []
 
     def _of_replicas(self, op: ReduceOp, pairs: Pairs) -> tuple[list[list[Array]], list[DType]]:
-        """Return the arrays of each replica of this rank, and the dtypes of the results.
-
-        Arrays have the dtype in which ``op`` is formed.
-        """
+        """Return each replica's arrays in the dtype of the sum, and the dtypes of results."""
         with self._shared_errors("the values of its replicas"):
             local: list[list[Array]] = []
             dtypes = []
@@ -301,32 +285,21 @@ class CrossDeviceOps:
             return [list(arrays) for arrays in zip(*local, strict=True)] or [[]], dtypes
 
     def _combined(self, op: ReduceOp, replicas: list[list[Array]], pairs: Pairs, options: CallOptions) -> list[Array]:
-        """Return the arrays of this rank's replicas combined."""
+        """Return the combined arrays of this rank's replicas."""
         if len(replicas) == 1 and not self._has_own_steps:
             return replicas[0]
         with self._shared_errors("the values of its replicas"):
             values = [PerReplica(arrays, pairs[0][0].replica_ids) for arrays in zip(*replicas, strict=True)]
             to_first = [(value, local_values.device_of(value.values[0])) for value in values]
-            # The mean is taken once, at the end, over all replicas.
+            # The mean divides once, at the end, by the number of all replicas.
             local_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
             reduced = self.batch_reduce_implementation(local_op, to_first, options)
             return [to_array(r.values[0] if isinstance(r, ReplicaValues) else r) for r in reduced]
 
-    def _delivered(self, pairs: Pairs, totals: Sequence[Array], dtypes: Sequence[DType]) -> list[object]:
-        """Return the totals in their final dtype and kind, on their destinations."""
-        results = []
-        for (value, destinations), total, dtype in zip(pairs, totals, dtypes, strict=True):
-            # The caller gets an array of its own, never one of the inputs.
-            is_input = any(_share_memory(total, to_array(component)) for component in value.values)
-            here = place_of(total)
-            own = here.copies(total) if is_input and total.dtype == dtype else here.casts(total, dtype)
-            restore = restorer(value.values[0])
-            results.append(
-                local_values.place(
-                    own if restore is None else restore(own), local_values.destination_devices(destinations)
-                )
-            )
-        return results
+    def _gathered(self, value: ReplicaValues, destinations: object) -> list[Array]:
+        """Return copies of the arrays of this rank's replicas at the first destination."""
+        where = place_at(destination_devices(destinations)[0])
+        return [where.brings(to_array(array)) for array in value.values]
 
     def _sparse(self, op: ReduceOp, value: ReplicaValues, divisor: int, options: CallOptions) -> IndexedSlices:
         with self._shared_errors("the IndexedSlices of its replicas"):
@@ -340,7 +313,7 @@ class CrossDeviceOps:
             slices = IndexedSlices(values, indices, slices.dense_shape)
         if op is ReduceOp.MEAN:
             result = reduction_dtypes(slices.dtype, op)[1]
-            mean = place_of(slices.values).casts(local_values.divided(slices.values, divisor), result)
+            mean = place_of(slices.values).casts(divided(slices.values, divisor), result)
             slices = IndexedSlices(mean, slices.indices, slices.dense_shape)
         return slices
 
@@ -351,37 +324,248 @@ class CrossDeviceOps:
             self._num_replicas = int(self.ranks.all_reduce(ReduceOp.SUM, local))
         return self._num_replicas
 
-    def with_algorithm(self, options: CallOptions, on_device: bool = False) -> CallOptions:
-        """Return ``options`` with this class's algorithm, unless the caller forces one."""
-        algorithm = self.device_algorithm if on_device else self.algorithm
-        if algorithm is None or (options is not None and options.algorithm is not None):
-            return options
-        key = (algorithm, options)
-        if key not in _FORCED_OPTIONS:
-            _FORCED_OPTIONS[key] = CommunicationOptions(algorithm=algorithm).merge(options)
-        return _FORCED_OPTIONS[key]
-
     def close(self) -> None:
-        """Free the resources of devices.
-
-        A strategy closes the object that it was given.
-        """
+        """Free the resources of devices. A strategy closes the object that it was given."""
 
     def _shared_errors(self, doing: str) -> AbstractContextManager[None]:
         return nullcontext() if self.ranks is None else self.ranks.shared_errors(doing)
 
 
-def _are_on_host(replicas: Sequence[Sequence[Array]]) -> bool:
-    return not any(is_device_array(array) for arrays in replicas for array in arrays)
+class AllReduceCrossDeviceOps(CrossDeviceOps):
+    """All-reduce of packed arrays.
+
+    Args:
+        num_packs: 0 sends every array in a message of its own. Other numbers pack arrays, in as many messages as
+            ``CommunicationOptions.bytes_per_pack`` allows.
+        comm: See ``CrossDeviceOps``.
+
+    Raises:
+        ValueError: ``num_packs`` is negative.
+    """
+
+    def __init__(self, num_packs: int = 1, comm: Communicator | None = None) -> None:
+        if num_packs < 0:
+            raise ValueError(f"num_packs is {num_packs}; expected 0 (no packing) or more")
+        super().__init__(comm)
+        self.num_packs = num_packs
+        if num_packs == 0:
+            self._options = CommunicationOptions(bytes_per_pack=1)
+
+
+class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
+    """Reduces inside each node, then between the nodes (tf.distribute.HierarchicalCopyAllReduce).
+
+    Args:
+        num_packs: See ``AllReduceCrossDeviceOps``.
+        comm: See ``CrossDeviceOps``.
+    """
+
+    algorithm = device_algorithm = "hierarchical"
+
+
+class NcclAllReduce(AllReduceCrossDeviceOps):
+    """All-reduce by NCCL between GPUs (tf.distribute.NcclAllReduce). Arrays in host memory are reduced by MPI.
+
+    A strategy of several ranks and CPUs warns about that when it is created.
+
+    Args:
+        num_packs: See ``AllReduceCrossDeviceOps``.
+        comm: See ``CrossDeviceOps``.
+    """
+
+    _local: LocalAllReduce | None = None
+
+    def bind(self, comm: Communicator | None, num_replicas: int, devices: Sequence[str] = ()) -> None:
+        """See ``CrossDeviceOps``."""
+        super().bind(comm, num_replicas, devices)
+        if comm is not None and not self._on_gpus:
+            warnings.warn(
+                f"NcclAllReduce was given to a strategy of {list(devices)}. NCCL cannot reduce arrays in host memory: "
+                "they go by MPI. Use CollectiveAllReduce or HierarchicalCopyAllReduce for arrays on the CPU",
+                stacklevel=2,
+            )
+
+    def close(self) -> None:
+        """Free the NCCL communicator of this process's GPUs."""
+        if self._local is not None:
+            self._local.close()
+            self._local = None
+
+    def _among_devices(self, op: ReduceOp, replicas: list[list[Array]], options: CallOptions) -> list[list[Array]]:
+        columns = [list(column) for column in zip(*replicas, strict=True)]
+        # With ``deterministic``, the copies to one device are added in a fixed order.
+        is_ordered = options is not None and options.deterministic
+        if (
+            len(replicas) > 1
+            and not is_ordered
+            and all(is_device_array(array) for column in columns for array in column)
+        ):
+            devices = [place_of(array).number for array in columns[0]]
+            if self._local is None or self._local.devices != devices:
+                self.close()
+                self._local = LocalAllReduce(devices) if len(set(devices)) == len(devices) else None
+            if self._local is not None and self._local.suits(columns, op):
+                return self._local.all_reduce(columns, op)
+        return []
+
+
+class CollectiveAllReduce(CrossDeviceOps):
+    """All-reduce among the devices of all workers, by the algorithm that the communicator chooses.
+
+    Args:
+        devices: Devices of this worker.
+        group_size: Replicas in sync, over all workers.
+        options: Defaults for every reduction.
+        comm: The workers. Without it, every worker must have as many devices as this one.
+
+    Raises:
+        ValueError: ``group_size`` is no multiple of the number of devices.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        group_size: int,
+        options: CommunicationOptions | None = None,
+        comm: Communicator | None = None,
+    ) -> None:
+        if comm is None and (not devices or group_size % len(devices)):
+            raise ValueError(f"group_size is {group_size}; expected a multiple of the {len(devices)} local devices")
+        super().__init__(comm)
+        self.devices = tuple(str(parse_device(device)) for device in devices)
+        self._num_replicas, self._options = group_size, options
+
+    def reduce_pairs(
+        self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, structure: str = ""
+    ) -> list[object]:
+        """See ``CrossDeviceOps``."""
+        if self.ranks is None and self._num_replicas != len(self.devices):
+            raise ValueError(
+                f"group_size is {self._num_replicas} and this rank has {len(self.devices)} devices; to reduce over the "
+                "other workers give them: CollectiveAllReduce(devices, group_size, comm=mpidist.Communicator())"
+            )
+        return super().reduce_pairs(op, pairs, divisor, options, structure)
+
+
+class ReductionToOneDevice(CrossDeviceOps):
+    """Reduces on one device and on one rank, then copies (tf.distribute.ReductionToOneDevice).
+
+    Between ranks it uses MPI_Reduce to rank 0, then MPI_Bcast. Arrays on devices pass through host memory.
+
+    Args:
+        reduce_to_device: Device of the addition; the first destination by default.
+        accumulation_fn: Returns the sum of a list of all replicas' arrays, instead of addition. It runs on every rank,
+            with the arrays of all ranks.
+        comm: See ``CrossDeviceOps``.
+
+    >>> ReductionToOneDevice().reduce("MEAN", PerReplica((np.ones(2), np.zeros(2))), "cpu:0")
+    array([0.5, 0.5])
+    """
+
+    algorithm = "reduce_broadcast"
+    device_algorithm = "staged"
+
+    def __init__(
+        self,
+        reduce_to_device: str | None = None,
+        accumulation_fn: AccumulationFn | None = None,
+        comm: Communicator | None = None,
+    ) -> None:
+        super().__init__(comm)
+        self.reduce_to_device = None if reduce_to_device is None else str(parse_device(reduce_to_device))
+        self.accumulation_fn = accumulation_fn
+        self._has_own_steps |= accumulation_fn is not None
+
+    def reduce_implementation(
+        self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: object, options: CallOptions
+    ) -> Any:
+        """See ``CrossDeviceOps``."""
+        arrays = self._gathered(per_replica_value, destinations)
+        if len(arrays) == 1 or not self._accumulates(reduce_op):
+            return super().reduce_implementation(reduce_op, per_replica_value, destinations, options)
+        return self.broadcast_implementation(self._accumulated(reduce_op, arrays, len(arrays)), destinations)
+
+    def between_ranks_implementation(
+        self, reduce_op: ReduceOp, arrays: list[Array], divisor: int, options: CallOptions, structure: str = ""
+    ) -> list[Array]:
+        """See ``CrossDeviceOps``."""
+        if not self._accumulates(reduce_op):
+            return super().between_ranks_implementation(reduce_op, arrays, divisor, options, structure)
+        assert self._comm is not None
+        stacks = self._comm.gather_arrays([array[np.newaxis] for array in arrays], 0, options=options, note=structure)
+        return [self._accumulated(reduce_op, list(stack), divisor) for stack in stacks]
+
+    def _accumulates(self, op: ReduceOp) -> bool:
+        return self.accumulation_fn is not None and op in (ReduceOp.SUM, ReduceOp.MEAN)
+
+    def _accumulated(self, op: ReduceOp, arrays: list[Array], divisor: int) -> Array:
+        assert self.accumulation_fn is not None
+        with place_of(arrays[0]).current():
+            total = to_array(self.accumulation_fn(arrays))
+        return divided(total, divisor) if op is ReduceOp.MEAN else total
+
+    def _gathered(self, value: ReplicaValues, destinations: object) -> list[Array]:
+        return super()._gathered(value, self.reduce_to_device or destinations)
+
+
+def select_cross_device_ops(devices: Sequence[str], num_replicas: int, comm: Communicator | None) -> CrossDeviceOps:
+    """Return ``CollectiveAllReduce`` for several ranks, ``NcclAllReduce`` for GPUs, else ``ReductionToOneDevice``.
+
+    If NCCL is missing for several GPUs, a warning is logged.
+    """
+    if comm is not None and comm.size > 1:
+        return CollectiveAllReduce(devices, num_replicas, comm=comm)
+    if len(devices) > 1 and all(parse_device(device).kind == "gpu" for device in devices):
+        problem = nccl_problem()
+        if problem is None:
+            return NcclAllReduce(num_packs=1)
+        _log.warning("mpidist: %s. Until then the GPUs %s are reduced by copies", problem, list(devices))
+    return ReductionToOneDevice()
+
+
+@lru_cache(maxsize=256)
+def _merged(algorithm: str | None, defaults: CommunicationOptions | None, options: CallOptions) -> CallOptions:
+    """Return ``options``, merged into ``defaults`` and the algorithm of a class."""
+    if algorithm is not None:
+        defaults = CommunicationOptions(algorithm=algorithm).merge(defaults)
+    return options if defaults is None else defaults.merge(options)
+
+
+def _unchanged(array: Any) -> Any:
+    return array
+
+
+def _delivered(pairs: Pairs, totals: Sequence[Sequence[Array]], dtypes: Sequence[DType]) -> list[object]:
+    """Return totals in their final dtype and kind on their destinations."""
+    results = []
+    for (value, destinations), copies, dtype in zip(pairs, totals, dtypes, strict=True):
+        finals = []
+        for total in copies:
+            # The caller gets an array of its own, never one of the inputs.
+            is_input = any(_share_memory(total, to_array(component)) for component in value.values)
+            here = place_of(total)
+            finals.append(here.copies(total) if is_input and total.dtype == dtype else here.casts(total, dtype))
+        restore = restorer(value.values[0]) or _unchanged
+        devices = destination_devices(destinations)
+        if len(finals) == 1:
+            results.append(local_values.place(restore(finals[0]), devices))
+            continue
+        on = {place_of(array).device: array for array in finals}
+        parts = [restore(on.pop(d) if d in on else local_values.put(finals[0], d, copies=True)) for d in devices]
+        results.append(parts[0] if len(parts) == 1 else Mirrored(parts))
+    return results
+
+
+def _share_memory(one: Array, other: Array) -> bool:
+    return place_of(one) == place_of(other) and np.may_share_memory(one, other)
 
 
 def _check_pairs(pairs: object) -> list[tuple[ReplicaValues, object]]:
     if not isinstance(pairs, (list, tuple)) or any(not isinstance(p, (list, tuple)) or len(p) != 2 for p in pairs):
         raise ValueError(f"value_destination_pairs is {pairs!r}; expected a list of (value, destinations) tuples")
-    checked = []
-    for value, destinations in pairs:
-        local_values.destination_devices(destinations)
-        checked.append((value if isinstance(value, ReplicaValues) else PerReplica((value,)), destinations))
+    for _, destinations in pairs:
+        destination_devices(destinations)
+    checked = [(v if isinstance(v, ReplicaValues) else PerReplica((v,)), destinations) for v, destinations in pairs]
     counts = {len(value.values) for value, _ in checked}
     if len(counts) > 1:
         raise ValueError(
@@ -390,31 +574,21 @@ def _check_pairs(pairs: object) -> list[tuple[ReplicaValues, object]]:
     return checked
 
 
-def _share_memory(one: Array, other: Array) -> bool:
-    return place_of(one) == place_of(other) and np.may_share_memory(one, other)
-
-
-def _has_own_steps(kind: type) -> bool:
-    """Return whether a class replaces steps of a base that defines ``_is_plain`` for its own."""
-    return _place_of_first(kind, *_ON_A_RANK, _BETWEEN_RANKS) < _place_of_first(kind, "_is_plain")
+def _own(kind: type, *steps: str) -> list[str]:
+    """Return the steps that a class outside of mpidist overrides. Classes of mpidist set ``_has_own_steps``."""
+    return [step for step in steps if not getattr(kind, step).__module__.startswith("mpidist.")]
 
 
 def _check_steps(kind: type, comm: Communicator | None) -> None:
-    """Raise TypeError where a class of several ranks replaces only the step on one.
+    """Raise TypeError if a class of several ranks replaces only the step on one.
 
-    It would work on one rank, and be passed by without a word where each rank has one replica.
+    It would work on one rank, and be ignored if each rank has one replica.
     """
-    ours = _place_of_first(kind, *_ON_A_RANK)
-    if comm is None or comm.size == 1 or ours >= _place_of_first(kind, _BETWEEN_RANKS):
-        return
-    name = next(name for name in _ON_A_RANK if name in kind.__mro__[ours].__dict__)
-    raise TypeError(
-        f"{kind.__name__} overrides {name}, which combines the replicas of one rank, and not {_BETWEEN_RANKS}, which "
-        f"combines the results of the ranks, of which there are {comm.size}. Expected both: def {_BETWEEN_RANKS}(self, "
-        f"{_ARGUMENTS}=''), which returns super().{_BETWEEN_RANKS}({_ARGUMENTS}) where a plain sum is right"
-    )
-
-
-def _place_of_first(kind: type, *names: str) -> int:
-    """Return the index in the MRO of the first class that defines one of ``names``."""
-    return next(i for i, base in enumerate(kind.__mro__) if not base.__dict__.keys().isdisjoint(names))
+    on_a_rank = _own(kind, *_ON_A_RANK)
+    if comm is not None and comm.size > 1 and on_a_rank and not _own(kind, _BETWEEN_RANKS):
+        raise TypeError(
+            f"{kind.__name__} overrides {on_a_rank[0]}, which combines the replicas of one rank, and not "
+            f"{_BETWEEN_RANKS}, which combines the results of the {comm.size} ranks. Expected both: def "
+            f"{_BETWEEN_RANKS}(self, {_ARGUMENTS}=''), which returns super().{_BETWEEN_RANKS}({_ARGUMENTS}) for a "
+            "plain sum"
+        )

@@ -7,11 +7,9 @@ import weakref
 from collections.abc import Sequence
 
 from mpidist.arrays.device_ops import gpu_ops
-from mpidist.arrays.dtypes import Array, DType, reduction_dtypes
-from mpidist.arrays.streams import Event, Stream
-from mpidist.collectives.gpu.device_streams import SMALL_BYTES, DevicePack, DeviceReduction
+from mpidist.arrays.dtypes import Array
+from mpidist.arrays.streams import Event
 from mpidist.collectives.gpu.nccl import NcclComm, join_local_gpus, nccl_dtype
-from mpidist.collectives.reduce.plan import DeviceGroup
 from mpidist.core.errors import DeviceError, NcclFailure
 from mpidist.core.options import ReduceOp
 
@@ -24,16 +22,10 @@ class LocalAllReduce:
     """All-reduce among the GPUs of one process. If NCCL cannot be used, logs a warning, and ``suits`` is False.
 
     Closes itself when it is dropped, or at the end of the program.
-
-    Args:
-        devices: Numbers of the GPUs, each once.
-        packs_small: Whether small arrays are reduced in one flat array.
     """
 
-    def __init__(self, devices: Sequence[int], packs_small: bool) -> None:
+    def __init__(self, devices: Sequence[int]) -> None:
         self.devices = list(devices)
-        self._small_bytes = SMALL_BYTES if packs_small else 0
-        self._ops = gpu_ops()
         self._comms: list[NcclComm] = []
         self._last: list[Event] = []
         try:
@@ -46,49 +38,34 @@ class LocalAllReduce:
     def suits(self, columns: Columns, op: ReduceOp) -> bool:
         """Return True if NCCL can reduce values: columns of an array per GPU, in order."""
         return bool(self._comms) and all(
-            [self._ops.device_of(array) for array in column] == self.devices
-            and nccl_dtype(reduction_dtypes(column[0].dtype, op)[0], op) is not None
+            [gpu_ops().device_of(array) for array in column] == self.devices
+            and nccl_dtype(column[0].dtype, op) is not None
             for column in columns
         )
 
-    def all_reduce(self, columns: Columns, op: ReduceOp, divisor: int) -> list[list[Array]]:
-        """Return new arrays, one per GPU for each of ``columns``. A mean divides by ``divisor``.
+    def all_reduce(self, columns: Columns, op: ReduceOp) -> list[list[Array]]:
+        """Return new arrays, one per GPU for each of ``columns``. A MEAN is a SUM.
 
-        The work is on the current stream of each GPU.
+        They have NCCL's dtype, and are ordered on the current stream of each GPU.
         """
-        streams = [self._ops.current_stream(device) for device in self.devices]
-        results: list[list[Array]] = [[] for _ in columns]
-        shapes = [column[0].shape for column in columns]
-        by_dtype: dict[DType, list[int]] = {}
-        for i, column in enumerate(columns):
-            by_dtype.setdefault(column[0].dtype, []).append(i)
-        for dtype, indices in by_dtype.items():
-            group = DeviceGroup(indices, dtype, *reduction_dtypes(dtype, op))
-            pack = DevicePack(group, shapes, op, divisor if op is ReduceOp.MEAN else None, self._small_bytes)
-            for arrays in self._reduce_pack(pack, columns, streams):
-                for i in indices:
-                    results[i].append(arrays[i])
-        self._last[:] = [stream.record(blocks=True) for stream in streams]
-        return results
-
-    def _reduce_pack(self, pack: DevicePack, columns: Columns, streams: Sequence[Stream]) -> list[dict[int, Array]]:
-        """Return the results of each GPU by index."""
-        ops, results, reductions = self._ops, [], []
-        for k, device in enumerate(self.devices):
-            with ops.on(device):
-                given = {i: columns[i][k] for i in pack.group.indices}
-                inputs = {i: array if array.flags.c_contiguous else ops.copy(array) for i, array in given.items()}
-                results.append({i: ops.empty(array.shape, pack.group.result, device) for i, array in given.items()})
-                flat = ops.empty((pack.flat_count,), pack.dtype, device) if pack.together else None
-                reductions.append(DeviceReduction(pack, inputs, results[k], flat, streams[k]))
-                reductions[k].load()
+        ops, op = gpu_ops(), ReduceOp.SUM if op is ReduceOp.MEAN else op
+        streams = [ops.current_stream(device) for device in self.devices]
+        inputs: list[list[Array]] = []
+        results: list[list[Array]] = []
+        for column in columns:
+            inputs.append([])
+            results.append([])
+            for device, array in zip(self.devices, column, strict=True):
+                with ops.on(device):
+                    cast = array.astype(nccl_dtype(array.dtype, op), copy=False)
+                    inputs[-1].append(cast if cast.flags.c_contiguous else ops.copy(cast))
+                    results[-1].append(ops.empty(cast.shape, cast.dtype, device))
         with ops.on(self.devices[0]), self._comms[0].group():
-            for comm, reduction, stream in zip(self._comms, reductions, streams, strict=True):
-                for source, target in reduction.pieces:
-                    comm.all_reduce(source, target, pack.op, stream)
-        for device, reduction in zip(self.devices, reductions, strict=True):
-            with ops.on(device):
-                reduction.store()
+            for sources, targets in zip(inputs, results, strict=True):
+                for parts in zip(self._comms, sources, targets, streams, strict=True):
+                    comm, source, target, stream = parts
+                    comm.all_reduce(source.reshape(-1), target.reshape(-1), op, stream)
+        self._last[:] = [stream.record(blocks=True) for stream in streams]
         return results
 
     def close(self) -> None:

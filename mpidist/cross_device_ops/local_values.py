@@ -1,7 +1,4 @@
-"""Values of one rank: their devices, and combining those of its replicas.
-
-Replicas are combined in their order, in the dtype in which the sum is formed.
-"""
+"""The values of one rank: their devices, and the sums of its replicas, in order."""
 
 from __future__ import annotations
 
@@ -20,19 +17,12 @@ from mpidist.values.placement import HOST, place_at, place_of
 
 AccumulationFn = Callable[[Sequence[Array]], Array]
 
-# A number is nowhere; ``np.generic`` comes out of reductions, and goes into them as a destination again.
+# Types without a device. ``np.generic`` has one, because a result may be the next destination.
 _PYTHON = (bool, int, float, complex, str)
 
 
 def destination_devices(destinations: object) -> tuple[str, ...]:
-    """Return the local devices that ``destinations`` stands for.
-
-    Args:
-        destinations: A variable, a distributed value, an array, a device string or ``"host"``.
-
-    Raises:
-        ValueError: None of these, or a list or tuple of them.
-    """
+    """Return the local devices of a variable, distributed value, array or device string. ``"host"`` is the CPU."""
     if isinstance(destinations, Variable):
         return destinations.devices
     if isinstance(destinations, Component):
@@ -61,10 +51,7 @@ def device_of(value: Any, on_host: str = HOST.device) -> str:
 
 
 def place(value: object, devices: tuple[str, ...]) -> Any:
-    """Return ``value`` on a device, or a Mirrored with a copy on each of several.
-
-    It is not copied where it is on the one device already.
-    """
+    """Return ``value`` itself or copied to a device, or a Mirrored of several devices."""
     first = put(value, devices[0])
     if len(devices) == 1:
         return first
@@ -95,19 +82,12 @@ def check_alike(arrays: Sequence[Array]) -> None:
 
 
 def formed(array: Array, op: ReduceOp) -> Array:
-    """Return ``array`` in the dtype in which ``op`` is formed."""
+    """Return ``array`` in the dtype in which ``op`` computes."""
     return place_of(array).casts(array, reduction_dtypes(array.dtype, op)[0])
 
 
 def accumulate(arrays: Sequence[Array], op: ReduceOp) -> Array:
-    """Combine arrays of one shape and dtype, first to last.
-
-    They are brought to the place of the first. MEAN gives the sum.
-
-    >>> import numpy as np
-    >>> accumulate([np.array([1, 2]), np.array([10, 20])], ReduceOp.SUM)
-    array([11, 22])
-    """
+    """Combine equal-shaped arrays, first to last, on the device of the first. A MEAN is a SUM."""
     combine = NUMPY_OPS[op]
     if len(arrays) == 1:
         return arrays[0]
@@ -120,6 +100,6 @@ def accumulate(arrays: Sequence[Array], op: ReduceOp) -> Array:
 
 
 def divided(total: Array, divisor: int) -> Array:
-    """Return ``total / divisor``, where ``total`` is."""
+    """Return ``total / divisor`` on the same device."""
     with place_of(total).current():
         return to_array(total / divisor)

@@ -1,43 +1,41 @@
-"""Strategy and ReplicaContext: the methods that users call, the same for every kind of strategy."""
+"""Strategy and ReplicaContext: the methods that programs call, the same for every kind of strategy."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from math import prod
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 
 from mpidist.arrays.convert import to_array
-from mpidist.arrays.dtypes import Array
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import FinishedWork, PartOfWork, Work
+from mpidist.collectives.reading import restore
 from mpidist.core import context, nest
-from mpidist.core.context import Args, Frame, Kwargs, get_replica_context, pop, push, require_replica
+from mpidist.core.context import Args, Frame, Kwargs, current_frame, pop, push, require_replica
 from mpidist.core.options import CallOptions, CommunicationOptions, ReduceOp, RunOptions, check_communication_options
 from mpidist.core.phases import counts
-from mpidist.cross_device_ops.local_values import destination_devices
-from mpidist.cross_device_ops.local_values import place as place_values
+from mpidist.cross_device_ops import CrossDeviceOps
+from mpidist.cross_device_ops.local_values import destination_devices, place
 from mpidist.input import Dataset, InputContext, InputOptions, ValueContext, whole_elements
 from mpidist.input.elements import owned
 from mpidist.strategies import value_checks
 from mpidist.strategies.axis_reduction import reduce_over_axis
-from mpidist.strategies.replica_threads import finished_work, replica_works, run_of_this_thread
+from mpidist.strategies.replica_threads import ReplicaWork, run_of_this_thread
 from mpidist.strategies.strategy_extended import StrategyExtended
-from mpidist.values import PerReplica, Variable, regroup, select_replica
+from mpidist.values import IndexedSlices, PerReplica, ReplicaValues, Variable, regroup, select_replica
 from mpidist.values.component import Assignable
 from mpidist.values.distributed import here
-from mpidist.values.placement import Place, place_at
+from mpidist.values.placement import HOST, Place, place_at
 
-# What a replica function returns, and what goes into a combination of replicas and comes out of it.
 Result = TypeVar("Result")
 Value = TypeVar("Value")
 Self = TypeVar("Self")
 
-# Types of the strategies of several ranks that are not closed. Not the strategies: garbage is collected at another time
-# on each rank, and all ranks must find the same here.
+# Types of the open strategies of several ranks. Not the strategies themselves: garbage is collected at another time on
+# each rank, and all ranks must find the same here.
 _open_on_ranks: list[str] = []
 
 
@@ -52,10 +50,10 @@ def check_adopts_in_scope(method: str) -> None:
 
 
 class Strategy:
-    """How computation is spread over replicas (tf.distribute.Strategy).
+    """Distribution of a computation over replicas (tf.distribute.Strategy).
 
     Args:
-        extended: The object that does it; users build a subclass such as ``MultiWorkerMirroredStrategy``.
+        extended: Implementation of the strategy. Programs create a subclass such as ``MultiWorkerMirroredStrategy``.
     """
 
     def __init__(self, extended: StrategyExtended) -> None:
@@ -76,14 +74,14 @@ class Strategy:
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """The cluster resolver in use, None where there is none."""
+        """The cluster resolver, or None."""
         return self._extended.cluster_resolver
 
     def scope(self) -> AbstractContextManager[Strategy]:
-        """Make the strategy current and enter cross-replica context; variables created inside are distributed.
+        """Enter cross-replica context with this strategy as the current one. Variables created inside are distributed.
 
-        Entering it again inside is allowed; it communicates nothing. The first of this rank's GPUs is current inside,
-        so the thread that entered the scope has to leave it.
+        You may nest scopes of one strategy. Entering a scope communicates nothing. The first of this rank's GPUs is
+        current inside, so leave the scope in the thread that entered it.
 
         Raises:
             RuntimeError: Inside another strategy's scope, or inside ``run``; the strategy is closed.
@@ -107,21 +105,18 @@ class Strategy:
     ) -> Result:
         """Call ``fn`` once for each replica of this rank, in replica context.
 
-        The replica's device is current.
+        Several local replicas run in threads of their own, the same threads in every run. Enter settings of a thread,
+        such as ``torch.no_grad()``, inside ``fn``.
 
         Args:
-            fn: The function. All replicas must communicate in the same way.
-            args: Its arguments, a list or tuple; distributed values in them, at any depth, become this replica's
-                component, everything else is passed as it is.
-            kwargs: Its keyword arguments, likewise.
+            fn: Function to call. All replicas must communicate in the same way.
+            args: Arguments, a list or tuple. Distributed values in them, at any depth, become this replica's component.
+            kwargs: Keyword arguments, likewise.
             options: Accepted and ignored, as in TensorFlow outside TPUs.
 
-        With several local replicas each runs in a thread of its own, the same in every run: settings that belong to a
-        thread, such as ``torch.no_grad()``, are entered inside ``fn``.
-
         Returns:
-            The results: bare with one local replica, otherwise grouped into PerReplica values. Their type is that of
-                the bare value, which they have again once ``reduce`` or ``experimental_local_results`` took it.
+            The result of a single local replica, or the results grouped into PerReplica values. They are annotated with
+                the type of a single result, which ``reduce`` and ``experimental_local_results`` restore.
 
         Raises:
             RuntimeError: Called inside ``run``, or inside another strategy's scope.
@@ -158,19 +153,16 @@ class Strategy:
 
         Args:
             reduce_op: SUM, MEAN, MIN, MAX or PROD, as a ReduceOp or its name.
-            value: A result of ``run``: a PerReplica, or a nest of them. A plain value belongs to its rank: with
-                several ranks each rank's value counts once; in one process with several replicas SUM of anything
-                but zeros is refused, since nobody could say how often it should count.
-            axis: None combines element by element. An axis, or a tuple of axes, is reduced in each replica first, a
-                plain value in each of the rank's replicas; sizes along it may differ between replicas, and MEAN divides
-                by the number of all elements.
+            value: Result of ``run``: a PerReplica, or a nest of them. A plain value of several ranks counts once per
+                rank. SUM of a plain value, other than zeros, over several replicas of one process raises ValueError.
+            axis: None combines element by element. An axis, or a tuple of axes, is reduced in each replica first. Sizes
+                along it may differ between replicas, and MEAN divides by the number of all elements.
 
         Returns:
-            A NumPy array, a NumPy number for values without axes (the kind of the input where that is another
-            library's);
-            for arrays on devices one
-            on the device of the first replica, which ``float()`` waits for. It shares no memory with ``value``, and is
-            the caller's to change, or read-only where ranks of a node share it; tensors of PyTorch have no gradients.
+            A NumPy array, a NumPy number for values without axes, or an array of the input's library. Results of
+            arrays on devices are on the device of the first replica, and ``float()`` waits for them. The result shares
+            no memory with ``value``. You may modify it, unless the ranks of a node share it, which makes it read-only.
+            Tensors of PyTorch have no gradients.
 
         Raises:
             RuntimeError: Called in replica context.
@@ -184,29 +176,22 @@ class Strategy:
         with self._extended.shared_errors("reduce()"):
             self._require_cross_replica("reduce()", "use get_replica_context().all_reduce(op, value)")
             op = ReduceOp.of(reduce_op)
-            value_checks.check_given(axis, "reduce()", "axis=None to combine replicas element by element, or axis=0")
-            value_checks.check_axis(axis)
             leaves, structure = nest.flatten(value), nest.describe(value)
-            value_checks.check_returned(leaves)
+            value_checks.check_returned(leaves, axis)
         if axis is None:
             results = self._extended.reduce_leaves(op, leaves, structure)
         else:
             results = reduce_over_axis(self._extended, op, leaves, axis, structure)
-        combined = [
-            value_checks.as_result(value_checks.apart_from(*pair)) for pair in zip(results, leaves, strict=True)
-        ]
-        return nest.pack_like(value, combined)
+        return nest.pack_like(value, map(value_checks.as_result, results))
 
     def gather(self, value: Value, axis: int) -> Value:
-        """Concatenate the values of all replicas along ``axis``, in replica order.
-
-        Every rank gets the result.
+        """Concatenate the values of all replicas along ``axis``, in replica order. Every rank gets the result.
 
         Collective: call it on every rank, in the same order.
 
         Args:
             value: A PerReplica of arrays of at least one dimension, or a nest of them.
-            axis: Where to concatenate; sizes along it may differ, also be 0.
+            axis: Axis to concatenate along. Sizes along it may differ, and may be 0.
 
         Raises:
             RuntimeError: Called in replica context.
@@ -215,37 +200,37 @@ class Strategy:
         """
         with self._extended.shared_errors("gather()"):
             self._require_cross_replica("gather()", "use get_replica_context().all_gather(value, axis)")
-            value_checks.check_given(axis, "gather()", "axis=0 to concatenate along the first axis")
-        leaves = nest.flatten(value)
-        results = self._extended.gather_leaves(leaves, axis, nest.describe(value))
-        return nest.pack_like(value, map(value_checks.apart_from, results, leaves))
+            value_checks.check_axis_given(axis, "gather()", "axis=0 to concatenate along the first axis")
+        return nest.pack_like(value, self._extended.gather_leaves(nest.flatten(value), axis, nest.describe(value)))
 
     def experimental_local_results(self, value: Value) -> tuple[Value, ...]:
         """Return the components of this rank, one per local replica.
 
-        A plain value gives a tuple of itself.
-
-        A nest gives a nest for each local replica, also where all in it are plain values.
+        A nest becomes a nest for each local replica. Other plain values become a tuple of one.
 
         >>> import mpidist
         >>> mpidist.get_strategy().experimental_local_results(5)
         (5,)
         """
-        return self._extended.local_results(value)
+        if isinstance(value, (ReplicaValues, Variable)):
+            return tuple(value.values)
+        if not nest.is_nest(value):
+            return (value,)
+        return tuple(select_replica(i, value) for i in range(len(self._extended.local_replica_ids)))
 
     def unwrap(self, value: Value) -> tuple[Value, ...]:
         """Return the same as :meth:`experimental_local_results` (deprecated name)."""
         return self.experimental_local_results(value)
 
     def experimental_distribute_dataset(self, dataset: object, options: InputOptions | None = None) -> Any:
-        """Deal the batches of ``dataset``, which hold a global batch each, to the replicas.
+        """Distribute the batches of ``dataset``, global batches, over the replicas.
 
-        Collective: call it on every rank, with the same dataset. How it is divided is told by
-        ``dataset.with_options(auto_shard_policy=...)``, see ``AutoShardPolicy``.
+        Collective: call it on every rank, with the same dataset. ``dataset.with_options(auto_shard_policy=...)``
+        selects how it is divided, see ``AutoShardPolicy``.
 
         Args:
-            dataset: A batched ``mpidist.Dataset``; or a DataLoader of PyTorch, whose ``batch_size`` is that of a global
-                batch, and whose tensors stay tensors (docs/input.md).
+            dataset: A batched ``mpidist.Dataset``, or a DataLoader of PyTorch. Its ``batch_size`` is that of a global
+                batch, and its tensors stay tensors (docs/input.md).
             options: See ``InputOptions``.
         """
         self._require_cross_replica("experimental_distribute_dataset()", "call it before run()")
@@ -254,7 +239,7 @@ class Strategy:
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], object], options: InputOptions | None = None
     ) -> Any:
-        """Distribute the datasets of ``dataset_fn(InputContext)`` on each rank, batched per replica already.
+        """Distribute the dataset that ``dataset_fn(InputContext)`` returns on each rank, batched per replica.
 
         Collective: call it on every rank.
         """
@@ -266,21 +251,19 @@ class Strategy:
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], object]) -> Any:
         """Return a PerReplica of ``value_fn(ValueContext)`` for each replica of this rank.
 
-        The replica's device is current in ``value_fn``. The default strategy and OneDeviceStrategy return the bare
-        value. Nothing is communicated.
+        The replica's device is current in ``value_fn``. The default strategy and OneDeviceStrategy return the value
+        itself. Nothing is communicated.
         """
         self._require_cross_replica("experimental_distribute_values_from_function()", "call it before run()")
         return self._extended.distribute_values(value_fn)
 
     def experimental_make_numpy_dataset(self, numpy_input: object, session: object = None) -> Dataset:
-        """Return a dataset of the slices of ``numpy_input`` along axis 0 (deprecated).
+        """Return a dataset of the slices of a copy of ``numpy_input`` along axis 0 (deprecated).
 
-        It keeps a copy of the arrays.
-
-        Every rank builds it from its own arrays; nothing is communicated. ``Dataset.from_tensor_slices`` does not copy.
+        Every rank uses its own arrays. Nothing is communicated. ``Dataset.from_tensor_slices`` does not copy.
 
         Args:
-            numpy_input: Nest of arrays of equal first dimension; a list of arrays is stacked into one.
+            numpy_input: Nest of arrays of equal first dimension. A list of arrays is stacked into one.
             session: Ignored.
 
         >>> import mpidist
@@ -290,31 +273,23 @@ class Strategy:
         return Dataset.from_tensor_slices(owned(numpy_input))
 
     def experimental_assign_to_logical_device(self, tensor: Value, logical_device_id: int) -> Value:
-        """Return ``tensor``, after checking the id: a replica has one logical device here."""
+        """Return ``tensor`` after a check of the id: a replica has one logical device."""
         if logical_device_id != 0:
             raise ValueError(f"logical_device_id is {logical_device_id}; expected 0: a replica has 1 logical device")
         return tensor
 
     def experimental_split_to_logical_devices(self, tensor: Value, partition_dimensions: Sequence[int]) -> Value:
-        """Return ``tensor``, after checking the partition: a replica has one logical device here."""
+        """Return ``tensor`` after a check of the partition: a replica has one logical device."""
         shape, parts = to_array(tensor).shape, list(partition_dimensions)
-        if len(parts) != len(shape):
+        if parts != [1] * len(shape):
             raise ValueError(
-                f"partition_dimensions {parts} for a tensor of shape {shape}; expected {len(shape)} numbers, one per "
-                "axis"
-            )
-        for axis, (size, count) in enumerate(zip(shape, parts, strict=True)):
-            if count < 1 or size % count:
-                raise ValueError(f"axis {axis} of size {size} cannot be cut into {count} equal parts")
-        if prod(parts) != 1:
-            raise ValueError(
-                f"partition_dimensions {parts} make {prod(parts)} parts; expected 1, the number of logical devices of "
-                "a replica"
+                f"partition_dimensions {parts} for a tensor of shape {shape}; expected {[1] * len(shape)}: one number "
+                "per axis, whose product is the number of logical devices of a replica, 1"
             )
         return tensor
 
     def experimental_replicate_to_logical_devices(self, tensor: Value) -> Value:
-        """Return ``tensor``: a replica has one logical device here."""
+        """Return ``tensor``: a replica has one logical device."""
         return tensor
 
     def update_config_proto(self, config_proto: Value) -> Value:
@@ -332,7 +307,7 @@ class Strategy:
 
     def _require_cross_replica(self, method: str, instead: str) -> None:
         self._require_open()
-        # Not of ``self``: the default strategy has a second face, that of v1.
+        # Not ``self``: the v1 form of the default strategy is another object.
         context.require_cross_replica(self._extended.strategy, method, instead)
 
     def close(self) -> None:
@@ -353,7 +328,7 @@ class Strategy:
         if error is None:
             self.close()
         elif isinstance(error, Exception):
-            # Closing takes all ranks, and this one is on its way out alone.
+            # Closing is collective, and only this rank has left the block.
             self._extended.announce(error, f"the block of {type(self).__name__}")
 
     def __copy__(self) -> Strategy:
@@ -365,8 +340,7 @@ class Strategy:
     def __deepcopy__(self, memo: dict[int, object]) -> Strategy:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_extended"})
-        twin._extended = self._extended.copy_for(twin)
+        twin.__dict__.update({**self.__dict__, "_extended": self._extended.copy_for(twin)})
         return twin
 
     def __reduce__(self) -> NoReturn:
@@ -389,19 +363,29 @@ class ReplicaContext:
         strategy: The strategy that runs the replica.
         replica_id_in_sync_group: Its global id, from 0 to n - 1.
         local_replica_id: Its index among the replicas of its rank.
+        lone_ops: Reduction class, if every rank has one replica and the communicator alone forms the sums. Extension.
     """
 
-    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int, local_replica_id: int = 0) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        replica_id_in_sync_group: int,
+        local_replica_id: int = 0,
+        *,
+        lone_ops: CrossDeviceOps | None = None,
+    ) -> None:
         self._strategy = strategy
         self._id = replica_id_in_sync_group
         self._local_id = local_replica_id
+        self._lone_ops, self._ranks = lone_ops, None if lone_ops is None else lone_ops.ranks
+        self._options = None if lone_ops is None else lone_ops.with_algorithm(None)
+        self._fast_all_reduce = None
+        if self._ranks is not None and self._options is None:
+            self._fast_all_reduce = self._ranks.fast.all_reduce
         self.frame = Frame(strategy, self)
 
     def call(self, fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> Result:
-        """Call ``fn`` in this context, with this replica's part of distributed arguments. Extension.
-
-        For strategies that run replicas one after the other in the calling thread.
-        """
+        """Call ``fn`` in this context and thread, with this replica's part of distributed arguments. Extension."""
         push(self.frame)
         try:
             if not args and not kwargs:
@@ -451,10 +435,10 @@ class ReplicaContext:
 
         Collective over the replicas of a rank: each must make the same calls. ``merge_fn`` runs once per rank in
         cross-replica context, as ``merge_fn(strategy, *args, **kwargs)`` with the arguments of the replicas
-        grouped into PerReplica values; all ranks must communicate in the same way in it.
+        grouped into PerReplica values. All ranks must communicate in the same way in it.
 
         Args:
-            merge_fn: The function; that of the first replica is called.
+            merge_fn: Function to call; that of the first replica is called.
             args: Its arguments, from this replica.
             kwargs: Its keyword arguments, from this replica.
 
@@ -465,7 +449,7 @@ class ReplicaContext:
             RuntimeError: Called elsewhere than in this replica, or another replica returned without calling.
         """
         require_replica(self, "merge_call()")
-        # Replicas that meet in functions with other code have lost one another.
+        # Replicas in functions with other code have made different calls.
         call = ("merge_call", getattr(merge_fn, "__code__", merge_fn))
         return self.meet(call, merge_fn, tuple(args), kwargs or {})
 
@@ -489,10 +473,10 @@ class ReplicaContext:
         *,
         out: object = None,
     ) -> Value:
-        """Reduce over all replicas and give every replica the result.
+        """Reduce over all replicas. Every replica gets the result.
 
         Collective: call it on every replica, in the same order, with the same structure, shapes and dtypes. A
-        nest is reduced in one go, packed into few messages. The gradient of a SUM is the all-reduced SUM of the
+        nest is reduced in one call, packed into few messages. The gradient of a SUM is the all-reduced SUM of the
         upstream gradients, that of a MEAN the same divided by n.
 
         Args:
@@ -511,56 +495,12 @@ class ReplicaContext:
             TypeError: Something that cannot be reduced.
             MismatchError: Ranks that differ.
         """
-        require_replica(self, "all_reduce()")
-        op = reduce_op if type(reduce_op) is ReduceOp else ReduceOp.of(reduce_op)
-        if options is not None:
-            check_communication_options(options)
-        reduced: Value = self._all_reduce(op, *_read_here(value), options, out)
+        if self._fast_all_reduce is not None and options is None and current_frame() is self.frame:
+            result: Value | None = self._fast_all_reduce(reduce_op, value, out, None)
+            if result is not None:
+                return result if out is None else cast(Value, out)
+        reduced: Value = self._reduced("all_reduce", reduce_op, value, options, out)
         return reduced
-
-    def _all_reduce(
-        self, op: ReduceOp, value: object, leaves: Sequence[object], options: CallOptions, out: object
-    ) -> Any:
-        """Reduce a value of these leaves, after the checks of context and options."""
-        targets = self._check_values(value, leaves, op, out)
-        if self.num_replicas_in_sync == 1:
-            if targets is None:
-                return self.own_sum(value)
-            value_checks.copy_leaves(targets, leaves)
-            return out
-
-        def merged(strategy: Strategy, values: object, outs: object) -> object:
-            pairs, note = self._contributions(op, values, outs)
-            results = strategy.extended.reduce(op, pairs, strategy.num_replicas_in_sync, options, note)
-            return nest.pack_like(values, results)
-
-        reduced = self.meet(("all_reduce", op, options), merged, (value, out), {})
-        return reduced if out is None else value_checks.copy_into(out, reduced)
-
-    def own_sum(self, value: object) -> object:
-        """Return the sum over one replica, a copy of ``value``. Extension."""
-        return nest.map_structure(value_checks.copied, value)
-
-    def _check_values(self, value: object, leaves: Sequence[object], op: ReduceOp, out: object) -> list[Array] | None:
-        """Return the arrays of ``out``, if any."""
-        with self._strategy.extended.shared_errors(f"{op.name} of its values"):
-            value_checks.check_can_reduce(leaves, op)
-            if out is None:
-                return None
-            return value_checks.checked_out(value, leaves, out, op, self.num_replicas_in_sync)
-
-    def _contributions(self, op: ReduceOp, values: object, outs: object) -> tuple[list[tuple[PerReplica, object]], str]:
-        """Return the values of all local replicas with their destinations, and their description."""
-        extended = self._strategy.extended
-        leaves = [
-            leaf if isinstance(leaf, PerReplica) else PerReplica((leaf,), extended.local_replica_ids)
-            for leaf in nest.flatten(values)
-        ]
-        with extended.shared_errors(f"{op.name} of its values"):
-            value_checks.check_results_apart(outs)
-            value_checks.check_gradients_apart(leaves)
-        # Results go where the values are: an array of the host stays there, also under a strategy of devices.
-        return [(leaf, leaf) for leaf in leaves], "" if isinstance(values, PerReplica) else nest.describe(values)
 
     def all_reduce_async(
         self,
@@ -570,40 +510,100 @@ class ReplicaContext:
         *,
         out: object = None,
     ) -> Work | PartOfWork | FinishedWork:
-        """Start an :meth:`all_reduce` and return a handle whose ``wait()`` gives the result. Extension.
+        """Start an :meth:`all_reduce` and return a handle whose ``wait()`` returns the result. Extension.
 
-        Collective as ``all_reduce``; ``value`` must not be changed before ``wait()`` has returned, and ``out`` is
-        written then.
+        Collective as ``all_reduce``. Do not change ``value`` before ``wait()`` has returned. ``out`` is written by
+        then. If a rank has several GPUs, all of its replicas must call ``wait()``.
         """
-        require_replica(self, "all_reduce_async()")
-        op = ReduceOp.of(reduce_op)
+        work: Work | PartOfWork | FinishedWork = self._reduced("all_reduce_async", reduce_op, value, options, out)
+        return work
+
+    def _reduced(
+        self, method: str, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None, out: object
+    ) -> Any:
+        """Return the result of ``all_reduce``, or the handle of ``all_reduce_async``."""
+        require_replica(self, f"{method}()")
+        starts, op = method == "all_reduce_async", ReduceOp.of(reduce_op)
         check_communication_options(options)
-        given, leaves = _read_here(value)
-        self._check_values(given, leaves, op, out)
+        value, leaves = _read_here(value)
         extended = self._strategy.extended
+        if self._lone_ops is not None and not any([isinstance(leaf, IndexedSlices) for leaf in leaves]):
+            return self._reduced_by_ranks(starts, op, value, leaves, options, out)
+        with extended.shared_errors(f"{op.name} of its values"):
+            value_checks.check_can_reduce(leaves, op)
+            if out is not None:
+                value_checks.check_out(value, leaves, out, op, self.num_replicas_in_sync)
 
-        def merged(strategy: Strategy, values: object, outs: object) -> Any:
-            pairs, note = self._contributions(op, values, outs)
-            work = strategy.extended.reduce_async(op, pairs, strategy.num_replicas_in_sync, options, note)
+        def merged(strategy: Strategy, values: object, outs: object) -> object:
+            with extended.shared_errors(f"{op.name} of its values"):
+                value_checks.check_results_apart(outs)
+            ids = extended.local_replica_ids
+            parts = [
+                leaf if isinstance(leaf, PerReplica) else PerReplica((leaf,), ids) for leaf in nest.flatten(values)
+            ]
+            # Results are placed like the values: an array of the host stays there, also under a strategy of devices.
+            pairs = [(part, part) for part in parts]
+            note = "" if isinstance(values, PerReplica) else nest.describe(values)
+            if not starts:
+                results = extended.reduce(op, pairs, strategy.num_replicas_in_sync, options, note)
+                return nest.pack_like(values, results)
+            work = extended.reduce_async(op, pairs, strategy.num_replicas_in_sync, options, note)
             nested = PartOfWork(work, lambda results: nest.pack_like(values, results))
-            places = [place_at(device) for device in extended.worker_devices]
-            return PerReplica(replica_works(nested, places), extended.local_replica_ids)
+            places = map(place_at, extended.worker_devices)
+            return PerReplica([ReplicaWork(nested, i, place) for i, place in enumerate(places)], ids)
 
-        work: FinishedWork | PartOfWork
-        if self.num_replicas_in_sync == 1:
-            work = finished_work(self.own_sum(given), extended.first_gpu)
+        reduced: Any
+        if self.num_replicas_in_sync > 1:
+            reduced = self.meet((method, op, options), merged, (value, out), {})
         else:
-            work = self.meet(("all_reduce_async", op, options), merged, (given, out), {})
-        return work if out is None else PartOfWork(work, lambda results: value_checks.copy_into(out, results))
+            # Library code may differentiate, or trace, values under the default strategy.
+            is_kept = out is not None or context.is_default(self._strategy)
+            reduced = value if is_kept else nest.map_structure(value_checks.copied, value)
+            if starts:
+                reduced = ReplicaWork(FinishedWork(reduced), 0, extended.first_gpu or HOST)
+        if out is None:
+            return reduced
+        if starts:
+            return PartOfWork(reduced, lambda results: value_checks.copy_into(out, results))
+        return value_checks.copy_into(out, reduced)
+
+    def _reduced_by_ranks(
+        self, starts: bool, op: ReduceOp, value: object, leaves: Sequence[object], options: CallOptions, out: object
+    ) -> Any:
+        """Return what :meth:`_reduced` returns, without further steps than the communicator's."""
+        ranks, own = self._ranks, self._options
+        assert self._lone_ops is not None
+        assert ranks is not None
+        if options is not None:
+            own = self._lone_ops.with_algorithm(options)
+        try:
+            arrays = [to_array(leaf) for leaf in leaves]
+            outs = None if out is None else value_checks.outputs_for(value, out)
+        except (TypeError, ValueError) as error:
+            ranks.announce(error, f"{op.name} of its values")
+            raise
+        is_leaf = len(leaves) == 1 and leaves[0] is value
+        note = "" if is_leaf else nest.describe(value)
+
+        def finished(results: Sequence[Any]) -> object:
+            if out is not None:
+                return out
+            if any(array is not leaf for array, leaf in zip(arrays, leaves, strict=True)):
+                results = list(map(restore, leaves, results))
+            return results[0] if is_leaf else nest.pack_like(value, results)
+
+        if starts:
+            return ranks.reduce_arrays_async(op, arrays, ranks.size, options=own, out=outs, note=note).then(finished)
+        return finished(ranks.reduce_arrays(op, arrays, ranks.size, options=own, out=outs, note=note))
 
     def all_gather(self, value: Value, axis: int, options: CommunicationOptions | None = None) -> Value:
-        """Concatenate over all replicas along ``axis``, in replica order; every replica gets the result.
+        """Concatenate over all replicas along ``axis``, in replica order. Every replica gets the result.
 
         Collective as ``all_reduce``. Sizes along ``axis`` may differ between replicas, and may be 0.
 
         Args:
             value: Array of at least one dimension, or a nest of them.
-            axis: Where to concatenate; may be negative.
+            axis: Axis to concatenate along; may be negative.
             options: Deadline of this call.
 
         Raises:
@@ -615,28 +615,16 @@ class ReplicaContext:
         check_communication_options(options)
         given, leaves = _read_here(value)
         with self._strategy.extended.shared_errors("gathering its values"):
-            value_checks.check_given(axis, "all_gather()", "axis=0 to concatenate along the first axis")
+            value_checks.check_axis_given(axis, "all_gather()", "axis=0 to concatenate along the first axis")
             for leaf in leaves:
                 value_checks.check_can_gather(leaf, axis, "all_gather()")
 
         def merged(strategy: Strategy, values: Value) -> Value:
             leaves = nest.flatten(values)
             gathered = strategy.extended.gather_leaves(leaves, axis, nest.describe(values), options)
-            return nest.pack_like(values, map(place_values, gathered, map(destination_devices, leaves)))
+            return nest.pack_like(values, map(place, gathered, map(destination_devices, leaves)))
 
         return self.meet(("all_gather along axis", axis, options), merged, (given,), {})
-
-    def _update(
-        self,
-        var: Variable,
-        fn: Callable[..., object],
-        args: Sequence[object] = (),
-        kwargs: dict[str, Any] | None = None,
-        group: bool = True,
-    ) -> Any:
-        """Apply ``fn`` to this replica's component of ``var``; copies diverge if the arguments differ."""
-        require_replica(self, "_update()")
-        return self._strategy.extended.update_in_replica(self, var, fn, tuple(args), kwargs or {}, group)
 
     def __enter__(self) -> ReplicaContext:
         push(self.frame)
@@ -664,25 +652,3 @@ def _read_here(value: Value) -> tuple[Value, list[object]]:
         value = nest.pack_like(value, leaves)
         leaves = nest.flatten(value)
     return value, leaves
-
-
-def all_reduce_grad(reduce_op: ReduceOp | str, upstream: Value) -> Value:
-    """Return the gradient of ``ctx.all_reduce(reduce_op, x)`` with respect to this replica's ``x``. Extension.
-
-    For autodiff libraries; collective as ``all_reduce``.
-
-    Args:
-        reduce_op: SUM or MEAN, as in the forward call.
-        upstream: Gradient of the loss with respect to the result, on this replica.
-
-    Raises:
-        ValueError: An operation that has no such rule.
-    """
-    op = ReduceOp.of(reduce_op)
-    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-        raise ValueError(f"reduce_op is {op.name}; only SUM and MEAN have a linear gradient")
-    context = get_replica_context()
-    if context is None:
-        raise RuntimeError("all_reduce_grad() requires replica context; call it inside strategy.run()")
-    gradient: Value = context.all_reduce(op, upstream)
-    return gradient

@@ -1,13 +1,13 @@
 """CentralStorageStrategy: replicas of one node that share one copy of each variable.
 
-A replica that assigns hands its value over; the values of the replicas become one by the variable's aggregation and are
-applied once. Other strategies of one copy, such as those of parameter servers, differ in where it is.
+The values that replicas assign are combined by the variable's aggregation and applied once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpidist.arrays.dtypes import Array
@@ -18,9 +18,8 @@ from mpidist.core.context import Args, Frame, Kwargs, ReplicaContextLike
 from mpidist.core.options import VariableSynchronization
 from mpidist.core.text import parse_device
 from mpidist.strategies.base import Strategy
-from mpidist.strategies.mirrored import FOR_STRATEGIES, ranks_of_node
+from mpidist.strategies.mirrored import ReplicatedExtended, open_ranks, ranks_of_node
 from mpidist.strategies.replica_devices import check_device, check_devices
-from mpidist.strategies.replicated import ReplicatedExtended
 from mpidist.strategies.strategy_extended import StrategyExtended
 from mpidist.values import ReplicaValues, Variable, scatter
 from mpidist.values.component import ArrayComponent, Assignment, Component, as_value_of, assign
@@ -35,11 +34,9 @@ _INSTEAD = "mpidist.MultiWorkerMirroredStrategy(), or parameter servers: mpidist
 
 
 class CentralExtended(ReplicatedExtended):
-    """Replicas in sync that share one copy of each variable.
+    """Replicas in sync that share one copy of each variable. A subclass creates the copy.
 
-    A subclass says where it is.
-
-    A variable's synchronization means nothing here: there is one copy, and each is ON_WRITE.
+    All variables are ON_WRITE, because they have one copy.
     """
 
     is_central = True
@@ -50,47 +47,29 @@ class CentralExtended(ReplicatedExtended):
         return variable_of(self.strategy, [self._make_component(array, properties)], **properties)
 
     def _make_component(self, array: Array, properties: dict[str, Any]) -> Component:
-        """Return the copy of a new variable; ``properties`` are those that ``Variable`` was given."""
+        """Create the copy of a variable; ``properties`` are the arguments of ``Variable``."""
         raise NotImplementedError
 
     def _update_device(self, component: Component) -> str:
-        """Return the device of this process that is current while ``component`` is updated."""
+        """Return the device that is current while ``component`` is updated."""
         return component.device
 
-    def _update(self, var: Variable, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool) -> object:
-        (component,) = var.values
-        result = self._call_once(self._update_device(component), fn, (component, *args), kwargs)
-        return nest.map_structure(self.value_container, result) if group else (result,)
-
-    def _update_non_slot(self, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool) -> object:
-        result = self._call_once(self.parameter_devices[0], fn, args, kwargs)
-        return result if group else (result,)
-
-    def _call_once(self, device: str, fn: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
-        """Call an update function in update context."""
+    def _call_updates(
+        self, var: Variable | None, fn: Callable[..., object], args: Args, kwargs: Kwargs
+    ) -> list[object]:
+        device = self.parameter_devices[0] if var is None else self._update_device(var.values[0])
         with self.shared_errors("an update function"):
             args, kwargs = nest.map_structure(self._sole, (args, kwargs))
             with place_at(device).current(), context.entered(Frame(self.strategy, None, 0)):
-                return fn(*args, **kwargs)
+                return [fn(*args, **kwargs) if var is None else fn(var.values[0], *args, **kwargs)]
 
-    def update_in_replica(
-        self,
-        replica: ReplicaContextLike,
-        var: Variable,
-        fn: Callable[..., object],
-        args: Args,
-        kwargs: Kwargs,
-        group: bool,
-    ) -> object:
-        """See ``StrategyExtended``: there is one component for all replicas, which meet."""
-
-        def merged(_: object, *args: object, **kwargs: object) -> object:
-            return self._update(self.own_variable(var, "update"), fn, args, kwargs, group)
-
-        return replica.meet(("update", var.label), merged, args, kwargs)
+    def update_in_replica(self, replica: ReplicaContextLike, var: Variable, fn: Callable[[Any], object]) -> None:
+        """See ``StrategyExtended``: the replicas wait for each other, and the one component is updated once."""
+        update = partial(self._update, self.own_variable(var, "update"), fn, (), {}, False)
+        replica.meet(("update", var.label), lambda _: update(), (), {})
 
     def _sole(self, value: object) -> object:
-        """Return an argument of an update as one value, since there is one copy."""
+        """Return an argument of an update as one value."""
         if not isinstance(value, ReplicaValues):
             return value
         if len(value.values) > 1:
@@ -105,12 +84,10 @@ class CentralExtended(ReplicatedExtended):
 class CentralStorageExtended(CentralExtended):
     """Replicas in sync, and one copy of each variable in memory of all.
 
-    Args:
-        strategy: The strategy it belongs to.
-        devices: Devices of this rank's replicas; None for its share of the GPUs, or the CPU.
-        parameter_device: Where variables are; None for the device of a lone replica, and otherwise the host.
-        comm: The ranks that take part, which share memory; None for this process alone. Closed with the strategy.
+    ``parameter_device`` None stands for the device of a lone replica, and otherwise for the host.
     """
+
+    experimental_between_graph = True  # as in TensorFlow
 
     def __init__(
         self,
@@ -127,13 +104,8 @@ class CentralStorageExtended(CentralExtended):
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The one device that has all variables."""
+        """The one device of all variables."""
         return (self._parameter_device,)
-
-    @property
-    def experimental_between_graph(self) -> bool:
-        """True, as in TensorFlow."""
-        return True
 
     def _make_component(self, array: Array, properties: dict[str, Any]) -> Component:
         name = properties["name"]
@@ -149,12 +121,12 @@ class CentralStorageExtended(CentralExtended):
         if self._writer is None:
             optimizer.update_copies(summed)
             return
-        # One block for all variables and their slots, and the work is done once.
+        # One block for all variables and their slots. One rank does the work.
         with self._writer.write_block(f"applying gradients by optimizer {optimizer.name!r}") as writes:
             if writes:
                 optimizer.update_copies(summed)
             else:
-                for _ in summed:  # each comes by a collective
+                for _ in summed:  # each item is a collective
                     pass
 
     def copy_for(self, strategy: Strategy) -> StrategyExtended:
@@ -165,10 +137,7 @@ class CentralStorageExtended(CentralExtended):
 
 
 class VariableWriter(SingleWriter):
-    """The writer of shared variables.
-
-    Before it writes, each rank gives variables the restored values that wait for them.
-    """
+    """The writer of shared variables. It first assigns the restored values that wait for variables."""
 
     @contextmanager
     def write_block(self, text: str) -> Iterator[bool]:
@@ -179,43 +148,37 @@ class VariableWriter(SingleWriter):
 
 
 class SharedComponent(ArrayComponent):
-    """A copy that several ranks read where it lies. Making, assigning and copying it are collective.
+    """A copy in the shared memory of several ranks. Creating, assigning and copying it are collective.
 
-    The first rank's value is assigned; those of the others are checked.
-
-    Args:
-        writer: Of the ranks that share it.
-        array: Its value, in host memory, of the same shape and dtype on every rank; that of the first rank counts.
-        name: Of the copy.
-        kind: Further properties of the variable on which the ranks must agree.
+    The first rank's value is assigned. The values of the other ranks are checked. ``kind`` is a text that the ranks
+    compare.
     """
 
     def __init__(self, writer: SingleWriter, array: Array, name: str, kind: str) -> None:
         self._writer, self._kind = writer, kind
-        # Names need not differ.
+        # Several variables may have one name.
         shape = f"{array.dtype}{list(array.shape)}"
         self._label = f"variable {name!r}, {shape} {kind}, number {writer.next_number()} of its strategy"
         super().__init__(writer.shared_copy(array, f"creation of {self._label}"), name, HOST.device)
 
-    def assign_by(self, how: Assignment, value: object) -> SharedComponent:
-        """See ``Assignable``."""
-        doing = f"{how.__name__} of {self._label}"
+    def _write(self, name: str, check: Callable[[], Any], write: Callable[[Any], object]) -> SharedComponent:
+        """Write what ``check`` returns, on the first rank alone (collective)."""
+        doing = f"{name} of {self._label}"
         with self._writer.shared_errors(doing):
-            array = as_value_of(self, value)
+            checked = check()
         with self._writer.write_block(doing) as writes:
             if writes:
-                how(self._array, array)
+                write(checked)
         return self
+
+    def assign_by(self, how: Assignment, value: object) -> SharedComponent:
+        """See ``Assignable``."""
+        return self._write(how.__name__, lambda: as_value_of(self, value), lambda array: how(self._array, array))
 
     def scatter_by(self, how: scatter.ScatterOp, slices: object) -> SharedComponent:
         """See ``Assignable``."""
-        doing = f"{how.name} of {self._label}"
-        with self._writer.shared_errors(doing):
-            checked = scatter.check_slices(slices, self)
-        with self._writer.write_block(doing) as writes:
-            if writes:
-                how.apply(self._array, checked)
-        return self
+        check = lambda: scatter.check_slices(slices, self)  # noqa: E731
+        return self._write(how.name, check, lambda checked: how.apply(self._array, checked))
 
     def start_from(self, value: Array) -> None:
         """See ``Component``."""
@@ -234,36 +197,35 @@ class SharedComponent(ArrayComponent):
 class CentralStorageStrategy(Strategy):
     """Synchronous training on one node with one copy of each variable (tf.distribute.experimental's strategy).
 
-    Values that replicas assign are combined by the variable's aggregation and applied once; rows that they scatter are
-    applied as each gives them, whatever the aggregation (as TensorFlow does); ``synchronization`` means nothing. The
-    numbers are
-    otherwise those of MirroredStrategy, which takes as much memory for variables and optimizer as there are replicas.
+    Values that replicas assign are combined by the variable's aggregation and applied once. Rows that they scatter are
+    applied as each replica passes them, whatever the aggregation, as in TensorFlow. ``synchronization`` is ignored.
+    The numbers are otherwise those of MirroredStrategy, which needs one copy of variables and optimizer per replica.
 
-    Two ways to use it. Several devices in one process: the copy is on ``parameter_device``. Or the ranks of one node:
-    start with ``mpirun``, and the copy is in memory that they share. Then making, copying and assigning a variable is
-    collective wherever it is done, also outside ``run`` and in the function given to ``extended.update``: call it on
-    every rank, in the same order, with the same value. All meet, the first rank writes, and all meet again, so that
-    nobody reads half of an update. Optimizers compute their updates on the first rank alone: state that a subclass of
-    ``Optimizer`` or a variable's ``constraint`` keeps elsewhere than in variables changes there only.
+    It has two uses. Several devices in one process: the copy is on ``parameter_device``. Or the ranks of one node:
+    start with ``mpirun``, and the copy is in shared memory. Then creating, copying and assigning a variable is
+    collective, also outside of ``run`` and in the function given to ``extended.update``: call it on every rank, in the
+    same order, with the same value. The first rank writes while the others wait. Optimizers compute their updates on
+    the first rank alone. State that a subclass of ``Optimizer`` or a ``constraint`` keeps outside of variables changes
+    only there.
 
     Collective over the ranks that take part.
 
     Args:
-        compute_devices: Device strings of this rank's replicas; by default its share of the node's GPUs, which is all
-            of them in a job of one process, or the CPU where there are none.
-        parameter_device: Where variables are. By default the host, or the compute device if there is but one replica.
-            With several ranks it is the host.
-        communicator: An mpi4py communicator of the ranks that take part, which are on one node. By default all ranks
-            of the node; ``MPI.COMM_SELF`` for this process alone. Extension.
+        compute_devices: Device strings of this rank's replicas. By default its share of the node's GPUs, which is all
+            of them in a job of one process, or the CPU if there are none.
+        parameter_device: Device of the variables. By default the compute device of a single replica, or the host.
+            Several ranks need the host.
+        communicator: An mpi4py communicator of the ranks that take part, all on one node. By default all ranks of the
+            node. Pass ``MPI.COMM_SELF`` for this process alone. Extension.
 
     Raises:
-        ValueError: Wrong devices; a GPU as ``parameter_device`` of several ranks; ranks on several nodes, for which
-            there are MultiWorkerMirroredStrategy and parameter servers.
+        ValueError: Wrong devices; a GPU as ``parameter_device`` of several ranks; ranks on several nodes. Use
+            MultiWorkerMirroredStrategy or parameter servers for those.
         TypeError: Devices that are no strings.
-        DeviceError: A GPU, and there is no usable CuPy.
+        DeviceError: A GPU, and CuPy is missing or unusable.
         LaunchError: MPI cannot be started.
 
-    Variables raise MemoryError, on all ranks, where /dev/shm has no room for them.
+    Variables raise MemoryError, on all ranks, if /dev/shm has no room for them.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CentralStorageStrategy
 
@@ -286,14 +248,14 @@ class CentralStorageStrategy(Strategy):
     ) -> None:
         devices = check_devices(compute_devices)
         parameters = None if parameter_device is None else check_device(parameter_device)
-        ranks = ranks_of_node("CentralStorageStrategy", _INSTEAD) if communicator is None else communicator
+        ranks = communicator or ranks_of_node(self, _INSTEAD)
         size = ranks.Get_size()
         if size > 1 and parameters is not None and parse_device(parameters).kind != "cpu":
             raise ValueError(
                 f"parameter_device is {parameter_device!r}, and the strategy has {size} ranks, which share memory of "
                 "the host; expected parameter_device='cpu:0', or one process that has all GPUs"
             )
-        comm = Communicator(ranks, owner=type(self).__name__, advice=FOR_STRATEGIES) if size > 1 else None
+        comm = open_ranks(self, ranks)
         if comm is not None and not comm.shares_memory:
             comm.close()
             raise ValueError(

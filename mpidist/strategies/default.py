@@ -1,4 +1,4 @@
-"""The default strategy, current where no other is; purely local, also in MPI jobs."""
+"""The default strategy, current if no other is. It is local, also in MPI jobs."""
 
 from __future__ import annotations
 
@@ -18,31 +18,29 @@ from mpidist.strategies.strategy_extended import Result, StrategyExtended
 from mpidist.values import Variable
 from mpidist.values.synchronization import make_variable
 
-_DEVICE = "cpu:0"
-
 
 class DefaultExtended(StrategyExtended):
-    """Everything happens in this process, once, wherever the arrays are."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        super().__init__(strategy)
-        self.replica = DefaultContext(strategy, 0)
+    """One replica in this process. Arrays and variables stay on their devices."""
 
     local_replica_ids = (0,)
 
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__(strategy)
+        self.replica = ReplicaContext(strategy, 0)
+
     @property
-    def worker_devices(self) -> tuple[str, ...]:
+    def worker_devices(self) -> tuple[str, ...]:  # type: ignore[override]
         """Not defined: the default strategy places nothing."""
         raise RuntimeError("worker_devices and parameter_devices are not defined for the default strategy")
 
     @property
     def worker_devices_by_replica(self) -> tuple[tuple[str, ...], ...]:
         """The CPU."""
-        return ((_DEVICE,),)
+        return (("cpu:0",),)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
         """Return the CPU."""
-        return (_DEVICE,)
+        return ("cpu:0",)
 
     def input_workers(self) -> InputWorkers:
         """See ``StrategyExtended``."""
@@ -57,37 +55,30 @@ class DefaultExtended(StrategyExtended):
         return [self.replica.call(fn, args, kwargs)]
 
     def reduce(self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, note: str) -> list[object]:
-        """See ``StrategyExtended``: the value of the one replica."""
+        """See ``StrategyExtended``."""
         return [value.values[0] for value, _ in pairs]
 
     def copy_to(self, value: object, destinations: object) -> Any:
         """Return ``value``: the default strategy places nothing."""
         return value
 
-    def gather(self, arrays: list[Array], axis: int, options: CallOptions, note: str) -> list[Array]:
-        """See ``StrategyExtended``."""
-        return arrays
-
-    def broadcast(self, arrays: list[Array], root: int, note: str) -> list[Array]:
-        """See ``StrategyExtended``."""
-        return arrays
-
-    def _update(self, var: Variable, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool) -> object:
-        result = fn(var, *args, **kwargs)
-        return result if group else (result,)
+    def _call_updates(
+        self, var: Variable | None, fn: Callable[..., object], args: Args, kwargs: Kwargs
+    ) -> list[object]:
+        return super()._call_updates(None, fn, args, kwargs) if var is None else [fn(var, *args, **kwargs)]
 
     def distribute_dataset(self, dataset: object, options: InputOptions | None) -> Any:
-        """See ``StrategyExtended``: the dataset itself, of a DataLoader the one with its batches."""
+        """Return the dataset itself, or one of the batches of a DataLoader."""
         return Dataset.from_source(dataset) if is_loader(dataset) else dataset
 
     def distribute_from_function(self, dataset_fn: Callable[..., object], options: InputOptions | None) -> Any:
-        """See ``StrategyExtended``: the result of the function."""
+        """Return the result of the function."""
         if replication_mode(options) is InputReplicationMode.PER_REPLICA:
             raise per_replica_refused(self.strategy)
         return dataset_fn(InputContext())
 
     def distribute_values(self, value_fn: Callable[..., object]) -> Any:
-        """See ``StrategyExtended``: the result of the function."""
+        """Return the result of the function."""
         with outside():
             return value_fn(ValueContext())
 
@@ -99,29 +90,13 @@ class DefaultExtended(StrategyExtended):
         """Do nothing: the default strategy stays open."""
 
 
-class DefaultContext(ReplicaContext):
-    """The replica of the default strategy, whose values are their own sums."""
-
-    def own_sum(self, value: object) -> object:
-        """Return the value itself."""
-        return value
-
-
 class DefaultStrategy(Strategy):
-    """One replica, no communication.
-
-    There is one object of this class, made when this room is imported.
-    """
-
-    _sole: DefaultStrategy | None = None
+    """One replica, no communication. ``mpidist.get_strategy()`` returns the only object outside of any scope."""
 
     def __init__(self) -> None:
-        if DefaultStrategy._sole is not None:
-            raise RuntimeError("there is one default strategy; mpidist.get_strategy() returns it outside any scope")
         extended = DefaultExtended(self)
         super().__init__(extended)
         register_default_strategy(self, extended.replica)
-        DefaultStrategy._sole = self
 
 
 default_strategy = DefaultStrategy()

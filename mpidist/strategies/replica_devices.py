@@ -1,4 +1,4 @@
-"""The devices of a strategy's local replicas; sharing a machine's GPUs among ranks."""
+"""The devices of local replicas, and the distribution of a machine's GPUs over its ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,12 @@ from mpidist.core.text import group_lines, groups_of, names_text, numbered_ranks
 from mpidist.topology.launchers import read_launcher
 from mpidist.topology.topology import devices_of_each, visible_devices
 
+# Equal in containers and virtual nodes of one machine.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def check_device(device: str) -> str:
-    """Return the canonical form of a device of this process.
-
-    Raises:
-        ValueError: Not a device string, a device of another task, or a GPU that this process does not have.
-        DeviceError: A GPU, and there is no usable CuPy; the text says how to install it.
-    """
+    """Return the canonical form of a device of this process. Raise ValueError or DeviceError if it is missing."""
     parsed = parse_device(device)
     if parsed.job is not None:
         raise ValueError(
@@ -45,13 +41,7 @@ def check_device(device: str) -> str:
 
 
 def check_devices(devices: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the canonical devices of the local replicas; None for None, which :func:`agreed_devices` fills in.
-
-    Raises:
-        TypeError: Not a list or tuple of strings.
-        ValueError: No devices, the same device twice, or errors of :func:`check_device`.
-        DeviceError: See :func:`check_device`.
-    """
+    """Return the canonical devices of the local replicas, or None. Raise TypeError, ValueError or DeviceError."""
     if devices is None:
         return None
     if isinstance(devices, str) or not isinstance(devices, (list, tuple)):
@@ -64,37 +54,6 @@ def check_devices(devices: Sequence[str] | None) -> tuple[str, ...] | None:
     return canonical
 
 
-def agreed_devices(
-    devices: tuple[str, ...] | None, comm: Communicator | None
-) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
-    """Return the devices of this rank, each rank's number, and whether all have GPUs.
-
-    Collective where there are several.
-
-    A rank that names none has its share of the GPUs that it sees: ranks of ``comm`` on one machine that name none and
-    see the same GPUs share them out. A process by itself shares them with the processes that the launcher has started
-    on the machine beside it. Where there are no GPUs the CPU is the one device.
-
-    Raises:
-        DeviceError: Some ranks have GPUs, and others that name no devices have none; on every rank.
-    """
-    mine = visible_devices() if devices is None else ()
-    if comm is None:
-        chosen = _named(_share_alone(mine)) if devices is None else devices
-        return chosen, (len(chosen),), _is_gpu(chosen)
-    why_none = "" if devices is not None or mine else _why_no_gpu()
-    told: list[_Rank] = comm.all_gather_object(_Rank(devices, mine, _machine(), platform.node(), why_none))
-    everyone = []
-    for rank, own in enumerate(told):
-        if own.named is not None:
-            everyone.append(own.named)
-            continue
-        sharing = [k for k, other in enumerate(told) if other.named is None and other.machine == own.machine]
-        everyone.append(_named(devices_of_each([told[k].seen for k in sharing])[sharing.index(rank)]))
-    _check_kinds(told, everyone)
-    return everyone[comm.rank], tuple(map(len, everyone)), all(map(_is_gpu, everyone))
-
-
 class _Rank(NamedTuple):
     """The message of a rank about its devices."""
 
@@ -105,23 +64,51 @@ class _Rank(NamedTuple):
     why_none: str
 
 
-def _check_kinds(told: Sequence[_Rank], devices: Sequence[tuple[str, ...]]) -> None:
-    """Raise DeviceError if ranks would compute on the CPU beside others on GPUs, unasked."""
-    without = [rank for rank, own in enumerate(told) if own.named is None and not own.seen]
-    with_gpus = [rank for rank, own in enumerate(devices) if _is_gpu(own)]
+def agreed_devices(
+    devices: tuple[str, ...] | None, comm: Communicator | None
+) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
+    """Return this rank's devices, each rank's number, and whether all have GPUs (collective).
+
+    Ranks of one machine that name no devices and see the same GPUs divide these. A process without other ranks divides
+    them with the processes that the launcher has started on the machine. Without GPUs, the device is the CPU.
+
+    Raises DeviceError on every rank if some ranks have GPUs, and others name no devices and see no GPUs.
+    """
+    mine = visible_devices() if devices is None else ()
+    if comm is None:
+        chosen = _names(_share_alone(mine)) if devices is None else devices
+        return chosen, (len(chosen),), _are_gpus(chosen)
+    machine = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node()
+    why_none = "" if devices is not None or mine else _why_no_gpu()
+    ranks: list[_Rank] = comm.all_gather_object(_Rank(devices, mine, machine, platform.node(), why_none))
+    everyone = []
+    for rank, own in enumerate(ranks):
+        if own.named is not None:
+            everyone.append(own.named)
+            continue
+        sharing = [k for k, other in enumerate(ranks) if other.named is None and other.machine == own.machine]
+        everyone.append(_names(devices_of_each([ranks[k].seen for k in sharing])[sharing.index(rank)]))
+    _check_kinds(ranks, everyone)
+    return everyone[comm.rank], tuple(map(len, everyone)), all(map(_are_gpus, everyone))
+
+
+def _check_kinds(ranks: Sequence[_Rank], devices: Sequence[tuple[str, ...]]) -> None:
+    """Raise DeviceError if some ranks would use GPUs and others, by default, the CPU."""
+    without = [rank for rank, own in enumerate(ranks) if own.named is None and not own.seen]
+    with_gpus = [rank for rank, own in enumerate(devices) if _are_gpus(own)]
     if not without or not with_gpus:
         return
-    groups = groups_of((rank, told[rank].why_none) for rank in without)
-    shown = "; ".join(group_lines(groups, lambda reason, ranks: (f"{_ranks_on_hosts(ranks, told)}: ", reason, "")))
+
+    def on_hosts(some: Sequence[int]) -> str:
+        return f"{numbered_ranks(some)} on {names_text(dict.fromkeys(ranks[rank].host for rank in some))}"
+
+    groups = groups_of((rank, ranks[rank].why_none) for rank in without)
+    shown = "; ".join(group_lines(groups, lambda reason, some: (f"{on_hosts(some)}: ", reason, "")))
     raise DeviceError(
-        f"{_ranks_on_hosts(with_gpus, told)} would compute on GPUs, and others see none. {shown}. A strategy reduces "
+        f"{on_hosts(with_gpus)} would compute on GPUs, and others see none. {shown}. A strategy reduces "
         "arrays of one kind; expected: GPUs for every rank (srun --gpus-per-task=1 gives each its own), or the job "
         "started without those ranks, or devices=['cpu:0'] on all ranks to leave the GPUs alone"
     )
-
-
-def _ranks_on_hosts(ranks: Sequence[int], told: Sequence[_Rank]) -> str:
-    return f"{numbered_ranks(ranks)} on {names_text(dict.fromkeys(told[rank].host for rank in ranks))}"
 
 
 def _why_no_gpu() -> str:
@@ -133,11 +120,11 @@ def _why_no_gpu() -> str:
     )
 
 
-def _is_gpu(devices: tuple[str, ...]) -> bool:
+def _are_gpus(devices: tuple[str, ...]) -> bool:
     return parse_device(devices[0]).kind == "gpu"
 
 
-def _named(gpus: Sequence[int]) -> tuple[str, ...]:
+def _names(gpus: Sequence[int]) -> tuple[str, ...]:
     return tuple(f"gpu:{number}" for number in gpus) or ("cpu:0",)
 
 
@@ -146,8 +133,3 @@ def _share_alone(seen: tuple[str, ...]) -> tuple[int, ...]:
     if launcher is None or launcher.local_rank is None or launcher.local_size is None:
         return tuple(range(len(seen)))
     return devices_of_each([seen] * launcher.local_size)[launcher.local_rank]
-
-
-def _machine() -> str:
-    """Return an id of this machine, equal in containers and virtual nodes on it."""
-    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node()

@@ -1,13 +1,10 @@
 """Several replicas in one process: threads that take turns, switching at merge points.
 
 The thread that called ``run`` coordinates. It lets the replicas run one after the other, each until it reaches a
-merge point or returns; when all are at a merge point it runs the merge function itself, so all communication is
-issued by the caller's thread, and goes on. The order is the same in every run.
+merge point or returns. When all are at a merge point, it runs the merge function itself, so the caller's thread issues
+all communication. The order is the same in every run.
 
-The threads live as long as the strategy: libraries keep costly state per thread, such as the handle of cuBLAS, whose
-end waits for the whole device.
-
-Of a collective that they start together each replica gets a handle of its own.
+The threads live as long as the strategy, because libraries keep costly state per thread, such as the handle of cuBLAS.
 """
 
 from __future__ import annotations
@@ -18,13 +15,13 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from mpidist.arrays.device_ops import gpu_ops
-from mpidist.arrays.streams import Event, Stream
+from mpidist.arrays.streams import Stream
 from mpidist.collectives import FinishedWork, PartOfWork, Work
 from mpidist.core.context import Args, Frame, Kwargs, as_in_a_new_thread, entered, pop, push
 from mpidist.core.text import user_call_site
@@ -32,9 +29,9 @@ from mpidist.strategies.strategy_extended import Result, StrategyExtended
 from mpidist.values import regroup, select_replica
 from mpidist.values.placement import HOST, Place
 
-# How long Ctrl-C may go unnoticed while a replica computes.
+# The longest delay of Ctrl-C while a replica computes.
 _SIGNAL_SECONDS = 0.5
-# How long a replica may take to end after another one has failed, in its finally blocks and __exit__ methods.
+# Timeout of finally blocks and __exit__ methods of a replica after another one has failed.
 _UNWINDING_SECONDS = 30.0
 
 
@@ -42,60 +39,26 @@ class _Abandoned(BaseException):
     """Unwinds a replica that waits at a merge point after another replica has failed."""
 
 
-class ReplicaStream:
-    """The stream of the coordinating thread, on which a replica computes by default.
-
-    Made in the coordinating thread. A replica that has another stream current when it meets the others, or returns,
-    has the two wait for one another there, so that values may be handed over. The host never waits.
-
-    Args:
-        place: Where the replica computes.
-    """
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._outer = _current_stream(place)
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Make device and stream current in the replica's thread."""
-        with self._place.current(), self._outer or nullcontext():
-            yield
-
-    def hand_over(self) -> None:
-        """Let the coordinating thread's stream wait for the replica's work."""
-        inner = _current_stream(self._place)
-        if inner and self._outer and inner.handle != self._outer.handle:
-            self._outer.wait(inner.record())
-
-    def take_back(self) -> None:
-        """Let the replica's stream wait for the coordinating thread's work."""
-        inner = _current_stream(self._place)
-        if inner and self._outer and inner.handle != self._outer.handle:
-            inner.wait(self._outer.record())
-
-
 class ReplicaRun:
-    """One run of one replica.
+    """One run of one replica. Its code runs only between ``resume`` and the next merge point or its end.
 
-    Its code runs only between ``resume`` and the next merge point or its end.
+    The replica computes on the coordinator's current stream of its device. If it has another stream current at a merge
+    point or at its end, the two streams wait for one another there. The host never waits.
     """
 
-    def __init__(self, frame: Frame, thread: ReplicaThread, stream: ReplicaStream, body: Callable[[], object]) -> None:
+    def __init__(
+        self, frame: Frame, thread: ReplicaThread, place: Place, stream: Stream | None, body: Callable[[], object]
+    ) -> None:
         assert frame.replica_context is not None
         self.id = frame.replica_context.replica_id_in_sync_group
         self._local_id = frame.replica_context.local_replica_id
-        self._frame = frame
-        self._thread = thread
-        self._stream = stream
-        self._body = body
-        # The queues that hand over between the two threads; they are quicker than semaphores, which are Python's.
+        self._frame, self._thread, self._place, self._body = frame, thread, place, body
+        self._outer_stream = stream
+        # Queues switch between the two threads. They are faster than semaphores, which are written in Python.
         self._may_run: SimpleQueue[None] = SimpleQueue()
         self._has_paused: SimpleQueue[None] = SimpleQueue()
-        self._has_started = False
-        self._abandoned = False
+        self._has_started = self._abandoned = self.is_done = False
         self._variables = contextvars.copy_context()
-        self.is_done = False
         self.result: Any = None
         self.error: BaseException | None = None
         self.merge_request: tuple[Callable[..., object], Args, Kwargs] | None = None
@@ -104,7 +67,7 @@ class ReplicaRun:
         self.call_site = ""
 
     def carry_out(self) -> None:
-        """Run the replica from beginning to end. Called by its thread."""
+        """Run the replica from beginning to end, in its thread."""
         if not self._abandoned:
             self._variables.run(self._run_replica)
         self.is_done = True
@@ -114,11 +77,11 @@ class ReplicaRun:
         with as_in_a_new_thread():
             push(self._frame)
             try:
-                with self._stream.entered():
+                with self._place.current(), self._outer_stream or nullcontext():
                     self.result = self._body()
-                    self._stream.hand_over()
+                    self._order_streams(after_replica=True)
                 pop(self._frame)
-            except BaseException as error:  # handed to the caller of run()
+            except BaseException as error:  # raised by run() in the caller's thread
                 self.error = error
 
     def resume(self) -> None:
@@ -129,20 +92,17 @@ class ReplicaRun:
             self._thread.runs.put(self)
             self._has_started = True
         while True:
-            # A signal that came just before the wait began does not end it; its handler has run by then.
+            # A signal just before get() does not interrupt it, but its handler runs between two calls.
             with suppress(Empty):
                 return self._has_paused.get(timeout=_SIGNAL_SECONDS)
 
     @property
     def has_left_its_thread(self) -> bool:
-        """Whether the thread has nothing more to do for this run."""
+        """Whether the thread has finished this run."""
         return self.is_done or not self._has_started
 
     def abandon(self) -> bool:
-        """End a replica at its merge point, or the next; return whether in time.
-
-        Called by the coordinator.
-        """
+        """End a replica at its merge point, or the next; return whether in time. Called by the coordinator."""
         self._abandoned = True
         self._may_run.put(None)
         limit = time.monotonic() + _UNWINDING_SECONDS
@@ -155,30 +115,31 @@ class ReplicaRun:
 
     def merge(self, call: tuple[object, ...], fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> Result:
         """Pause at a merge point and return this replica's part of the result. Called by the replica."""
-        if self._abandoned:
-            # A finally block on the way out: nobody is left to meet.
+        if self._abandoned:  # a finally block of a replica that is being unwound
             raise _Abandoned
         self.call = call
         self.call_site = user_call_site()
         self.merge_request = (fn, args, kwargs)
-        self._stream.hand_over()
+        self._order_streams(after_replica=True)
         self._has_paused.put(None)
         self._may_run.get()
         if self._abandoned:
             raise _Abandoned
         self.merge_request = None
-        self._stream.take_back()
+        self._order_streams(after_replica=False)
         merged: Result = select_replica(self._local_id, self.merged)
         return merged
 
+    def _order_streams(self, after_replica: bool) -> None:
+        """Let the coordinator's stream wait for the replica's, or the replica's for the coordinator's."""
+        inner, outer = _current_stream(self._place), self._outer_stream
+        if inner and outer and inner.handle != outer.handle:
+            first, second = (inner, outer) if after_replica else (outer, inner)
+            second.wait(first.record())
+
 
 class ReplicaThread(threading.Thread):
-    """The thread of a local replica, which carries out one run after the other.
-
-    Attributes:
-        runs: Those that it is to carry out; it ends at None.
-        present: The one that it carries out.
-    """
+    """The thread of a local replica. It carries out the runs of a queue until it receives None."""
 
     def __init__(self, replica_id: int) -> None:
         super().__init__(name=f"mpidist-replica-{replica_id}", daemon=True)
@@ -188,7 +149,7 @@ class ReplicaThread(threading.Thread):
 
     def run(self) -> None:
         """Body of the thread."""
-        # The arrays of a run are not to wait for the next one.
+        # No reference to a run remains while the thread waits, so its arrays are freed.
         while (run := self.runs.get()) is not None:
             self.present = run
             run.carry_out()
@@ -197,24 +158,16 @@ class ReplicaThread(threading.Thread):
 
 
 def run_of_this_thread() -> ReplicaRun | None:
-    """Return the run of this thread, or None outside of replica threads.
-
-    >>> run_of_this_thread() is None
-    True
-    """
+    """Return the run of this thread, or None outside of replica threads."""
     thread = threading.current_thread()
     return thread.present if isinstance(thread, ReplicaThread) else None
 
 
 class ReplicaThreads:
-    """The threads of a strategy's local replicas, from its first run to its end.
+    """The threads of a strategy's local replicas.
 
-    A run takes one thread for each replica, and a run inside of a merge function, or in another thread of the program,
-    others. They end when the strategy is closed or collected.
-
-    Args:
-        frames: Of the local replicas, for the stack of contexts.
-        places: Where each computes.
+    A run borrows one thread for each replica. A run inside a merge function, or in another thread of the program,
+    borrows others. They end when the strategy is closed or collected.
     """
 
     def __init__(self, frames: Sequence[Frame], places: Sequence[Place]) -> None:
@@ -226,20 +179,12 @@ class ReplicaThreads:
     def run(
         self, extended: StrategyExtended, fn: Callable[..., Result], arguments: Sequence[tuple[Args, Kwargs]]
     ) -> list[Result]:
-        """Call ``fn`` for each replica with its own ``(args, kwargs)``; return the results in order.
-
-        Each runs with its device current, and starts on the stream that is current there in the calling thread.
-
-        Raises:
-            RuntimeError: The replicas made different numbers of merge calls.
-        """
-        streams = [ReplicaStream(place) for place in self._places]
-        threads = self._taken(extended.local_replica_ids)
-        runs = [
-            ReplicaRun(frame, thread, stream, partial(fn, *args, **kwargs))
-            for frame, thread, stream, (args, kwargs) in zip(self._frames, threads, streams, arguments, strict=True)
-        ]
-        try:
+        """Call ``fn`` for each replica with its own ``(args, kwargs)``; return the results in order."""
+        streams = [_current_stream(place) for place in self._places]
+        with self._borrowed(extended.local_replica_ids) as (threads, runs):
+            for i, (args, kwargs) in enumerate(arguments):
+                body = partial(fn, *args, **kwargs)
+                runs.append(ReplicaRun(self._frames[i], threads[i], self._places[i], streams[i], body))
             while True:
                 for run in runs:
                     run.resume()
@@ -249,42 +194,41 @@ class ReplicaThreads:
                     return [run.result for run in runs]
                 _check_all_merge(runs)
                 _merge(extended, runs)
-        finally:
-            self._give_back(threads, runs)
 
     def close(self) -> None:
-        """End the threads that no run has, and wait for that."""
+        """End the idle threads and wait for their end."""
         idle = [thread for threads in self._idle for thread in threads]
         _end(self._idle)
         for thread in idle:
             thread.join()
 
-    def _taken(self, replica_ids: Sequence[int]) -> list[ReplicaThread]:
-        while self._idle:
-            threads = self._idle.pop()
-            # In a forked child those of its parent are not there.
-            if all(thread.is_alive() for thread in threads):
-                return threads
-        return [ReplicaThread(replica_id) for replica_id in replica_ids]
-
-    def _give_back(self, threads: list[ReplicaThread], runs: Sequence[ReplicaRun]) -> None:
+    @contextmanager
+    def _borrowed(self, replica_ids: Sequence[int]) -> Iterator[tuple[list[ReplicaThread], list[ReplicaRun]]]:
+        """Provide threads, and a list for their runs. The runs are abandoned at the end of the block."""
+        threads = self._idle.pop() if self._idle else []
+        # A forked child has no threads of its parent.
+        if not threads or not all(thread.is_alive() for thread in threads):
+            threads = [ReplicaThread(replica_id) for replica_id in replica_ids]
+        runs: list[ReplicaRun] = []
         hangs: list[int] = []
         try:
-            hangs += [run.id for run in runs if not run.abandon()]
+            yield threads, runs
         finally:
-            # A second Ctrl-C comes here, too.
-            if all(run.has_left_its_thread for run in runs):
-                self._idle.append(threads)
-            else:
-                _end([threads])
-        if hangs:
-            warnings.warn(
-                f"the function given to run() was ended on all replicas, and {_UNWINDING_SECONDS:g} s later it still "
-                f"runs on replica {', '.join(map(str, hangs))}: what it does there, such as a wait in a finally "
-                "block, goes on beside the program",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            try:
+                hangs += [run.id for run in runs if not run.abandon()]
+            finally:  # also after a second Ctrl-C
+                if all(run.has_left_its_thread for run in runs):
+                    self._idle.append(threads)
+                else:
+                    _end([threads])
+            if hangs:
+                warnings.warn(
+                    f"the function given to run() was ended on all replicas, and {_UNWINDING_SECONDS:g} s later it "
+                    f"still runs on replica {', '.join(map(str, hangs))}: what it does there, such as a wait in a "
+                    "finally block, goes on beside the program",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
 
 def _end(idle: list[list[ReplicaThread]]) -> None:
@@ -303,26 +247,17 @@ def _check_all_merge(runs: Sequence[ReplicaRun]) -> None:
         )
 
 
-def _check_same_call(runs: Sequence[ReplicaRun]) -> None:
-    """Raise ValueError where replicas meet at different calls, as a sum and a mean."""
-    if any(run.call != runs[0].call for run in runs):
-        sites = "; ".join(f"replica {run.id} in {_call_text(run.call)} at {run.call_site}" for run in runs)
-        raise ValueError(
-            f"the replicas met at different calls: {sites}; every replica has to make the same calls, with the same "
-            "operation, axis and options, in the same order"
-        )
-
-
-def _call_text(call: tuple[object, ...]) -> str:
-    return " ".join(str(getattr(part, "co_name", getattr(part, "name", part))) for part in call if part is not None)
-
-
 def _merge(extended: StrategyExtended, runs: Sequence[ReplicaRun]) -> None:
     requests = [run.merge_request for run in runs if run.merge_request is not None]
     ids = [run.id for run in runs]
-    works_for_call_site = runs[0].call_site  # noqa: F841 - read by core.callsite
+    works_for_call_site = runs[0].call_site  # noqa: F841 - read by core.text
     with extended.shared_errors("the values of its replicas"):
-        _check_same_call(runs)
+        if any(run.call != runs[0].call for run in runs):
+            sites = "; ".join(f"replica {run.id} in {_call_text(run.call)} at {run.call_site}" for run in runs)
+            raise ValueError(
+                f"the replicas met at different calls: {sites}; every replica has to make the same calls, with the "
+                "same operation, axis and options, in the same order"
+            )
         args = regroup([args for _, args, _ in requests], ids, unwrap_objects=True)
         kwargs = regroup([kwargs for *_, kwargs in requests], ids, unwrap_objects=True)
     fn, *_ = requests[0]
@@ -332,74 +267,32 @@ def _merge(extended: StrategyExtended, runs: Sequence[ReplicaRun]) -> None:
         run.merged = merged
 
 
-class _Arrival:
-    """The results of a collective on the devices of the local replicas.
-
-    Made in the coordinating thread. Whichever replica waits first puts the results of all on their devices: its own by
-    way of its current stream, those of the others by way of the streams of the coordinating thread, which they started
-    from: the streams that are current in the waiting thread mean nothing to them.
-
-    Args:
-        work: The collective.
-        places: Of the replicas; at least one is a device.
-    """
-
-    def __init__(self, work: Work | FinishedWork | PartOfWork, places: Sequence[Place]) -> None:
-        self._work = work
-        self._places = places
-        self._streams = [_current_stream(place) for place in places]
-        self._events = self._record(self._streams)
-        self._has_come = False
-        self._result: object = None
-
-    def wait(self, replica: int, timeout: float | None) -> object:
-        """Return the result; the current stream of the replica's device waits for it."""
-        streams = list(self._streams)
-        streams[replica] = here = _current_stream(self._places[replica])
-        event = self._events[replica]
-        if here is not None and event is not None:
-            here.wait(event)
-        if not self._has_come:
-            with ExitStack() as entered:
-                for place, stream in zip(self._places, streams, strict=True):
-                    # CuPy forgets a stream that a thread was told to use() when it leaves another one.
-                    if stream is not None and stream.handle != gpu_ops().current_stream(place.number).handle:
-                        entered.enter_context(stream)
-                self._result = self._work.wait(timeout)
-            self._events = self._record(streams)
-            self._has_come = True
-        return self._result
-
-    @staticmethod
-    def _record(streams: Sequence[Stream | None]) -> list[Event | None]:
-        return [None if stream is None else stream.record() for stream in streams]
+def _call_text(call: tuple[object, ...]) -> str:
+    return " ".join(str(getattr(part, "co_name", getattr(part, "name", part))) for part in call if part is not None)
 
 
 class ReplicaWork(PartOfWork):
-    """One replica's handle; as ``Work``."""
+    """One replica's handle of a collective; as ``Work``. Made in the coordinating thread.
 
-    def __init__(self, work: Work | FinishedWork | PartOfWork, arrival: _Arrival, replica: int) -> None:
+    On devices, ``wait`` is a merge point: the coordinating thread receives the results, on its streams.
+    """
+
+    def __init__(self, work: Work | FinishedWork | PartOfWork, replica: int, place: Place) -> None:
         super().__init__(work, partial(select_replica, replica))
-        self._arrival = arrival
-        self._replica = replica
+        self._place = place
+        stream = _current_stream(place)
+        # The results of a finished collective.
+        self._event = None if stream is None else stream.record()
 
     def wait(self, timeout: float | None = None) -> Any:
         """See ``Work``."""
-        return self._select(self._arrival.wait(self._replica, timeout))
-
-
-def replica_works(work: Work | FinishedWork | PartOfWork, places: Sequence[Place]) -> list[PartOfWork]:
-    """Return a handle for each local replica, from the coordinating thread."""
-    if all(place.is_host for place in places):
-        return [PartOfWork(work, partial(select_replica, i)) for i in range(len(places))]
-    arrival = _Arrival(work, places)
-    return [ReplicaWork(work, arrival, i) for i in range(len(places))]
-
-
-def finished_work(result: object, gpu: Place | None) -> FinishedWork | PartOfWork:
-    """Return the handle of a lone replica's result, on ``gpu`` unless that is None."""
-    work = FinishedWork(result)
-    return work if gpu is None else replica_works(work, [gpu])[0]
+        run, stream = run_of_this_thread(), _current_stream(self._place)
+        if stream is None or self._event is None:
+            return super().wait(timeout)
+        stream.wait(self._event)
+        if run is None:
+            return super().wait(timeout)
+        return run.merge(("wait", self._work), lambda _: self._work.wait(timeout), (), {})
 
 
 def _current_stream(place: Place) -> Stream | None:

@@ -1,8 +1,8 @@
 """StrategyExtended: the interface of a strategy for library writers.
 
-Each strategy is a subclass, which writes the eight abstract members at the top; the others check context and arguments
-and are built on them. It is one class, without an object behind it that would do the work: here TensorFlow's
-names are looked for.
+Each strategy is a subclass that sets ``local_replica_ids`` and ``worker_devices``, and implements the four
+abstract methods. The members of tf.distribute and mpidist's own
+are built on them.
 """
 
 from __future__ import annotations
@@ -37,27 +37,33 @@ from mpidist.strategies import value_checks
 from mpidist.values import IndexedSlices, Mirrored, PerReplica, ReplicaValues, Variable, regroup, select_replica
 from mpidist.values.component import Component
 from mpidist.values.creation import VariableNames
-from mpidist.values.placement import Place, place_at, place_of
-from mpidist.values.variable import changing, update_components
+from mpidist.values.placement import Place, copy_of, place_at, place_of
+from mpidist.values.variable import changing
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
-# Of values that are equal on all replicas, what these give depends on how many there are.
+# The results of these for equal values depend on the number of replicas.
 _COUNTING = (ReduceOp.SUM, ReduceOp.PROD, ReduceOp.BXOR)
 
 
 class StrategyExtended(ABC):
-    """The work of a strategy (tf.distribute.StrategyExtended).
+    """Implementation of a strategy (tf.distribute.StrategyExtended).
+
+    ``dir()`` lists the members of tf.distribute, and these extensions for programs: ``empty``, ``zeros``,
+    ``read_all``, ``local_replica_ids``, ``num_replicas_in_sync`` and ``spans_ranks``. Other members are for strategies
+    and for other modules of mpidist.
 
     Args:
         strategy: The strategy it belongs to.
-        communicator: Joins the ranks that take part; None for this process alone. Closed with the strategy.
+        communicator: The ranks that take part, or None for this process alone. Closed with the strategy.
 
     Attributes:
         allows_per_replica_input: Whether input may be made per replica.
         cluster_resolver: The value of ``strategy.cluster_resolver``.
         first_gpu: The GPU that is current in scopes and merge functions; None for the host alone.
         frame: The entry in the stack of contexts for the strategy's cross-replica context.
+        local_replica_ids: Global ids of the replicas of this rank. Extension.
+        worker_devices: Devices of the replicas of this rank.
         is_central: Whether each variable has one copy, which all replicas share.
         variable_names: The names of its variables.
     """
@@ -66,6 +72,8 @@ class StrategyExtended(ABC):
     is_central = False
     # Shapes may change from step to step.
     experimental_require_static_shapes = False
+    local_replica_ids: tuple[int, ...] = ()
+    worker_devices: tuple[str, ...] = ()
     first_gpu: Place | None = None
     cluster_resolver: ClusterResolver | None = None
 
@@ -79,38 +87,28 @@ class StrategyExtended(ABC):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.strategy!r}>"
 
-    # What a strategy writes -----------------------------------------------------------------------------------
+    def __dir__(self) -> list[str]:
+        """Return the names for programs."""
+        return sorted(_OF_TENSORFLOW | _EXTENSIONS)
 
-    @property
-    @abstractmethod
-    def local_replica_ids(self) -> tuple[int, ...]:
-        """Global ids of the replicas of this rank. Extension."""
-
-    @property
-    @abstractmethod
-    def worker_devices(self) -> tuple[str, ...]:
-        """Devices of the replicas of this rank."""
+    # Implemented by each strategy -----------------------------------------------------------------------------
 
     @abstractmethod
     def input_workers(self) -> InputWorkers:
-        """Return the ranks, with their numbers of replicas, as those who share input. Extension."""
+        """Return the ranks that share the input, with their numbers of replicas. Extension."""
 
     @abstractmethod
     def create_variable(self, array: Array, **properties: Any) -> Variable:
-        """Create a variable as the strategy keeps it (collective). Extension.
+        """Create a variable with this rank's initial value (collective). Extension.
 
-        Args:
-            array: The initial value, as this rank has it.
-            properties: The other arguments of the variable, for ``make_variable``.
+        ``properties`` are the other arguments of ``make_variable``.
         """
 
     @abstractmethod
     def run_replicas(self, fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> list[Result]:
-        """Call ``fn`` for each replica of this rank, and return the results in order. Extension.
+        """Call ``fn`` in the context of each replica of this rank; return the results. Extension.
 
-        Args:
-            fn: The function, called in the replica's context. args, kwargs: Its arguments; each replica gets its part
-                of the distributed values in them.
+        Each replica gets its part of the distributed values in ``args`` and ``kwargs``.
         """
 
     @abstractmethod
@@ -119,54 +117,35 @@ class StrategyExtended(ABC):
 
         Args:
             op: The operation.
-            pairs: Values, of arrays, numbers or IndexedSlices, and where each result is to be.
-            divisor: Divides the sum where the mean is asked for.
+            pairs: Values, of arrays, numbers or IndexedSlices, and the destination of each result.
+            divisor: Divisor of the sum for a mean.
             options: Packing, deadline and algorithm.
-            note: All ranks have to agree on it; hand it on to the communicator.
+            note: Text that the ranks compare. Pass it to the communicator.
 
         Returns:
-            The results, a Mirrored where the destinations are several local devices.
+            The results, a Mirrored if the destinations are several local devices.
         """
 
     def reduce_async(
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, note: str
     ) -> Work | FinishedWork:
-        """Start :meth:`reduce` and return its handle (collective); by default it is done at once. Extension."""
+        """Start :meth:`reduce` and return its handle (collective). By default it finishes at once. Extension."""
         return FinishedWork(self.reduce(op, pairs, divisor, options, note))
 
-    @abstractmethod
     def gather(self, arrays: list[Array], axis: int, options: CallOptions, note: str) -> list[Array]:
         """Concatenate each array with those of the other ranks, in rank order (collective). Extension."""
+        comm = self.communicator
+        return arrays if comm is None else comm.gather_arrays(arrays, axis, options=options, note=note)
 
-    @abstractmethod
     def broadcast(self, arrays: list[Array], root: int, note: str) -> list[Array]:
         """Return the arrays of rank ``root`` on every rank (collective). Extension."""
+        return arrays if self.communicator is None else self.communicator.broadcast_arrays(arrays, root, note=note)
 
-    # Facts ----------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def replica_counts(self) -> tuple[int, ...]:
-        """Number of replicas on each rank. Extension."""
-        return self.input_workers().replica_counts
-
-    @cached_property
-    def num_replicas_in_sync(self) -> int:
-        """Number of replicas, over all ranks. Extension."""
-        return sum(self.replica_counts)
-
-    @cached_property
-    def wraps_lone_replica(self) -> bool:
-        """Whether values are PerReplica even with one replica, as ranks differ in their numbers."""
-        return len(set(self.replica_counts)) > 1
-
-    @property
-    def worker_devices_by_replica(self) -> tuple[tuple[str, ...], ...]:
-        """Devices of each replica of this rank."""
-        return tuple((device,) for device in self.worker_devices)
+    # Members of tf.distribute ---------------------------------------------------------------------------------
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """Devices that variables are put on."""
+        """Devices of variables."""
         return self.worker_devices
 
     @property
@@ -181,33 +160,13 @@ class StrategyExtended(ABC):
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this rank writes checkpoints. Reading ON_READ variables still takes all ranks."""
+        """Whether this rank writes checkpoints. Reading ON_READ variables is collective all the same."""
         return self.communicator is None or self.communicator.rank == 0
 
     @property
     def should_save_summary(self) -> bool:
         """Whether this rank writes summaries."""
         return self.should_checkpoint
-
-    @property
-    def spans_ranks(self) -> bool:
-        """Whether several ranks run the program. Extension."""
-        return self._in_multi_worker_mode()
-
-    def _in_multi_worker_mode(self) -> bool:
-        return self.communicator is not None
-
-    def _use_merge_call(self) -> bool:
-        """Return whether reductions in replica context wait for the other local replicas."""
-        return len(self.local_replica_ids) > 1
-
-    def _get_replica_id_in_sync_group(self, local_replica_id: int) -> int:
-        return self.local_replica_ids[local_replica_id]
-
-    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
-        return self.local_replica_ids.index(replica_id_in_sync_group)
-
-    # Reductions -----------------------------------------------------------------------------------------------
 
     def reduce_to(
         self,
@@ -216,7 +175,7 @@ class StrategyExtended(ABC):
         destinations: object,
         options: CommunicationOptions | None = None,
     ) -> Value:
-        """Combine the values of all replicas and put the result where ``destinations`` is (collective).
+        """Combine the values of all replicas and copy the result to ``destinations`` (collective).
 
         Args:
             reduce_op: The operation, or its name.
@@ -225,7 +184,7 @@ class StrategyExtended(ABC):
             options: Packing, deadline and algorithm.
 
         Returns:
-            Mirrored where the destinations are several local devices, otherwise the bare value. Every rank gets it.
+            A Mirrored if the destinations are several local devices, otherwise the bare value. Every rank gets it.
 
         Raises:
             RuntimeError: Called in replica context.
@@ -241,10 +200,10 @@ class StrategyExtended(ABC):
     ) -> list[Value]:
         """Reduce many pairs as :meth:`reduce_to` does, in few messages (collective).
 
-        Results come in the order of the pairs.
+        Returns the results in the order of the pairs.
 
         Raises:
-            ValueError: Something else than (value, destinations) tuples.
+            ValueError: The pairs are no (value, destinations) tuples.
         """
         return self._reduce_nests("batch_reduce_to()", reduce_op, value_destination_pairs, options)
 
@@ -261,15 +220,14 @@ class StrategyExtended(ABC):
             flat = [(leaf, destinations) for value, destinations in nests for leaf in nest.flatten(value)]
             for _, destinations in nests:
                 destination_devices(destinations)
-        note = "; ".join(_told(value, destinations) for value, destinations in nests)
-        reduced = self.reduce_pairs(op, flat, options, note) if flat else []
-        results = iter([value_checks.apart_from(result, leaf) for result, (leaf, _) in zip(reduced, flat, strict=True)])
-        return [nest.pack_like(value, [next(results) for _ in nest.flatten(value)]) for value, _ in nests]
+        note = "; ".join(_structure_text(value, destinations) for value, destinations in nests)
+        results = iter(self.reduce_pairs(op, flat, options, note, copies=True) if flat else [])
+        return [nest.map_structure(lambda _: next(results), value) for value, _ in nests]
 
     def broadcast_to(self, tensor: Value, destinations: object, root: int = 0) -> Value:
         """Copy the ``tensor`` of rank ``root`` to the ``destinations`` on every rank (collective).
 
-        Python ints and floats are returned as they are, without communication, as in TensorFlow.
+        Python ints and floats are returned without communication, as in TensorFlow.
 
         Args:
             tensor: Array, or a nest of arrays, of equal shapes and dtypes on all ranks.
@@ -277,7 +235,7 @@ class StrategyExtended(ABC):
             root: Rank among those of the strategy; the first by default. Extension.
 
         Returns:
-            Mirrored where the destinations are several local devices, otherwise the bare value.
+            A Mirrored if the destinations are several local devices, otherwise the bare value.
         """
         with self.shared_errors("broadcast_to()"):
             context.require_cross_replica(self.strategy, "broadcast_to()", "a replica holds its value already")
@@ -287,119 +245,6 @@ class StrategyExtended(ABC):
         sent = self.broadcast_nest(tensor, root)
         copies: Value = nest.map_structure(lambda leaf: self.copy_to(leaf, destinations), sent)
         return copies
-
-    def reduce_pairs(
-        self, op: ReduceOp, pairs: Sequence[tuple[object, object]], options: CallOptions = None, note: str = ""
-    ) -> list[object]:
-        """Reduce many values of any kind to their destinations (collective). Extension.
-
-        Args:
-            op: The operation.
-            pairs: Leaves, and where each result is to be.
-            options: Packing, deadline and algorithm.
-            note: Their structure or variable, on which all ranks must agree.
-        """
-        results: list[object] = [None] * len(pairs)
-        by_divisor: dict[int, list[int]] = {}
-        values: list[Any] = []
-        for i, (value, destinations) in enumerate(pairs):
-            with self.shared_errors(f"{op.name} of its values"):
-                value = self._as_contribution(op, value)
-            values.append(value)
-            if isinstance(value, PerReplica) and self.num_replicas_in_sync > 1:
-                # A plain value counts once per rank, a PerReplica once per replica.
-                is_plain = not isinstance(pairs[i][0], (ReplicaValues, Variable))
-                divisor = len(self.replica_counts) if is_plain else self.num_replicas_in_sync
-                by_divisor.setdefault(divisor, []).append(i)
-            else:
-                own = value.values[0] if isinstance(value, ReplicaValues) else value
-                with self.shared_errors(f"{op.name} of its values"):
-                    value_checks.check_can_reduce([own], op)
-                results[i] = self.copy_to(own, destinations)
-        with self.shared_errors(f"{op.name} of its values"):
-            value_checks.check_gradients_apart([value for value in values if isinstance(value, PerReplica)])
-        for divisor, indices in by_divisor.items():
-            batch = [(values[i], pairs[i][1]) for i in indices]
-            for i, result in zip(indices, self.reduce(op, batch, divisor, options, note), strict=True):
-                results[i] = result
-        return results
-
-    def reduce_leaves(self, op: ReduceOp, leaves: Sequence[object], note: str = "") -> list[object]:
-        """Reduce values to plain ones, which stay on the device of the first replica's (collective). Extension."""
-        return self.reduce_pairs(op, [(leaf, _first_device(leaf)) for leaf in leaves], None, note)
-
-    def _as_contribution(self, op: ReduceOp, value: object) -> Any:
-        """Return the PerReplica to be reduced, or a value that is its own result."""
-        value = self.distributed(value)
-        if isinstance(value, Mirrored):
-            if op in _COUNTING and self.num_replicas_in_sync > 1:
-                raise ValueError(
-                    f"{op.name} of a Mirrored value, which is equal on all {self.num_replicas_in_sync} replicas, is "
-                    "ambiguous; use MEAN for the value itself, or multiply it by strategy.num_replicas_in_sync"
-                )
-            return value
-        if isinstance(value, ReplicaValues):
-            if len(value.values) != len(self.local_replica_ids):
-                raise ValueError(
-                    f"a value of {len(value.values)} replicas was given to {type(self.strategy).__name__}, which has "
-                    f"{len(self.local_replica_ids)} on this rank; expected what strategy.run() of this strategy "
-                    "returned"
-                )
-            return value if isinstance(value, PerReplica) else PerReplica(value.values, value.replica_ids)
-        if self.communicator is not None:
-            return PerReplica((value,), self.local_replica_ids[:1])
-        if op in _COUNTING and self.num_replicas_in_sync > 1:
-            array = None if isinstance(value, IndexedSlices) else to_array(value)
-            if array is None or op is ReduceOp.PROD or array.any():
-                raise ValueError(
-                    f"{op.name} of a value that is not distributed, {value!r}, over {self.num_replicas_in_sync} "
-                    "replicas is ambiguous; pass what strategy.run() returned, use MEAN for the value itself, or "
-                    "multiply it"
-                )
-        return value
-
-    def distributed(self, value: object) -> object:
-        """Return the components of a variable as a distributed value; other values unchanged. Extension."""
-        if not isinstance(value, Variable):
-            return value
-        copies = [component.value() for component in value.values]
-        if value.synchronization == VariableSynchronization.ON_READ:
-            return PerReplica(copies, self.local_replica_ids)
-        # One copy that all replicas share stands for each of them.
-        return Mirrored(copies * (len(self.local_replica_ids) // len(copies)), self.local_replica_ids)
-
-    def gather_leaves(self, leaves: Sequence[object], axis: int, note: str, options: CallOptions = None) -> list[Any]:
-        """Concatenate the values of all replicas along ``axis``, in replica order (collective). Extension."""
-        local: list[Array] = []
-        samples = []
-        with self.shared_errors("gathering the values of its replicas"):
-            for leaf in map(self.distributed, leaves):
-                parts = leaf.values if isinstance(leaf, ReplicaValues) else (leaf,)
-                value_checks.check_can_gather(parts[0], axis, "gather()")
-                first = place_of(to_array(parts[0]))
-                with first.current():
-                    local.append(value_checks.concatenated([first.brings(to_array(part)) for part in parts], axis))
-                samples.append(parts[0])
-        return list(map(restore, samples, self.gather(local, axis, options, note)))
-
-    def broadcast_nest(self, value: Value, root: int = 0, note: str = "") -> Value:
-        """Return, on every rank, the nest of arrays that rank ``root`` passed (collective). Extension."""
-        if not 0 <= root < len(self.replica_counts):
-            with self.shared_errors("broadcast_to()"):
-                raise ValueError(f"root is {root}; expected a rank from 0 to {len(self.replica_counts) - 1}")
-        if self.communicator is None:
-            return value
-        leaves = nest.flatten(value)
-        with self.shared_errors("broadcasting its values"):
-            arrays = [to_array(leaf) for leaf in leaves]
-        sent = self.broadcast(arrays, root, note or nest.describe(value))
-        return nest.pack_like(value, map(restore, leaves, sent))
-
-    def copy_to(self, value: object, destinations: object) -> Any:
-        """Return ``value`` on the destinations on this rank, a Mirrored where they are several. Extension."""
-        return place(value, destination_devices(destinations))
-
-    # Variables ------------------------------------------------------------------------------------------------
 
     def update(
         self,
@@ -412,8 +257,8 @@ class StrategyExtended(ABC):
         """Call ``fn(component, *args, **kwargs)`` for each local component of ``var``, in its update context.
 
         Not collective. Each component receives its own copy of a Mirrored argument. The arguments must be equal on all
-        ranks: the ranks compare checksums of their copies at the next collective. In replica context the call goes
-        through ``merge_call``.
+        ranks: the ranks compare checksums of their copies at the next collective. In replica context the call uses
+        ``merge_call``.
 
         Args:
             var: A variable of this strategy.
@@ -433,19 +278,18 @@ class StrategyExtended(ABC):
         array(3.)
         """
         var = self.own_variable(var, "update()")
+
+        def in_scope(_: object, *args: object, **kwargs: object) -> object:
+            with context.scope(self.strategy), changing(var, "extended.update()"):
+                return self._update(var, fn, args, kwargs, group)
+
         replica = context.get_replica_context()
         if replica is not None and context.has_strategy():
             # merge_call wraps the arguments of several replicas in PerReplica even if they are equal.
-            return replica.merge_call(lambda _, *a, **k: self._update_in_scope(var, fn, a, k, group), args, kwargs)
+            return replica.merge_call(in_scope, args, kwargs)
         if var.synchronization != VariableSynchronization.ON_READ:
             value_checks.check_equal_on_replicas(f"update() of variable {var.name!r}", args, kwargs)
-        return self._update_in_scope(var, fn, tuple(args), kwargs or {}, group)
-
-    def _update_in_scope(
-        self, var: Variable, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool
-    ) -> object:
-        with context.scope(self.strategy), changing(var, "extended.update()"):
-            return self._update(var, fn, args, kwargs, group)
+        return in_scope(None, *args, **(kwargs or {}))
 
     def update_non_slot(
         self,
@@ -463,7 +307,7 @@ class StrategyExtended(ABC):
         """
         context.require_cross_replica(self.strategy, "update_non_slot()", "use merge_call")
         value_checks.check_equal_on_replicas("update_non_slot()", args, kwargs)
-        return self._update_non_slot(fn, tuple(args), kwargs or {}, group)
+        return self._update(None, fn, tuple(args), kwargs or {}, group)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
         """Return the devices of state that belongs to no variable."""
@@ -475,7 +319,7 @@ class StrategyExtended(ABC):
 
     @contextmanager
     def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
-        """Create the variables of the block where ``colocate_with_variable`` is; for optimizer slots.
+        """Create the variables of the block next to ``colocate_with_variable``, such as optimizer slots.
 
         Raises:
             RuntimeError: Outside the strategy's scope.
@@ -489,77 +333,9 @@ class StrategyExtended(ABC):
         """Return the value of ``v`` in the current context; ON_READ variables are aggregated (collective)."""
         return v.value() if isinstance(v, (Variable, Component)) else v
 
-    def read_all(self, variables: Sequence[Variable]) -> list[Array]:
-        """Return the values of several variables, from parameter servers in few messages.
-
-        As ``value()`` of each in the current context; ON_READ variables are aggregated outside of ``run`` (collective).
-        Extension.
-
-        >>> import mpidist
-        >>> v, w = mpidist.Variable(1.0), mpidist.Variable([2.0])
-        >>> mpidist.get_strategy().extended.read_all([v, w])
-        [array(1.), array([2.])]
-        """
-        return [variable.value() for variable in variables]
-
     def value_container(self, value: object) -> Any:
         """Return the variable that a component belongs to; other values unchanged."""
         return value.container if isinstance(value, Component) else value
-
-    def update_in_replica(
-        self,
-        replica: ReplicaContextLike,
-        var: Variable,
-        fn: Callable[..., object],
-        args: Args,
-        kwargs: Kwargs,
-        group: bool,
-    ) -> object:
-        """Call ``fn`` with the component of ``var`` that is the replica's, in its update context. Extension."""
-        local_id = replica.local_replica_id
-        component = self.own_variable(var, "update").values[local_id]
-        if args or kwargs:
-            args, kwargs = select_replica(local_id, args), select_replica(local_id, kwargs)
-        with context.entered(Frame(self.strategy, None, local_id)):
-            result = fn(component, *args, **kwargs)
-        return result if group else (result,)
-
-    def _update(self, var: Variable, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool) -> object:
-        results = update_components(var, fn, lambda i: (select_replica(i, args), select_replica(i, kwargs)))
-        if not group:
-            return tuple(results)
-        if len(results) == 1:
-            return nest.map_structure(self.value_container, results[0])
-        return regroup(results, self.local_replica_ids)
-
-    def _update_non_slot(self, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool) -> object:
-        results = []
-        for i, (device,) in enumerate(self.worker_devices_by_replica):
-            with place_at(device).current(), context.entered(Frame(self.strategy, None, i)):
-                results.append(fn(*select_replica(i, args), **select_replica(i, kwargs)))
-        return regroup(results, self.local_replica_ids) if group else tuple(results)
-
-    def apply_gradients(self, optimizer: Any, summed: Iterable[tuple[list[object], list[Variable]]]) -> None:
-        """Update variables by summed gradients, in update context. Extension.
-
-        Args:
-            optimizer: A ``mpidist.optimizers.Optimizer`` whose slots exist.
-            summed: Gradients and their variables, as they come in.
-        """
-        optimizer.update_copies(summed)
-
-    def own_variable(self, var: object, method: str) -> Variable:
-        """Return the variable that ``var`` is, or is a component of; check its strategy."""
-        var = var.container if isinstance(var, Component) else var
-        if isinstance(var, Variable) and var.distribute_strategy is self.strategy:
-            return var
-        of_whom = f" of {type(var.distribute_strategy).__name__}" if isinstance(var, Variable) else ""
-        raise ValueError(
-            f"{method} was given {var!r}{of_whom}; expected a variable created in "
-            f"`with strategy.scope():` of this {type(self.strategy).__name__}"
-        )
-
-    # Calls ----------------------------------------------------------------------------------------------------
 
     def call_for_each_replica(
         self, fn: Callable[..., Result], args: Sequence[object] = (), kwargs: dict[str, Any] | None = None
@@ -568,46 +344,33 @@ class StrategyExtended(ABC):
         context.require_cross_replica(self.strategy, "call_for_each_replica()", "call the function itself")
         return self.run(fn, tuple(args), kwargs or {})
 
-    def run(self, fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> Result:
-        """Call ``fn`` for each replica and group the results; announce errors to other ranks. Extension."""
-        try:
-            results = self.run_replicas(fn, args, kwargs)
-        except Exception as error:
-            # If the caller goes on, the other ranks must not pair this rank's next step with their present one.
-            self.announce(error, "the function given to run()")
-            raise
-        # Without a call where there is one replica: the shortest run takes less than a microsecond.
-        return results[0] if len(results) == 1 and not self.wraps_lone_replica else self.per_replica(results)
+    # Extensions for programs ----------------------------------------------------------------------------------
 
-    def per_replica(self, values: Sequence[Value]) -> Value:
-        """Return a structure per local replica as one structure of distributed values. Extension."""
-        return regroup(values, self.local_replica_ids, wrap_lone=self.wraps_lone_replica)
+    @cached_property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas, over all ranks. Extension."""
+        return sum(self.replica_counts)
 
-    def local_results(self, value: Value) -> tuple[Value, ...]:
-        """Return the components of this rank; see ``Strategy.experimental_local_results``. Extension."""
-        if isinstance(value, (ReplicaValues, Variable)):
-            return tuple(value.values)
-        if not nest.is_nest(value):
-            return (value,)
-        return tuple(select_replica(i, value) for i in range(len(self.local_replica_ids)))
+    @property
+    def spans_ranks(self) -> bool:
+        """Whether several ranks run the program. Extension."""
+        return self.communicator is not None
 
-    # Input ----------------------------------------------------------------------------------------------------
+    def read_all(self, variables: Sequence[Variable]) -> list[Array]:
+        """Return the values of several variables, from parameter servers in few messages. Extension.
 
-    def distribute_dataset(self, dataset: Any, options: InputOptions | None) -> Any:
-        """Distribute a dataset (collective); see ``Strategy.experimental_distribute_dataset``. Extension."""
-        return distribute_dataset(dataset, self.input_workers(), self.strategy, options)
+        The same as ``value()`` of each in the current context; ON_READ variables are aggregated outside of ``run``
+        (collective).
 
-    def distribute_from_function(self, dataset_fn: Callable[..., Any], options: InputOptions | None) -> Any:
-        """Distribute datasets (collective); see ``Strategy.distribute_datasets_from_function``. Extension."""
-        workers, allowed = self.input_workers(), self.allows_per_replica_input
-        return distribute_from_function(dataset_fn, workers, self.strategy, options, per_replica_allowed=allowed)
-
-    def distribute_values(self, value_fn: Callable[..., object]) -> Any:
-        """Make values; see ``Strategy.experimental_distribute_values_from_function``. Extension."""
-        return distribute_values(value_fn, self.input_workers())
+        >>> import mpidist
+        >>> v, w = mpidist.Variable(1.0), mpidist.Variable([2.0])
+        >>> mpidist.get_strategy().extended.read_all([v, w])
+        [array(1.), array([2.])]
+        """
+        return [variable.value() for variable in variables]
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = "float32") -> Any:
-        """Return an uninitialized array of a replica's device, in memory that collectives handle best (collective).
+        """Return an uninitialized array of a replica's device, in the fastest memory for collectives (collective).
 
         Extension.
 
@@ -615,13 +378,15 @@ class StrategyExtended(ABC):
             An array with one local replica, a PerReplica of arrays with several.
         """
         context.require_cross_replica(self.strategy, "empty()", "call it before run()")
-        return self.per_replica([self._empty(shape, dtype, device) for (device,) in self.worker_devices_by_replica])
-
-    def _empty(self, shape: int | Sequence[int], dtype: DTypeLike, device: str) -> Array:
-        where = place_at(device)
-        if self.communicator is not None and where.is_host:
-            return self.communicator.empty(shape, dtype)
-        return where.ops.empty((shape,) if isinstance(shape, int) else tuple(shape), as_dtype(dtype), where.number)
+        arrays = []
+        for (device,) in self.worker_devices_by_replica:
+            where = place_at(device)
+            if self.communicator is not None and where.is_host:
+                arrays.append(self.communicator.empty(shape, dtype))
+            else:
+                sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+                arrays.append(where.ops.empty(sizes, as_dtype(dtype), where.number))
+        return self._per_replica(arrays)
 
     def zeros(self, shape: int | Sequence[int], dtype: DTypeLike = "float32") -> Any:
         """Return an :meth:`empty` filled with zeros (collective). Extension."""
@@ -631,66 +396,252 @@ class StrategyExtended(ABC):
                 array.fill(0)
         return arrays
 
-    # What the ranks have in common ----------------------------------------------------------------------------
+    # For Strategy and other modules: replicas and input -------------------------------------------------------
+
+    @cached_property
+    def replica_counts(self) -> tuple[int, ...]:
+        """Number of replicas on each rank."""
+        return self.input_workers().replica_counts
+
+    @cached_property
+    def wraps_lone_replica(self) -> bool:
+        """Whether values are PerReplica even with one local replica, because ranks differ in their numbers."""
+        return len(set(self.replica_counts)) > 1
+
+    @property
+    def worker_devices_by_replica(self) -> tuple[tuple[str, ...], ...]:
+        """Devices of each replica of this rank."""
+        return tuple((device,) for device in self.worker_devices)
+
+    def run(self, fn: Callable[..., Result], args: Args, kwargs: Kwargs) -> Result:
+        """Call ``fn`` for each replica and group the results; announce errors to other ranks."""
+        try:
+            results = self.run_replicas(fn, args, kwargs)
+        except Exception as error:
+            # If the caller continues, the other ranks must not pair this rank's next step with their current one.
+            self.announce(error, "the function given to run()")
+            raise
+        # Saves a call for one replica: the shortest run takes less than a microsecond.
+        return results[0] if len(results) == 1 and not self.wraps_lone_replica else self._per_replica(results)
+
+    def _per_replica(self, values: Sequence[Value]) -> Value:
+        return regroup(values, self.local_replica_ids, wrap_lone=self.wraps_lone_replica)
+
+    def distribute_dataset(self, dataset: Any, options: InputOptions | None) -> Any:
+        """Distribute a dataset (collective)."""
+        return distribute_dataset(dataset, self.input_workers(), self.strategy, options)
+
+    def distribute_from_function(self, dataset_fn: Callable[..., Any], options: InputOptions | None) -> Any:
+        """Distribute the datasets of a function (collective)."""
+        workers, allowed = self.input_workers(), self.allows_per_replica_input
+        return distribute_from_function(dataset_fn, workers, self.strategy, options, per_replica_allowed=allowed)
+
+    def distribute_values(self, value_fn: Callable[..., object]) -> Any:
+        """Return the values of a function for each replica."""
+        return distribute_values(value_fn, self.input_workers())
+
+    # Reductions -----------------------------------------------------------------------------------------------
+
+    def reduce_pairs(
+        self,
+        op: ReduceOp,
+        pairs: Sequence[tuple[object, object]],
+        options: CallOptions = None,
+        note: str = "",
+        copies: bool = False,
+    ) -> list[object]:
+        """Reduce leaves of any kind to their destinations (collective).
+
+        All ranks must agree on ``note``, their structure or variable. With ``copies``, results share no memory with
+        the leaves.
+        """
+        results: list[object] = [None] * len(pairs)
+        by_divisor: dict[int, list[int]] = {}
+        with self.shared_errors(f"{op.name} of its values"):
+            values: list[Any] = [self._as_contribution(op, value) for value, _ in pairs]
+            for i, (value, (given, destinations)) in enumerate(zip(values, pairs, strict=True)):
+                if isinstance(value, PerReplica) and self.num_replicas_in_sync > 1:
+                    # A plain value counts once per rank, a PerReplica once per replica.
+                    is_plain = not isinstance(given, (ReplicaValues, Variable))
+                    divisor = len(self.replica_counts) if is_plain else self.num_replicas_in_sync
+                    by_divisor.setdefault(divisor, []).append(i)
+                    continue
+                own = value.values[0] if isinstance(value, ReplicaValues) else value
+                value_checks.check_can_reduce([own], op)
+                results[i] = self.copy_to(value_checks.copied(own) if copies else own, destinations)
+        for divisor, indices in by_divisor.items():
+            batch = [(values[i], pairs[i][1]) for i in indices]
+            for i, result in zip(indices, self.reduce(op, batch, divisor, options, note), strict=True):
+                results[i] = result
+        return results
+
+    def reduce_leaves(self, op: ReduceOp, leaves: Sequence[object], note: str) -> list[object]:
+        """Reduce values to new plain ones, on the device of the first replica's value (collective)."""
+        return self.reduce_pairs(op, [(leaf, _first_device(leaf)) for leaf in leaves], None, note, copies=True)
+
+    def _as_contribution(self, op: ReduceOp, value: object) -> Any:
+        """Return a PerReplica to reduce, or a value that is its own result."""
+        value, count = self.distributed(value), self.num_replicas_in_sync
+        is_plain = not isinstance(value, ReplicaValues)
+        if is_plain and self.communicator is not None:
+            return PerReplica((value,), self.local_replica_ids[:1])
+        if isinstance(value, Mirrored) or is_plain:
+            if op in _COUNTING and count > 1 and not (is_plain and op is not ReduceOp.PROD and _is_zero(value)):
+                raise ValueError(
+                    f"{op.name} of {value!r}, which is equal on all {count} replicas, is ambiguous. Pass the result of "
+                    "strategy.run(), use MEAN for the value itself, or multiply it by strategy.num_replicas_in_sync."
+                )
+        elif isinstance(value, ReplicaValues) and len(value.values) != len(self.local_replica_ids):
+            raise ValueError(
+                f"a value of {len(value.values)} replicas was given to {type(self.strategy).__name__}, which has "
+                f"{len(self.local_replica_ids)} on this rank. Pass the result of strategy.run() of this strategy."
+            )
+        return value
+
+    def distributed(self, value: object) -> object:
+        """Return the components of a variable as a distributed value; other values unchanged."""
+        if not isinstance(value, Variable):
+            return value
+        copies = [component.value() for component in value.values]
+        if value.synchronization == VariableSynchronization.ON_READ:
+            return PerReplica(copies, self.local_replica_ids)
+        # One copy that all replicas share represents each of them.
+        return Mirrored(copies * (len(self.local_replica_ids) // len(copies)), self.local_replica_ids)
+
+    def gather_leaves(self, leaves: Sequence[object], axis: int, note: str, options: CallOptions = None) -> list[Any]:
+        """Concatenate the values of all replicas along ``axis``, as new arrays in replica order (collective)."""
+        local, firsts, samples = [], [], []
+        with self.shared_errors("gathering the values of its replicas"):
+            for leaf in map(self.distributed, leaves):
+                parts = leaf.values if isinstance(leaf, ReplicaValues) else (leaf,)
+                value_checks.check_can_gather(parts[0], axis, "gather()")
+                first = to_array(parts[0])
+                with place_of(first).current():
+                    arrays = [first, *(place_of(first).brings(to_array(part)) for part in parts[1:])]
+                    local.append(value_checks.concatenated(arrays, axis))
+                firsts.append(first)
+                samples.append(parts[0])
+        gathered = self.gather(local, axis, options, note)
+        results = [copy_of(array) if array is first else array for array, first in zip(gathered, firsts, strict=True)]
+        return list(map(restore, samples, results))
+
+    def broadcast_nest(self, value: Value, root: int = 0, note: str = "") -> Value:
+        """Return, on every rank, the nest of arrays that rank ``root`` passed (collective)."""
+        if not 0 <= root < len(self.replica_counts):
+            with self.shared_errors("broadcast_to()"):
+                raise ValueError(f"root is {root}; expected a rank from 0 to {len(self.replica_counts) - 1}")
+        if self.communicator is None:
+            return value
+        leaves = nest.flatten(value)
+        with self.shared_errors("broadcasting its values"):
+            arrays = [to_array(leaf) for leaf in leaves]
+        sent = self.broadcast(arrays, root, note or nest.describe(value))
+        return nest.pack_like(value, map(restore, leaves, sent))
+
+    def copy_to(self, value: object, destinations: object) -> Any:
+        """Return ``value`` on the destinations on this rank, a Mirrored if they are several."""
+        return place(value, destination_devices(destinations))
+
+    # Updates --------------------------------------------------------------------------------------------------
+
+    def update_in_replica(self, replica: ReplicaContextLike, var: Variable, fn: Callable[[Any], object]) -> None:
+        """Call ``fn`` with the replica's component of ``var``, in its update context."""
+        local_id = replica.local_replica_id
+        component = self.own_variable(var, "update").values[local_id]
+        with context.entered(Frame(self.strategy, None, local_id)):
+            fn(component)
+
+    def _update(
+        self, var: Variable | None, fn: Callable[..., object], args: Args, kwargs: Kwargs, group: bool
+    ) -> object:
+        """Call an update function for each component of ``var``, or each local device."""
+        results = self._call_updates(var, fn, args, kwargs)
+        if not group:
+            return tuple(results)
+        if len(results) == 1:
+            return nest.map_structure(self.value_container, results[0])
+        return regroup(results, self.local_replica_ids)
+
+    def _call_updates(
+        self, var: Variable | None, fn: Callable[..., object], args: Args, kwargs: Kwargs
+    ) -> list[object]:
+        results = []
+        for i, (device,) in enumerate(self.worker_devices_by_replica):
+            component = () if var is None else (var.values[i],)
+            with place_at(device).current(), context.entered(Frame(self.strategy, None, i)):
+                results.append(fn(*component, *select_replica(i, args), **select_replica(i, kwargs)))
+        return results
+
+    def apply_gradients(self, optimizer: Any, summed: Iterable[tuple[list[object], list[Variable]]]) -> None:
+        """Update variables in update context by summed gradients, which come with their variables.
+
+        ``optimizer`` is a ``mpidist.optimizers.Optimizer`` whose slots exist.
+        """
+        optimizer.update_copies(summed)
+
+    def own_variable(self, var: object, method: str) -> Variable:
+        """Return the variable that ``var`` is, or is a component of. Raise ValueError if it is of another strategy."""
+        var = var.container if isinstance(var, Component) else var
+        if isinstance(var, Variable) and var.distribute_strategy is self.strategy:
+            return var
+        of_whom = f" of {type(var.distribute_strategy).__name__}" if isinstance(var, Variable) else ""
+        raise ValueError(
+            f"{method} was given {var!r}{of_whom}; expected a variable created in "
+            f"`with strategy.scope():` of this {type(self.strategy).__name__}"
+        )
+
+    # Agreement of the ranks -----------------------------------------------------------------------------------
 
     def shared_errors(self, doing: str) -> AbstractContextManager[None]:
-        """Return a block around rank-local work whose errors every rank learns of. Extension."""
+        """Return a block around rank-local work. Its errors reach every rank."""
         return nullcontext() if self.communicator is None else self.communicator.shared_errors(doing)
 
     def announce(self, error: Exception, doing: str) -> None:
-        """Tell the other ranks of an error to be raised in place of a collective. Extension."""
+        """Send an error to the other ranks instead of calling the next collective."""
         if self.communicator is not None:
             self.communicator.announce(error, doing)
 
     def agree_on(self, text: Callable[[], str]) -> None:
-        """Return once all ranks have said the same (collective); else raise MismatchError. Extension.
-
-        Args:
-            text: Called where there are other ranks; describes the call and its arguments.
-        """
+        """Raise MismatchError unless all ranks return the same text, which describes a call (collective)."""
         if self.communicator is not None:
             self.communicator.meet(text())
 
     def step_agreement(self) -> StepAgreement:
-        """Return the means by which the ranks agree on a step (collective). Extension."""
+        """Return the object by which the ranks agree on a step (collective)."""
         return StepAgreement(None) if self.communicator is None else self.communicator.step_agreement()
 
     def changing(self, label: str, what: str, checksum: Callable[[], int]) -> AbstractContextManager[None]:
-        """Return a block in which each rank changes a copy of its own. Extension.
-
-        The ranks compare the copies afterwards.
-
-        Args:
-            label: Name of the changed thing, the same on all ranks.
-            what: The change, as in "assign of variable 'w'".
-            checksum: Called where other ranks have copies of their own.
-        """
+        """Return a block in which each rank changes its own copy of ``label``. The ranks compare the copies later."""
         if self.communicator is None or self.is_central:
             return nullcontext()
         return self.communicator.changing(label, what, checksum)
 
     def done(self, label: str, what: str, checksum: Callable[[], int]) -> None:
-        """Have the ranks compare changes that each made by itself, without their state. Extension."""
+        """Compare the results of rank-local work without state at the next collective."""
         if self.communicator is not None and not self.is_central:
             self.communicator.done(label, what, checksum())
 
-    def require_checkpoints(self, method: str) -> None:
-        """Raise RuntimeError where this rank takes no part in checkpoints; by default every rank does. Extension."""
-        del method
+    def require_checkpoints(self, method: str) -> None:  # noqa: B027 - a subclass may refuse
+        """Raise RuntimeError if this rank takes no part in checkpoints. By default every rank does."""
 
     def copy_for(self, strategy: Any) -> StrategyExtended:
-        """Return a copy for ``strategy``, a copy of the strategy. Extension.
-
-        Raises:
-            ValueError: It cannot be copied.
-        """
+        """Return a copy for ``strategy``, a copy of the strategy. Raise ValueError if that is impossible."""
         raise ValueError(f"{type(self.strategy).__name__} cannot be copied; build a new one on every rank")
 
     def close(self) -> None:
-        """Free all resources (collective). Extension."""
+        """Free all resources (collective)."""
         if self.communicator is not None:
             self.communicator.close()
         self.is_closed = True
+
+
+_OF_TENSORFLOW = {
+    *("batch_reduce_to", "broadcast_to", "call_for_each_replica", "colocate_vars_with", "experimental_between_graph"),
+    *("experimental_require_static_shapes", "experimental_should_init", "non_slot_devices", "parameter_devices"),
+    *("read_var", "reduce_to", "should_checkpoint", "should_save_summary", "update", "update_non_slot"),
+    *("value_container", "variable_created_in_scope", "worker_devices"),
+}
+_EXTENSIONS = {"empty", "local_replica_ids", "num_replicas_in_sync", "read_all", "spans_ranks", "zeros"}
 
 
 def _first_device(value: object) -> str:
@@ -698,7 +649,11 @@ def _first_device(value: object) -> str:
     return destination_devices(first)[0] if isinstance(first, (Variable, Component)) else device_of(first)
 
 
-def _told(value: object, destinations: object) -> str:
+def _is_zero(value: object) -> bool:
+    return not isinstance(value, IndexedSlices) and not to_array(value).any()
+
+
+def _structure_text(value: object, destinations: object) -> str:
     """Return the text that ranks compare: the structure of a value, and its variable."""
     structure = nest.describe(value)
     return f"{structure} for variable {destinations.label!r}" if isinstance(destinations, Variable) else structure

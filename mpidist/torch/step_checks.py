@@ -7,13 +7,16 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
-from mpidist.core.context import StrategyLike, get_strategy, has_strategy
+from mpidist.core.context import StrategyLike, get_replica_context, get_strategy, has_strategy
 from mpidist.torch.compiling import keep_compiler_out
 from mpidist.torch.foreign import Foreign
 
 _independent: WeakSet[Foreign] = WeakSet()
 _scope_of: WeakKeyDictionary[Foreign, StrategyLike] = WeakKeyDictionary()
+# The replica that steps the first parameter of an optimizer.
+_replica_of = WeakIdKeyDictionary()
 # Modules that adopt() has returned.
 adopted: WeakSet[Foreign] = WeakSet()
 
@@ -48,6 +51,7 @@ class _Checks:
     def before_step(optimizer: Foreign, _args: object, _kwargs: object) -> None:
         """Raise RuntimeError if replicas in sync would train apart by this step."""
         if optimizer in _independent:
+            _check_not_shared(optimizer)
             return
         strategy = get_strategy() if has_strategy() else None
         owner = getattr(optimizer, "distribute_strategy", None)
@@ -73,6 +77,23 @@ class _Checks:
                 f"mpidist.torch.Optimizer(model, {name}, ...). If that is intended, or if the program sums the "
                 "gradients, call mpidist.torch.independent(optimizer)."
             )
+
+
+def _check_not_shared(optimizer: Foreign) -> None:
+    """Raise RuntimeError if replicas of this process step one module and share its gradients."""
+    replica = get_replica_context() if has_strategy() else None
+    if replica is None or len(replica.strategy.extended.local_replica_ids) == 1:
+        return
+    mine = replica.local_replica_id
+    first = _replica_of.setdefault(optimizer.param_groups[0]["params"][0], mine)
+    if first != mine:
+        name = f"torch.optim.{type(optimizer).__name__}"
+        raise RuntimeError(
+            f"replicas {first} and {mine} of this process step one module of PyTorch by {name}. Both have added to its "
+            "gradients. Use a copy for each replica: model = mpidist.torch.adopt(module) and optimizer = "
+            f"mpidist.torch.Optimizer(model, {name}, ...), which sums gradients itself. Or use one replica per rank: "
+            f"pass the strategy one device, and start it with mpirun -n {replica.num_replicas_in_sync}."
+        )
 
 
 def _has_adopted(optimizer: Foreign) -> bool:

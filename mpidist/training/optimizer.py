@@ -312,9 +312,7 @@ class Optimizer:
         summed: Iterable[Summed] = buckets.sums() if aggregates else [(sums, variables)]
         self._build_in_replica(variables)
         # One update context for all: inside it every variable, slots included, means this replica's copy.
-        context.strategy.extended.update_in_replica(
-            context, self.iterations, partial(self._update_all, summed=summed), (), {}, False
-        )
+        context.strategy.extended.update_in_replica(context, self.iterations, partial(self._update_all, summed=summed))
 
     def _agree_on_sums_of_replicas(self, strategy: Strategy, codes: int) -> None:
         code, *others = strategy.experimental_local_results(codes)

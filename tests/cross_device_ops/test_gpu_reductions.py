@@ -138,7 +138,7 @@ def test_nccl_is_chosen_where_it_can_be_used(fake_gpus: Any) -> None:
 
 def test_deterministic_sums_are_added_in_order(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = NcclAllReduce()
-    monkeypatch.setattr("mpidist.cross_device_ops.kinds.LocalAllReduce", None)
+    monkeypatch.setattr("mpidist.cross_device_ops.cross_device_ops.LocalAllReduce", None)
     value = on_devices(fake_gpus, [np.ones(2), np.ones(2)])
     result = ops.reduce("SUM", value, value, CommunicationOptions(deterministic=True))
     assert [array.get().tolist() for array in result.values] == [[2.0, 2.0]] * 2

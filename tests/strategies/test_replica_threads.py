@@ -183,7 +183,7 @@ def test_a_run_that_cannot_begin_leaves_no_threads(two: Any, monkeypatch: pytest
 
     before = threading.active_count()
     with monkeypatch.context() as patch:
-        patch.setattr(replica_threads, "ReplicaStream", no_stream)
+        patch.setattr(replica_threads, "_current_stream", no_stream)
         for _ in range(3):
             with pytest.raises(mpidist.errors.DeviceError, match="no stream"):
                 two.run(lambda: 1)

@@ -1,4 +1,4 @@
-"""Replicas of one process that give the same memory for results, or the gradients of one PyTorch module: errors."""
+"""Replicas of one process that give the same memory for results, or step one PyTorch module: errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import mpidist
-from mpidist.strategies import value_checks as shared_inputs
 from tests.support.ranks.layouts import layouts
 
 SEVERAL = pytest.mark.parametrize("strategy", layouts("mirrored-2local", "multi_worker-2local"), indirect=True)
@@ -51,46 +50,23 @@ def test_equal_inputs_are_summed(strategy: mpidist.Strategy) -> None:
 
 @pytest.mark.torch
 @SEVERAL
-def test_gradients_of_one_module(strategy: mpidist.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_inputs, "_shared_calls", [0])
+def test_stepping_one_module_by_replicas(strategy: mpidist.Strategy) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install '.[torch]'")
+    import mpidist.torch
+
     module = torch.nn.Linear(2, 1)
-    constant = torch.full((3,), 17.0)
+    own = [torch.nn.Linear(2, 1) for _ in strategy.extended.local_replica_ids]
 
-    def step(reduce: Any) -> Any:
+    def step(module: Any) -> None:
+        optimizer = mpidist.torch.independent(torch.optim.SGD(module.parameters(), 0.1))
         module(torch.ones(4, 2)).mean().backward()
-        return reduce([parameter.grad for parameter in module.parameters()])
+        for parameter in module.parameters():
+            context().all_reduce("MEAN", parameter.grad, out=parameter.grad.clone())
+        optimizer.step()
 
-    wrong = "the same tensor, the .grad of a parameter: they use one module"
-    for reduce in (
-        lambda gradients: context().all_reduce("MEAN", gradients),
-        lambda gradients: context().all_reduce("MEAN", gradients, out=gradients),
-        lambda gradients: context().all_reduce_async("MEAN", gradients).wait(),
-        lambda gradients: context().all_reduce("MEAN", gradients[0].view(-1)),
-    ):
-        with pytest.raises(ValueError, match=f"{wrong}|the same memory as out"):
-            strategy.run(step, args=(reduce,))
-    with pytest.raises(ValueError, match=wrong):
-        strategy.reduce("SUM", strategy.run(step, args=(lambda gradients: gradients,)), axis=None)
     for _ in range(2):
-        result = strategy.run(lambda: context().all_reduce("MEAN", constant))
-        assert strategy.experimental_local_results(result)[0].tolist() == [17.0] * 3
-    # Constants are soon looked at now and then only; a module that is shared later is noticed all the same.
-    for _ in range(80):
-        strategy.run(lambda: context().all_reduce("MEAN", constant))
-
-    def many_steps() -> None:
-        for _ in range(40):
-            strategy.run(step, args=(lambda gradients: context().all_reduce("MEAN", gradients),))
-
-    with pytest.raises(ValueError, match=wrong):
-        many_steps()
-    embedding = torch.nn.Embedding(4, 2, sparse=True)
-    embedding(torch.tensor([1])).sum().backward()
-    monkeypatch.setattr(shared_inputs, "_shared_calls", [0])
-    result = strategy.run(lambda: context().all_reduce("MEAN", constant))
-    assert strategy.experimental_local_results(result)[0].tolist() == [17.0] * 3
-    own = strategy.run(
-        lambda: context().all_reduce("SUM", torch.autograd.grad(module(torch.ones(1, 2)).sum(), module.bias)[0])
-    )
-    assert strategy.experimental_local_results(own)[0].item() == strategy.num_replicas_in_sync
+        strategy.run(lambda: step(own[context().local_replica_id]))
+    with pytest.raises(
+        RuntimeError, match=r"replicas 0 and 1 of this process step one module of PyTorch by torch\.opt"
+    ):
+        strategy.run(step, args=(module,))
