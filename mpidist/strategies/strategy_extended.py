@@ -19,6 +19,8 @@ from mpidist.arrays.convert import to_array
 from mpidist.arrays.dtypes import Array, as_dtype
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import Communicator, FinishedWork, Work
+from mpidist.collectives.observe.lateness import LateRanks, SlowLink
+from mpidist.collectives.observe.stragglers import straggler_watch
 from mpidist.collectives.reading import restore
 from mpidist.collectives.step_agreement import StepAgreement
 from mpidist.core import context, nest
@@ -50,8 +52,8 @@ class StrategyExtended(ABC):
     """Implementation of a strategy (tf.distribute.StrategyExtended).
 
     ``dir()`` lists the members of tf.distribute, and these extensions for programs: ``empty``, ``zeros``,
-    ``read_all``, ``local_replica_ids``, ``num_replicas_in_sync`` and ``spans_ranks``. Other members are for strategies
-    and for other modules of mpidist.
+    ``read_all``, ``stragglers``, ``local_replica_ids``, ``num_replicas_in_sync`` and ``spans_ranks``. Other members
+    are for strategies and for other modules of mpidist.
 
     Args:
         strategy: The strategy it belongs to.
@@ -369,6 +371,23 @@ class StrategyExtended(ABC):
         """
         return [variable.value() for variable in variables]
 
+    def stragglers(self) -> LateRanks | SlowLink | None:
+        """Return which ranks the others keep waiting for, or which link is slow. Extension.
+
+        Not collective: any rank may call it, and the others go on. It returns within milliseconds, and after at most
+        four seconds if ranks do not answer. Links are compared on rank 0 only. See docs/stragglers.md.
+
+        Returns:
+            An object whose text is the verdict and whose attributes are its figures: ranks, hosts, phase, share of
+            the job's time. None if nobody is late, before ten seconds of samples, in a job of one rank, and where
+            MPI allows no threads.
+
+        >>> import mpidist
+        >>> print(mpidist.get_strategy().extended.stragglers())
+        None
+        """
+        return straggler_watch().ask() if self.spans_ranks else None
+
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = "float32") -> Any:
         """Return an uninitialized array of a replica's device, in the fastest memory for collectives (collective).
 
@@ -641,7 +660,7 @@ _OF_TENSORFLOW = {
     *("read_var", "reduce_to", "should_checkpoint", "should_save_summary", "update", "update_non_slot"),
     *("value_container", "variable_created_in_scope", "worker_devices"),
 }
-_EXTENSIONS = {"empty", "local_replica_ids", "num_replicas_in_sync", "read_all", "spans_ranks", "zeros"}
+_EXTENSIONS = {"empty", "local_replica_ids", "num_replicas_in_sync", "read_all", "spans_ranks", "stragglers", "zeros"}
 
 
 def _first_device(value: object) -> str:
