@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import socket
+import os
 import struct
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -63,8 +62,8 @@ class Topology:
         self.local_rank = self.node.Get_rank()
         self.local_size = self.node.Get_size()
         # Only calls on one communicator, so that all waiting ranks notice a lost rank.
-        self.job: str = self.world.bcast(uuid.uuid4().hex[:12] if self.rank == 0 else None)
-        mine = PLACE.pack(_first_rank(self.node, self.world), socket.gethostname().encode())
+        self.job: str = self.world.bcast(os.urandom(6).hex() if self.rank == 0 else None)
+        mine = PLACE.pack(_first_rank(self.node, self.world), os.uname().nodename.encode())
         everyone = bytearray(self.size * PLACE.size)
         self.world.Allgather([mine, mpi.BYTE], [everyone, mpi.BYTE])
         self._map = map_of_ranks(bytes(everyone))

@@ -314,8 +314,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "ranks compare their versions but not their builds",
         "mpidist/topology/same_program.py",
-        'f"{__version__}, build {build_id()}"}',
-        'f"{__version__}, build"}',
+        'f"{__version__}, build {build_id()}", **values}',
+        'f"{__version__}, build", **values}',
         ("tests/topology/test_agreement.py",),
     ),
     Fault(

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections import deque
@@ -177,7 +176,7 @@ class StatusFile(RankFile):
                 rank=self._rank,
                 ranks=self._ranks,
                 job=world_topology().job if has_world() else "",
-                host=socket.gethostname(),
+                host=os.uname().nodename,
                 process=os.getpid(),
                 born=process_born(os.getpid()),
                 program=self._program,
