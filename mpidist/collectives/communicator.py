@@ -23,7 +23,6 @@ from mpidist.collectives.channel.mismatch import FOR_COMMUNICATORS, Advice
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation, Work, describe, signature_of, signature_text
 from mpidist.collectives.engine import Engine
-from mpidist.collectives.gpu.device_move import on_host
 from mpidist.collectives.move.point_to_point import PointToPoint
 from mpidist.collectives.mpi import exchange
 from mpidist.collectives.mpi.waiting import Comm, Steps
@@ -470,7 +469,7 @@ class Communicator:
         with self.shared_errors("send"):
             array = to_array(value)
             if is_device_array(array):
-                (array,), _ = on_host([array])
+                array = ops_of(array).to_host(array)
             check_transportable(array.dtype, "send")
             self._check_message(dest, tag)
         sent: None = self._finish(self._messages.send(array, dest, tag, self._planner.timeout_of(options)))

@@ -68,6 +68,7 @@ def build_id() -> str:
     return _recorded_id() or _package_id({name: (PACKAGE / name).read_bytes() for name in _sources()})
 
 
+@functools.cache
 def quick_build_id() -> str:
     """Return an id without reading the sources. Equal ids mean equal sources, but not the other way round."""
     recorded = _recorded_id()

@@ -266,10 +266,9 @@ _files: list[StatusFile] = []
 
 
 def report_channel(channel: Channel) -> None:
-    """Report the activity on a channel if ``MPIDIST_STATUS`` is set."""
+    """Report the activity on a channel in the folder ``MPIDIST_STATUS``."""
     folder = settings.STATUS.read()
-    if folder is None:
-        return
+    assert folder is not None
     if not _files:
         _files.append(StatusFile(folder))
         record_thread.watch(_files[0])

@@ -34,12 +34,9 @@ os.register_at_fork(after_in_child=_recorders.clear)
 
 
 def record_channel(channel: Channel) -> None:
-    """Record the collectives of a channel if a setting asks for it (collective)."""
-    traces, reports, flights = settings.TRACE.read(), settings.REPORT.read(), settings.FLIGHT_RECORD.read()
-    if traces is None and not reports and flights is None:
-        return
+    """Record the collectives of a channel (collective)."""
     if not _recorders:
-        _recorders.append(Recorder(traces, reports, flights))
+        _recorders.append(Recorder(settings.TRACE.read(), settings.REPORT.read(), settings.FLIGHT_RECORD.read()))
         atexit.register(_save)
         after_shutdown(finish_recording)
         on_uncaught_error(_save)
