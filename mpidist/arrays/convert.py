@@ -20,7 +20,6 @@ import numpy as np
 
 from mpidist.arrays.device_ops import is_device_array, ops_for, ops_of
 from mpidist.arrays.dtypes import Array, DType, as_dtype
-from mpidist.arrays.streams import require_cupy
 
 if TYPE_CHECKING:
     import jax
@@ -145,6 +144,8 @@ def _is_on_gpu(value: object) -> bool:
 
 def _from_gpu(value: Any, what: str) -> Array:
     """Return an array of another library as a CuPy array over the same memory."""
+    from mpidist.arrays.streams import require_cupy
+
     cupy = require_cupy()
     if not hasattr(value, "__dlpack__"):
         wrapped: Array = cupy.asarray(value)
