@@ -273,7 +273,7 @@ class UnionResolver(ClusterResolver):
         if kwargs:
             raise ValueError(f"the keywords {sorted(kwargs)} are not known; expected rpc_layer, task_type, task_id")
         if not resolvers:
-            raise ValueError("there is no resolver; expected at least one ClusterResolver")
+            raise ValueError("UnionResolver() needs at least one ClusterResolver. Pass resolvers")
         for resolver in resolvers:
             if not isinstance(resolver, ClusterResolver):
                 raise TypeError(f"{resolver!r} is of type {type(resolver).__name__}; expected ClusterResolver")
@@ -331,7 +331,7 @@ def _merge(job: str, parts: Sequence[list[str] | dict[int, str]]) -> list[str] |
         tasks = dict(enumerate(part)) if isinstance(part, list) else part
         twice = sorted(merged.keys() & tasks.keys())
         if twice:
-            raise KeyError(f"job {job!r} has the tasks {twice} in two resolvers; expected every index once")
+            raise KeyError(f"job {job!r} has the tasks {twice} in two resolvers. Each index must be there once")
         merged.update(tasks)
     return merged
 
@@ -410,8 +410,8 @@ class TFConfigClusterResolver(ClusterResolver):
         index = self.task_id if task_id is None else task_id
         if job is None or index is None:
             raise ValueError(
-                f"{_VARIABLE}={os.environ.get(_VARIABLE)!r} does not say which task this process is; expected for "
-                f"example: {_EXAMPLE}"
+                f"{_VARIABLE}={os.environ.get(_VARIABLE)!r} does not name the task of this process. A valid example: "
+                f"{_EXAMPLE}"
             )
         return format_master_url(spec.task_address(job, index), rpc_layer or self.rpc_layer)
 
@@ -442,7 +442,7 @@ def _read_config() -> tuple[ClusterSpec, dict[str, Any]]:
     try:
         return _parsed_config(text)
     except _ConfigError as error:
-        problem = f"{_VARIABLE}={text!r} {error}; expected for example: {_VARIABLE}='{_EXAMPLE}'"
+        problem = f"{_VARIABLE}={text!r} {error}. A valid example: {_VARIABLE}='{_EXAMPLE}'"
     raise ValueError(problem)
 
 
@@ -450,21 +450,21 @@ def _parsed_config(text: str) -> tuple[ClusterSpec, dict[str, Any]]:
     try:
         config = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
-        raise _ConfigError(f"is no JSON ({error})") from None
+        raise _ConfigError(f"is not JSON ({error})") from None
     if not isinstance(config, dict):
         raise _ConfigError(f"is a {type(config).__name__}")
     unknown = [key for key in config if key not in _KEYS.split(", ")]
     if unknown:
-        raise _ConfigError(f"has the keys {unknown}, which are none of {_KEYS}")
+        raise _ConfigError(f"has the unknown keys {unknown}. Known are {_KEYS}")
     try:
         spec = ClusterSpec(config.get("cluster", {}))
     except (TypeError, ValueError) as error:
         raise _ConfigError(f"has no usable 'cluster': {error}") from None
     for job in spec.jobs:
         if not _is_job(job):
-            raise _ConfigError(f"has the job {job!r} in its cluster, which is none of {', '.join(TASK_TYPES)}")
+            raise _ConfigError(f"has the unknown job {job!r} in its cluster. Known are {', '.join(TASK_TYPES)}")
         if job in ("chief", "evaluator") and spec.num_tasks(job) > 1:
-            raise _ConfigError(f"has {spec.num_tasks(job)} tasks {job!r}, of which there is at most one")
+            raise _ConfigError(f"has {spec.num_tasks(job)} tasks {job!r}, but at most one is possible")
     _check_task(spec, config.get("task", {}))
     return spec, config
 
@@ -485,9 +485,9 @@ def _check_task(spec: ClusterSpec, task: object) -> None:
     if isinstance(job, int) and not isinstance(job, bool):
         job = str(job)
     if job is not None and not _is_job(job):
-        raise _ConfigError(f"has the task type {job!r}, which is none of {', '.join(TASK_TYPES)}")
+        raise _ConfigError(f"has the unknown task type {job!r}. Known are {', '.join(TASK_TYPES)}")
     if index is not None and (isinstance(index, bool | float) or not re.fullmatch(r"[0-9]{1,9}", str(index))):
-        raise _ConfigError(f"has the task index {index!r}, which is no whole number of at least 0")
+        raise _ConfigError(f"has the task index {index!r}, which is not a whole number of at least 0")
     # The evaluator is not part of the training cluster, and need not be listed.
     if not spec or job is None or (job == "evaluator" and job not in spec.jobs):
         return
@@ -510,9 +510,9 @@ class _NotOffered(ClusterResolver):
 
     def __new__(cls, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(
-            f"mpidist does not offer {cls.__name__}, which asks {cls._asks} who takes part: here MPI knows. "
-            "Expected: the ranks are started by an MPI launcher, and the resolver is MPIClusterResolver(), the "
-            "default; or type: SimpleClusterResolver(ClusterSpec({'worker': ['host0:1', 'host1:1']}), ...)"
+            f"mpidist does not offer {cls.__name__}, which reads the cluster from {cls._asks}. Start the ranks with an "
+            "MPI launcher, and use MPIClusterResolver(), the default. Or describe the cluster: "
+            "SimpleClusterResolver(ClusterSpec({'worker': ['host0:1', 'host1:1']}), ...)"
         )
 
 

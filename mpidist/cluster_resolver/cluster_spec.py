@@ -134,7 +134,7 @@ def _tasks_by_index(job: object, tasks: object) -> dict[int, str]:
     for given, address in tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks):
         index = _task_index(job, given)
         if index in found:
-            raise ValueError(f"job {job!r} has task {index} twice, in {tasks!r}; expected every index once")
+            raise ValueError(f"job {job!r} has task {index} twice, in {tasks!r}. Each index must be there once")
         if not isinstance(address, str) or not address.strip():
             kind = ValueError if isinstance(address, str) else TypeError
             raise kind(f"an address of job {job!r} is {address!r}; expected a string such as 'host:port'")
@@ -176,13 +176,13 @@ def deal_tasks(jobs: Mapping[str, int] | None, size: int, source: str = "jobs") 
             raise ValueError(f"{source} has {count} tasks of {job!r}; expected at least 1")
     if not jobs:
         raise ValueError(
-            f"{source} is {jobs!r}, without a job; expected one task for each of the {size} ranks, such as "
-            f"{{'worker': {size}}}, or nothing: then all are workers"
+            f"{source} is {jobs!r}. Each of the {size} ranks needs a task, such as {{'worker': {size}}}. Without "
+            f"{source}, all ranks are workers"
         )
     total = sum(jobs.values())
     if total != size:
         raise ValueError(
             f"{source} has {' + '.join(f'{count} {job}' for job, count in jobs.items())} = {total} tasks, and there "
-            f"are {size} ranks. Expected: one task for each rank; type: mpirun -n {total} ..., or change {source}"
+            f"are {size} ranks. Each rank needs one task. Type: mpirun -n {total} ..., or change {source}"
         )
     return [(job, index) for job, count in jobs.items() for index in range(count)]

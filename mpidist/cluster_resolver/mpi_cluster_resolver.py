@@ -170,11 +170,11 @@ def _resolver_of_job(communicator: MPI.Intracomm | None) -> MPIClusterResolver:
     if count == world.size and is_same:
         return resolver
     shown = ", ".join(f"{job}:{number}" for job, number in cluster.items())
-    mine = "it does not say which is this process" if task[0] is None else f"this process is {task[0]}:{task[1]}"
+    mine = "does not name the task of this process" if task[0] is None else f"this process is {task[0]}:{task[1]}"
     raise LaunchError(
-        f"TF_CONFIG tells of a cluster of {count} ({shown}), and {mine}; MPI tells of a world of {world.size}, and "
-        f"this is rank {world.rank}, {theirs[0]}:{theirs[1]}. Ranks find one another by MPI, not by TF_CONFIG; "
-        f"type `unset TF_CONFIG; mpirun -n {count} python ...`, or, with a TF_CONFIG for each rank, give the strategy "
+        f"TF_CONFIG has {count} tasks ({shown}), and {mine}. MPI has {world.size} ranks, and this process is rank "
+        f"{world.rank}, {theirs[0]}:{theirs[1]}. Ranks find each other by MPI, not by TF_CONFIG. Type: unset "
+        f"TF_CONFIG; mpirun -n {count} python ... If each rank has a TF_CONFIG of its own, pass the strategy "
         "cluster_resolver=mpidist.cluster_resolver.TFConfigClusterResolver()"
     )
 

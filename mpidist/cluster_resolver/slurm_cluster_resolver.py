@@ -20,7 +20,7 @@ _ON_NODE = "SLURM_GPUS_ON_NODE"
 _OF_STEP = "SLURM_STEP_GPUS"
 # CUDA_VISIBLE_DEVICES as a resolver of this process has set it: GPUs of this task alone.
 _left: str | None = None
-_ASK_THE_RANKS = "or use MPIClusterResolver(), which asks the ranks where they are"
+_ASK_THE_RANKS = "Or use MPIClusterResolver(), which asks the ranks for their hosts"
 
 # The host of each rank, and its position among the tasks of that host.
 Places = Sequence[tuple[str, int]]
@@ -35,7 +35,7 @@ def _read_places(info: LauncherInfo, size: int, tasks_per_node: int | Mapping[st
     name, hosts = _expanded(names, expand_hostlist)
     twice = sorted(host for host, count in Counter(hosts).items() if count > 1)
     if twice:
-        raise ValueError(f"{name} has {_some(twice)} more than once; expected every host once")
+        raise ValueError(f"{name} has {_some(twice)} more than once. Each host must be there once")
     if tasks_per_node is not None:
         counts, source = _given_counts(tasks_per_node, hosts), f"tasks_per_node={tasks_per_node!r}"
     elif by_srun:
@@ -45,10 +45,12 @@ def _read_places(info: LauncherInfo, size: int, tasks_per_node: int | Mapping[st
         counts, source = _even_counts(info, size, hosts), f"{info.size_variable}={size}"
     if len(counts) != len(hosts):
         raise ValueError(
-            f"{source} tells of {len(counts)} nodes, but the job has the hosts {_some(hosts)}; expected as many"
+            f"{source} has {len(counts)} nodes, but the job has the hosts {_some(hosts)}. Both numbers must be equal"
         )
     if sum(counts) != size:
-        raise ValueError(f"{source} adds up to {sum(counts)} tasks, but {info.size_variable}={size}; expected one sum")
+        raise ValueError(
+            f"{source} adds up to {sum(counts)} tasks, but {info.size_variable}={size}. Both numbers must be equal"
+        )
     places = [(host, local) for host, count in zip(hosts, counts, strict=True) for local in range(count)]
     distribution = os.environ.get("SLURM_DISTRIBUTION", "") if by_srun else ""
     between_nodes = distribution.split(":")[0].split(",")[0].lower()
@@ -57,8 +59,8 @@ def _read_places(info: LauncherInfo, size: int, tasks_per_node: int | Mapping[st
         places.sort(key=lambda place: (place[1], order[place[0]]))
     elif between_nodes not in ("", "*", "block", "pack", "nopack"):
         raise ValueError(
-            f"SLURM_DISTRIBUTION={distribution!r}: only block and cyclic tell which task is where. Expected: "
-            f"srun --distribution=block, {_ASK_THE_RANKS}"
+            f"SLURM_DISTRIBUTION={distribution!r} is not supported. Type: srun --distribution=block, or cyclic. "
+            f"{_ASK_THE_RANKS}"
         )
     _check_place(info, hosts, *places[info.rank])
     return places
@@ -73,8 +75,8 @@ def _launcher() -> tuple[LauncherInfo, int]:
     if info is None or info.size is None:
         found = {name: os.environ.get(name) for name in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")}
         raise ValueError(
-            f"this process is no task of a Slurm job step: {found}. Expected: a program that srun or mpirun started "
-            "inside a Slurm job; type: srun -n 4 python ..., or outside of Slurm use MPIClusterResolver()"
+            f"this process is no task of a Slurm job step: {found}. Start the program with srun or mpirun inside a "
+            "Slurm job: srun -n 4 python ... Outside of Slurm, use MPIClusterResolver()"
         )
     return info, info.size
 
@@ -84,13 +86,13 @@ def _expanded(names: Sequence[str], expand: Callable[[str], _List]) -> tuple[str
     name = next((name for name in names if os.environ.get(name)), None)
     if name is None:
         raise ValueError(
-            f"{' and '.join(names)} is not set; expected what Slurm writes there for the tasks of a job: start the "
-            f"program by srun, or by mpirun inside a Slurm job, {_ASK_THE_RANKS}"
+            f"{' and '.join(names)} is not set. Start the program with srun, or with mpirun inside a Slurm job. "
+            f"{_ASK_THE_RANKS}"
         )
     try:
         return name, expand(os.environ[name])
     except ValueError as error:
-        raise ValueError(f"{name}: {error}; give what Slurm writes there, {_ASK_THE_RANKS}") from None
+        raise ValueError(f"{name}: {error}. Restore Slurm's value. {_ASK_THE_RANKS}") from None
 
 
 def _some(hosts: Sequence[str]) -> str:
@@ -107,7 +109,8 @@ def _given_counts(tasks_per_node: int | Mapping[str, int], hosts: Sequence[str])
             raise ValueError(f"tasks_per_node is {tasks_per_node!r}; expected at least 1 on every host")
     if sorted(counts) != sorted(hosts):
         raise ValueError(
-            f"tasks_per_node has the hosts {_some(sorted(counts))}; expected those of the job: {_some(sorted(hosts))}"
+            f"tasks_per_node has the hosts {_some(sorted(counts))}, but the job has {_some(sorted(hosts))}. Pass the "
+            "hosts of the job"
         )
     return [counts[host] for host in hosts]
 
@@ -119,8 +122,8 @@ def _even_counts(info: LauncherInfo, size: int, hosts: Sequence[str]) -> list[in
         on_this = "" if info.local_size is None else f", {info.local_size} of them on this host"
         raise ValueError(
             f"{info.name} started {size} ranks ({info.size_variable}={size}){on_this}, and the hosts of the job are "
-            f"{_some(hosts)}: they are not spread evenly, and nothing says how. Expected: "
-            f"tasks_per_node={{host: tasks}}, {_ASK_THE_RANKS}"
+            f"{_some(hosts)}: their distribution is unknown, because it is uneven. Pass "
+            f"tasks_per_node={{host: tasks}}. {_ASK_THE_RANKS}"
         )
     return [each] * len(hosts)
 
@@ -129,13 +132,13 @@ def _check_place(info: LauncherInfo, hosts: Sequence[str], host: str, local: int
     if info.local_rank is not None and info.local_rank != local:
         raise ValueError(
             f"rank {info.rank} is number {info.local_rank} on its host, and number {local} of {host} if ranks fill the "
-            f"hosts in order; expected them to agree: give tasks_per_node=, {_ASK_THE_RANKS}"
+            f"hosts in order. Pass tasks_per_node={{host: tasks}}. {_ASK_THE_RANKS}"
         )
     node = os.environ.get("SLURM_NODEID", "")
     if info.name == "srun" and node and int(node) != hosts.index(host):
         raise ValueError(
-            f"SLURM_NODEID={node!r} and SLURM_PROCID={info.rank} contradict the other variables, by which this task is "
-            f"on {host!r}, node {hosts.index(host)}; expected what srun writes, {_ASK_THE_RANKS}"
+            f"SLURM_NODEID={node!r} and SLURM_PROCID={info.rank} contradict the other variables. They place this task "
+            f"on {host!r}, node {hosts.index(host)}. Restore srun's values. {_ASK_THE_RANKS}"
         )
 
 
@@ -154,7 +157,7 @@ def _gpus_of_task(place: int, most_tasks: int, gpus_per_node: int | None, gpus_p
     except ValueError:
         raise ValueError(f"{_ON_NODE}={text!r}; expected a whole number: type: unset {_ON_NODE}") from None
     if gpus_per_task is not None and gpus_per_node is None and _ON_NODE not in os.environ:
-        raise ValueError(f"gpus_per_task is {gpus_per_task} and {_ON_NODE} is not set; expected gpus_per_node=")
+        raise ValueError(f"gpus_per_task is {gpus_per_task}, but {_ON_NODE} is not set. Pass gpus_per_node, too")
     if gpus_per_task is not None and gpus_per_task * most_tasks > on_node:
         raise ValueError(
             f"{most_tasks} tasks on a node with gpus_per_task={gpus_per_task} need {gpus_per_task * most_tasks} GPUs; "
