@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from inspect import signature
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from weakref import proxy
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from mpidist.arrays.convert import to_array
 from mpidist.arrays.device_ops import is_device_array, ops_of
@@ -33,7 +32,6 @@ from mpidist.collectives.planner import Planner
 from mpidist.collectives.reading import Given, deliver, read, read_one, read_out
 from mpidist.collectives.reduce.registry import Table, check_options, check_table
 from mpidist.collectives.reduce.tuning_file import agreed_table
-from mpidist.collectives.step_agreement import StepAgreement
 from mpidist.collectives.world_channel import world_channel
 from mpidist.core.message_tags import TAGS_OF_PROGRAMS
 from mpidist.core.nest import flat_kind
@@ -44,6 +42,11 @@ from mpidist.topology.start import create_group
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from mpidist.collectives.step_agreement import StepAgreement
 
 _log = logging.getLogger("mpidist")
 _LARGEST_C_INT = 2**31 - 1
@@ -651,6 +654,8 @@ class Communicator:
         >>> comm.close()
         """
         self.meet("preparing to agree on steps")
+        from mpidist.collectives.step_agreement import StepAgreement
+
         return StepAgreement(self._channel.comm)
 
     def add_observer(self, observer: Observer) -> None:
