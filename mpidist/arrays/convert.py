@@ -20,7 +20,6 @@ import numpy as np
 
 from mpidist.arrays.device_ops import is_device_array, ops_for, ops_of
 from mpidist.arrays.dtypes import Array, DType, as_dtype
-from mpidist.arrays.streams import require_cupy
 
 if TYPE_CHECKING:
     import jax
@@ -145,6 +144,8 @@ def _is_on_gpu(value: object) -> bool:
 
 def _from_gpu(value: Any, what: str) -> Array:
     """Return an array of another library as a CuPy array over the same memory."""
+    from mpidist.arrays.streams import require_cupy
+
     cupy = require_cupy()
     if not hasattr(value, "__dlpack__"):
         wrapped: Array = cupy.asarray(value)
@@ -184,10 +185,18 @@ def fill_torch(tensor: torch.Tensor, array: Array) -> None:
         tensor.copy_(to_torch(array))
 
 
+def _is_of(library: str, name: str, value: object) -> bool:
+    """Return True if ``value`` is of a class of a library. Imports nothing."""
+    # During its import, a library lacks attributes.
+    kind = sys.modules.get(library)
+    for part in name.split("."):
+        kind = getattr(kind, part, None)
+    return kind is not None and isinstance(value, kind)  # type: ignore[arg-type]
+
+
 def is_torch_module(value: object) -> TypeGuard[torch.nn.Module]:
     """Return True if ``value`` is a module of PyTorch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.nn.Module)
+    return _is_of("torch", "nn.Module", value)
 
 
 def others_of_module(module: torch.nn.Module) -> list[tuple[str, object]]:
@@ -203,26 +212,22 @@ def others_of_module(module: torch.nn.Module) -> list[tuple[str, object]]:
 
 def is_torch_optimizer(value: object) -> bool:
     """Return True if ``value`` is an optimizer of PyTorch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.optim.Optimizer)
+    return _is_of("torch", "optim.Optimizer", value)
 
 
 def is_torch_scheduler(value: object) -> bool:
     """Return True if ``value`` is a learning rate scheduler of PyTorch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.optim.lr_scheduler.LRScheduler)
+    return _is_of("torch", "optim.lr_scheduler.LRScheduler", value)
 
 
 def is_keras_layer(value: object) -> bool:
     """Return True if ``value`` is a layer or model of Keras."""
-    keras = sys.modules.get("keras")
-    return keras is not None and isinstance(value, keras.layers.Layer)
+    return _is_of("keras", "layers.Layer", value)
 
 
 def is_jax(value: object) -> TypeGuard[jax.Array]:
     """Return True if ``value`` is an array of JAX."""
     jax = sys.modules.get("jax")
-    # During its import, jax has no attributes yet.
     return jax is not None and isinstance(value, getattr(jax, "Array", ()))
 
 

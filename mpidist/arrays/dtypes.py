@@ -7,17 +7,21 @@ their own dtype. bfloat16 belongs to the ml_dtypes package, so this module knows
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
 
 from mpidist.core.options import ReduceOp
 from mpidist.core.text import pip_install
 
 DType = np.dtype[Any]
 # A NumPy or CuPy array. Use ``device_ops`` for operations that differ between them.
-Array = NDArray[Any]
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
+
+    Array = NDArray[Any]
+else:
+    Array = np.ndarray
 
 
 def check_transportable(dtype: DType, what: str) -> None:

@@ -127,43 +127,6 @@ def load_driver() -> ctypes.CDLL:
 _RELAXED = 2
 
 
-class CudaDriver:
-    """Call functions of the NVIDIA driver that CuPy does not expose (thread-safe)."""
-
-    def __init__(self) -> None:
-        self._with_context: set[int] = set()
-
-    @cached_property
-    def _library(self) -> ctypes.CDLL:
-        library = load_driver()
-        _check("cuInit", library.cuInit(0))
-        return library
-
-    def has_context(self, device: int) -> bool:
-        """Return True if this process has a context on ``device``. Creates none."""
-        if device not in self._with_context:
-            handle, flags, is_active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
-            library = self._library
-            _check("cuDeviceGet", library.cuDeviceGet(ctypes.byref(handle), device))
-            status = library.cuDevicePrimaryCtxGetState(handle, ctypes.byref(flags), ctypes.byref(is_active))
-            _check("cuDevicePrimaryCtxGetState", status)
-            if not is_active.value:
-                return False
-            self._with_context.add(device)
-        return True
-
-    def relax_capture_mode(self) -> None:
-        """Relax the capture mode of this thread. Its calls could invalidate another thread's CUDA graph."""
-        mode = ctypes.c_int(_RELAXED)
-        status = self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-        _check("cuThreadExchangeStreamCaptureMode", status)
-
-
-def _check(name: str, status: int) -> None:
-    if status:
-        raise DeviceError(f"{name} of the NVIDIA driver failed with status {status}. Check `nvidia-smi`")
-
-
 class _Thread(threading.local):
     has_begun = False
 
@@ -172,11 +135,11 @@ _thread = _Thread()
 
 
 class CurrentDevice:
-    """Switch the current GPU of a thread without creating contexts on other GPUs."""
+    """Switch the current GPU of a thread without creating contexts on other GPUs (thread-safe)."""
 
     def __init__(self, cupy: ModuleType) -> None:
         self._runtime = cupy.cuda.runtime
-        self._driver = CudaDriver()
+        self._with_context: set[int] = set()
 
     def on(self, device: int) -> _Block:
         """Return a context in which ``device`` is current. Enter it once."""
@@ -186,7 +149,8 @@ class CurrentDevice:
         """Make ``device`` current, and return the device to restore."""
         is_first = is_own_thread() and not _thread.has_begun
         if is_first:
-            self._driver.relax_capture_mode()
+            # The calls of this thread could invalidate another thread's CUDA graph.
+            self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
             _thread.has_begun = True
         before: int = self._runtime.getDevice()
         if before != device:
@@ -196,8 +160,34 @@ class CurrentDevice:
 
     def leave(self, before: int) -> None:
         """Restore the device ``before``, if this process has a context there."""
-        if self._runtime.getDevice() != before and self._driver.has_context(before):
+        if self._runtime.getDevice() != before and self.has_context(before):
             self._runtime.setDevice(before)
+
+    def has_context(self, device: int) -> bool:
+        """Return True if this process has a context on ``device``. Creates none."""
+        if device not in self._with_context:
+            handle, flags, is_active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+            self._call("cuDeviceGet", ctypes.byref(handle), device)
+            self._call("cuDevicePrimaryCtxGetState", handle, ctypes.byref(flags), ctypes.byref(is_active))
+            if not is_active.value:
+                return False
+            self._with_context.add(device)
+        return True
+
+    @cached_property
+    def _driver(self) -> ctypes.CDLL:
+        library = load_driver()
+        _check("cuInit", library.cuInit(0))
+        return library
+
+    def _call(self, name: str, *arguments: object) -> None:
+        """Call a function of the NVIDIA driver that CuPy does not expose."""
+        _check(name, getattr(self._driver, name)(*arguments))
+
+
+def _check(name: str, status: int) -> None:
+    if status:
+        raise DeviceError(f"{name} of the NVIDIA driver failed with status {status}. Check `nvidia-smi`")
 
 
 class _Block:

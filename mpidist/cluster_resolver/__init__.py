@@ -5,13 +5,14 @@ from mpidist.cluster_resolver.cluster_resolver import (
     GCEClusterResolver,
     KubernetesClusterResolver,
     SageMakerClusterResolver,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
     TPUClusterResolver,
+    UnionResolver,
 )
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
 from mpidist.cluster_resolver.mpi_cluster_resolver import MPIClusterResolver
-from mpidist.cluster_resolver.simple_cluster_resolver import SimpleClusterResolver, UnionResolver
 from mpidist.cluster_resolver.slurm_cluster_resolver import SlurmClusterResolver
-from mpidist.cluster_resolver.tf_config_cluster_resolver import TFConfigClusterResolver
 
 UnionClusterResolver = UnionResolver
 """The name that TensorFlow's own code has for it."""

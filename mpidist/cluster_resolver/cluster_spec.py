@@ -18,12 +18,12 @@ class ClusterSpec:
     """The jobs of a cluster and the address of each of their tasks (``tf.train.ClusterSpec``).
 
     Args:
-        cluster: ``{job: ["host:port", ...]}``, or ``{job: {index: "host:port"}}`` where not all tasks are
-            known, or another ClusterSpec, which is copied.
+        cluster: ``{job: ["host:port", ...]}``, or ``{job: {index: "host:port"}}`` if some tasks are unknown, or a
+            ClusterSpec to copy.
 
     Raises:
-        TypeError: Not of that form.
-        ValueError: A task index below 0 or given twice, or an empty address.
+        TypeError: ``cluster`` has another form.
+        ValueError: A task index is negative or given twice, or an address is empty.
 
     >>> spec = ClusterSpec({"chief": ["a:1"], "worker": {1: "b:1"}})
     >>> spec
@@ -40,7 +40,7 @@ class ClusterSpec:
         if isinstance(cluster, ClusterSpec):
             self._jobs = {job: dict(tasks) for job, tasks in cluster._jobs.items()}
         elif isinstance(cluster, Mapping):
-            self._jobs = {_job_name(job): _tasks_by_index(job, tasks) for job, tasks in cluster.items()}
+            self._jobs = {job: _tasks_by_index(job, tasks) for job, tasks in cluster.items()}
         else:
             raise TypeError(
                 f"cluster is {cluster!r} of type {type(cluster).__name__}; expected a dict from job names to "
@@ -53,12 +53,10 @@ class ClusterSpec:
     def __eq__(self, other: object) -> bool:
         if isinstance(other, ClusterSpec):
             return self._jobs == other._jobs
-        if isinstance(other, Mapping):
-            try:
-                return self == ClusterSpec(other)
-            except (TypeError, ValueError):
-                return False
-        return NotImplemented
+        try:
+            return self == ClusterSpec(other) if isinstance(other, Mapping) else NotImplemented
+        except (TypeError, ValueError):
+            return False
 
     def __repr__(self) -> str:
         return f"ClusterSpec({dict(sorted(self.as_dict().items()))!r})"
@@ -69,18 +67,24 @@ class ClusterSpec:
         return list(self._jobs)
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Return ``{job: [address, ...]}``; for a job with gaps ``{job: {index: address}}``."""
-        return {job: _list_if_dense(tasks) for job, tasks in self._jobs.items()}
+        """Return ``{job: [address, ...]}``, or ``{job: {index: address}}`` for a job with gaps."""
+        found: dict[str, list[str] | dict[int, str]] = {}
+        for job, tasks in self._jobs.items():
+            indices = sorted(tasks)
+            is_dense = bool(indices) and indices == list(range(len(indices)))
+            in_order = {index: tasks[index] for index in indices}
+            found[job] = list(in_order.values()) if is_dense else in_order
+        return found
 
     def as_cluster_def(self) -> dict[str, dict[int, str]]:
-        """Return ``{job: {index: address}}``, the content of a ClusterDef message, jobs in sorted order."""
+        """Return ``{job: {index: address}}``, the content of a ClusterDef message, in sorted order."""
         return {job: dict(sorted(self._jobs[job].items())) for job in sorted(self._jobs)}
 
     def num_tasks(self, job_name: str) -> int:
         """Return the number of known tasks of ``job_name``.
 
         Raises:
-            ValueError: No such job.
+            ValueError: The job is unknown.
         """
         return len(self._job(job_name))
 
@@ -88,7 +92,7 @@ class ClusterSpec:
         """Return the indices of the known tasks of ``job_name``, ascending.
 
         Raises:
-            ValueError: No such job.
+            ValueError: The job is unknown.
         """
         return sorted(self._job(job_name))
 
@@ -96,7 +100,7 @@ class ClusterSpec:
         """Return the address of one task.
 
         Raises:
-            ValueError: No such job, or no such task in it.
+            ValueError: The job or the task is unknown.
         """
         tasks = self._job(job_name)
         if task_index not in tasks:
@@ -107,7 +111,7 @@ class ClusterSpec:
         """Return the addresses of ``job_name`` by task index, None for unknown tasks.
 
         Raises:
-            ValueError: No such job.
+            ValueError: The job is unknown.
         """
         tasks = self._job(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
@@ -118,28 +122,23 @@ class ClusterSpec:
         return self._jobs[job_name]
 
 
-def _job_name(job: object) -> str:
+def _tasks_by_index(job: object, tasks: object) -> dict[int, str]:
     if not isinstance(job, str):
         raise TypeError(f"a job is named {job!r} ({type(job).__name__}); expected a string such as 'worker'")
-    return job
-
-
-def _tasks_by_index(job: str, tasks: object) -> dict[int, str]:
-    if isinstance(tasks, list | tuple):
-        by_index: dict[object, object] = dict(enumerate(tasks))
-    elif isinstance(tasks, Mapping):
-        by_index = dict(tasks)
-    else:
+    if not isinstance(tasks, list | tuple | Mapping):
         raise TypeError(
             f"the tasks of job {job!r} are {tasks!r} of type {type(tasks).__name__}; expected a list of "
             "addresses or a dict from task index to address"
         )
     found: dict[int, str] = {}
-    for given, address in by_index.items():
+    for given, address in tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks):
         index = _task_index(job, given)
         if index in found:
-            raise ValueError(f"job {job!r} has task {index} twice, in {tasks!r}; expected every index once")
-        found[index] = _address(job, address)
+            raise ValueError(f"job {job!r} has task {index} twice, in {tasks!r}. Each index must be there once")
+        if not isinstance(address, str) or not address.strip():
+            kind = ValueError if isinstance(address, str) else TypeError
+            raise kind(f"an address of job {job!r} is {address!r}; expected a string such as 'host:port'")
+        found[index] = address
     return found
 
 
@@ -154,34 +153,10 @@ def _task_index(job: str, index: Any) -> int:
     return number
 
 
-def _address(job: str, address: object) -> str:
-    if not isinstance(address, str):
-        raise TypeError(
-            f"an address of job {job!r} is {address!r} of type {type(address).__name__}; expected 'host:port'"
-        )
-    if not address.strip():
-        raise ValueError(f"an address of job {job!r} is {address!r}; expected 'host:port'")
-    return address
-
-
-def _list_if_dense(tasks: dict[int, str]) -> list[str] | dict[int, str]:
-    indices = sorted(tasks)
-    if indices and indices == list(range(len(indices))):
-        return [tasks[index] for index in indices]
-    return {index: tasks[index] for index in indices}
-
-
 def deal_tasks(jobs: Mapping[str, int] | None, size: int, source: str = "jobs") -> list[tuple[str, int]]:
-    """Return the task of every rank, in rank order.
+    """Return the task of every rank, in rank order. ``source`` is the origin of ``jobs``, for errors.
 
-    Args:
-        jobs: ``{job: number of tasks}``; None reads ``MPIDIST_JOBS``, without which every rank is a worker.
-        size: The number of ranks.
-        source: The name of the origin of ``jobs``, for errors.
-
-    Raises:
-        TypeError: Not a dict from strings to whole numbers.
-        ValueError: No job, a count below 1, a task type that does not exist, or counts that do not add up to ``size``.
+    ``jobs=None`` reads ``MPIDIST_JOBS``. Without it, every rank is a worker.
 
     >>> deal_tasks({"ps": 1, "worker": 2}, 3)
     [('ps', 0), ('worker', 0), ('worker', 1)]
@@ -193,25 +168,21 @@ def deal_tasks(jobs: Mapping[str, int] | None, size: int, source: str = "jobs") 
     if not isinstance(jobs, Mapping):
         raise TypeError(f"jobs is {jobs!r}; expected a dict such as {{'ps': 1, 'worker': 3}}")
     for job, count in jobs.items():
-        _check_count(source, job, count)
+        if not isinstance(job, str) or isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"{source} has {job!r}: {count!r}; expected the name of a job and a whole number")
+        if job not in TASK_TYPES:
+            raise ValueError(f"{source} has the task type {job!r}; expected one of {', '.join(TASK_TYPES)}")
+        if count < 1:
+            raise ValueError(f"{source} has {count} tasks of {job!r}; expected at least 1")
     if not jobs:
         raise ValueError(
-            f"{source} is {jobs!r}, without a job; expected one task for each of the {size} ranks, such as "
-            f"{{'worker': {size}}}, or nothing: then all are workers"
+            f"{source} is {jobs!r}. Each of the {size} ranks needs a task, such as {{'worker': {size}}}. Without "
+            f"{source}, all ranks are workers"
         )
     total = sum(jobs.values())
     if total != size:
         raise ValueError(
             f"{source} has {' + '.join(f'{count} {job}' for job, count in jobs.items())} = {total} tasks, and there "
-            f"are {size} ranks. Expected: one task for each rank; type: mpirun -n {total} ..., or change {source}"
+            f"are {size} ranks. Each rank needs one task. Type: mpirun -n {total} ..., or change {source}"
         )
     return [(job, index) for job, count in jobs.items() for index in range(count)]
-
-
-def _check_count(source: str, job: object, count: object) -> None:
-    if not isinstance(job, str) or isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"{source} has {job!r}: {count!r}; expected the name of a job and a whole number")
-    if job not in TASK_TYPES:
-        raise ValueError(f"{source} has the task type {job!r}; expected one of {', '.join(TASK_TYPES)}")
-    if count < 1:
-        raise ValueError(f"{source} has {count} tasks of {job!r}; expected at least 1")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mpidist.cluster_resolver.cluster_resolver import ClusterResolver, RankedResolver
+from mpidist.cluster_resolver.cluster_resolver import ClusterResolver, RankedResolver, TFConfigClusterResolver
 from mpidist.cluster_resolver.cluster_spec import deal_tasks
-from mpidist.cluster_resolver.tf_config_cluster_resolver import TFConfigClusterResolver
 from mpidist.core.errors import LaunchError
 from mpidist.topology.start import check_world, create_group, duplicate, import_mpi
 from mpidist.topology.topology import Topology, devices_of_each, has_world, visible_devices, world_topology
@@ -21,27 +20,23 @@ TRAINING_JOBS = ("chief", "worker")
 class MPIClusterResolver(RankedResolver):
     """The ranks of a communicator as tasks, in rank order.
 
-    Without ``jobs`` every rank is a worker, and worker 0 is the chief. Addresses are ``"host:rank"``. Making
-    a resolver, :attr:`task_type`, :attr:`task_id`, ``rank`` and ``size`` are local. :meth:`cluster_spec`,
-    :meth:`master`, :attr:`local_rank` and :attr:`num_nodes` are collective the first time one of them is
-    asked, and local after that, and after a strategy was made of the resolver whose job all ranks have a part in;
-    :meth:`num_accelerators` is collective the first time by itself.
+    Without ``jobs`` every rank is a worker, and worker 0 is the chief. Addresses are ``"host:rank"``. The constructor,
+    :attr:`task_type`, :attr:`task_id`, ``rank`` and ``size`` are local. The first use of :meth:`cluster_spec`,
+    :meth:`master`, :attr:`local_rank` or :attr:`num_nodes` is collective. Later uses are local, also after a strategy
+    with this resolver was created on all ranks. The first :meth:`num_accelerators` is collective, too.
 
     Args:
-        comm: An mpi4py intracommunicator; None for all ranks of the job. The user's own traffic on it is not
-            disturbed.
-        jobs: ``{job: number of tasks}``, which together are all ranks, for example
-            ``{"ps": 1, "worker": 3}``: rank 0 is ps 0, ranks 1 to 3 are workers 0 to 2. None reads
-            ``MPIDIST_JOBS="ps:1,worker:3"``.
+        comm: An mpi4py intracommunicator, or None for all ranks of the job. The program may continue to use it.
+        jobs: ``{job: number of tasks}`` for all ranks. With ``{"ps": 1, "worker": 3}``, rank 0 is ps 0, and ranks 1 to
+            3 are workers 0 to 2. None reads ``MPIDIST_JOBS="ps:1,worker:3"``.
         port_base: The address of rank r is ``"host:(port_base + r)"``.
 
     Raises:
-        TypeError: An argument of another type.
-        ValueError: A count below 1, a task type that does not exist, or counts that do not add up to the size of
-            ``comm``.
-        LaunchError: There is no MPI library, or the launcher started more ranks than the world has.
+        TypeError: An argument has another type.
+        ValueError: A count is less than 1, a task type is unknown, or counts do not add up to the size of ``comm``.
+        LaunchError: The MPI library is missing, or the launcher started more ranks than the world has.
 
-    Source: an extension; TensorFlow's resolver for Slurm has the same order of ranks and jobs.
+    Extension. TensorFlow's resolver for Slurm has the same order of ranks and jobs.
 
     >>> resolver = MPIClusterResolver(jobs={"worker": 1})
     >>> resolver.task_type, resolver.task_id, resolver.cluster_spec().num_tasks("worker")
@@ -71,24 +66,18 @@ class MPIClusterResolver(RankedResolver):
 
     @property
     def comm(self) -> MPI.Intracomm:
-        """The communicator given; without one the world of mpidist (collective the first time)."""
+        """The given communicator, or mpidist's world (collective the first time)."""
         return world_topology().world if self._comm is None else self._comm
 
     @property
     def local_rank(self) -> int:
-        """The position of this rank on its node.
-
-        Collective the first time: ask on every rank.
-        """
+        """The position of this rank on its node. Collective the first time: read it on every rank."""
         nodes = self._ask().node_of_rank
         return nodes[: self.rank].count(nodes[self.rank])
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes; the ranks of one share memory.
-
-        Collective the first time: ask on every rank.
-        """
+        """The number of nodes. Ranks of a node share memory. Collective the first time: read it on every rank."""
         return len(set(self._ask().node_of_rank))
 
     def _addresses(self) -> Iterator[str]:
@@ -97,15 +86,15 @@ class MPIClusterResolver(RankedResolver):
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
         """Return ``{"GPU": k}`` for a task's share of CUDA devices, ``{}`` for none.
 
-        Collective the first time: call it on every rank, in the same order. Ranks of one node that see the
-        same devices share them out. Imports CuPy where the machine has an NVIDIA driver.
+        Collective the first time: call it on every rank, in the same order. Ranks of one node that see the same
+        devices share them. Imports CuPy if the machine has an NVIDIA driver.
 
         Args:
-            task_type: The job; that of this rank by default.
-            task_id: The index in the job; that of this rank by default.
+            task_type: Job of the task. By default, the job of this rank.
+            task_id: Index in the job. By default, the index of this rank.
 
         Raises:
-            ValueError: No such task.
+            ValueError: The task is unknown.
         """
         task = self._named_task(task_type, task_id)
         if task not in self._tasks:
@@ -119,42 +108,32 @@ class MPIClusterResolver(RankedResolver):
         return all(name in jobs for name in names) and "chief" not in names[1:]
 
     def is_of(self, comm: MPI.Intracomm) -> bool:
-        """Return whether the ranks of ``comm`` are those of this resolver; local."""
+        """Return whether ``comm`` has the ranks of this resolver. Local."""
         mpi = import_mpi()
         return bool(mpi.Comm.Compare(comm, self._ranks()) != mpi.UNEQUAL)
 
     def _ranks(self) -> MPI.Intracomm:
-        """Return a communicator of the ranks of this resolver; local.
-
-        It is for questions, and not for messages.
-        """
-        ranks: MPI.Intracomm = import_mpi().COMM_WORLD if self._comm is None else self._comm
+        """Return a communicator of the ranks of this resolver, not for messages. Local."""
         if self._comm is None and has_world():
-            # Some of the ranks may have been lost.
-            ranks = world_topology().world
+            # Ranks may have been lost.
+            return world_topology().world
+        ranks: MPI.Intracomm = import_mpi().COMM_WORLD if self._comm is None else self._comm
         return ranks
 
     def comm_of(self, jobs: Sequence[str]) -> MPI.Intracomm:
-        """Return a new communicator of the ranks of ``jobs``; the caller frees it.
-
-        Collective over those ranks alone. A chief comes first, then the workers in order.
-        """
+        """Return a new communicator of the ranks of ``jobs``, a chief first (collective over these ranks)."""
         members = [(job != "chief", job, index, rank) for rank, (job, index) in enumerate(self._tasks) if job in jobs]
         base = import_mpi().COMM_WORLD if self._comm is None else self._comm
         return create_group(base, [rank for *_, rank in sorted(members)], " and ".join(jobs))
 
     def _ask(self) -> Topology:
         """Return the hosts and nodes of all ranks."""
-        if self._topology is not None:
-            return self._topology
-        if self._comm is None:
-            self._topology = world_topology()
-        else:
+        if self._topology is None and self._comm is not None:
             self._topology = Topology(duplicate(self._comm, "finding out which ranks share a node"))
-            # What it says of the ranks stays.
+            # Its facts about the ranks stay.
             self._topology.close()
             self._topology.world.Free()
-        return self._topology
+        return world_topology() if self._topology is None else self._topology
 
     def _share_of_ranks(self) -> dict[int, int]:
         if self._shares is None:
@@ -169,18 +148,11 @@ class MPIClusterResolver(RankedResolver):
         return self._shares
 
 
-def resolver_of_job(communicator: MPI.Intracomm | None = None) -> MPIClusterResolver:
-    """Return the resolver of the ranks of this job.
+def _resolver_of_job(communicator: MPI.Intracomm | None) -> MPIClusterResolver:
+    """Return the resolver of this job. Raise LaunchError if TF_CONFIG describes another cluster or task (collective).
 
-    Where TF_CONFIG is set it starts MPI (collective).
-
-    Args:
-        communicator: The ranks that take part, where the caller named them; TF_CONFIG is then not asked.
-
-    Raises:
-        LaunchError: TF_CONFIG tells of a cluster of another size, or of another task, than MPI: as where processes that
-            were started one by one, for TensorFlow, would each train by itself.
-        ValueError: TF_CONFIG is not of its form.
+    Processes that were started one by one for TensorFlow would each train alone. A given ``communicator`` has the ranks
+    that take part, so TF_CONFIG is not read.
     """
     resolver = MPIClusterResolver(communicator)
     if communicator is not None:
@@ -198,11 +170,11 @@ def resolver_of_job(communicator: MPI.Intracomm | None = None) -> MPIClusterReso
     if count == world.size and is_same:
         return resolver
     shown = ", ".join(f"{job}:{number}" for job, number in cluster.items())
-    mine = "it does not say which is this process" if task[0] is None else f"this process is {task[0]}:{task[1]}"
+    mine = "does not name the task of this process" if task[0] is None else f"this process is {task[0]}:{task[1]}"
     raise LaunchError(
-        f"TF_CONFIG tells of a cluster of {count} ({shown}), and {mine}; MPI tells of a world of {world.size}, and "
-        f"this is rank {world.rank}, {theirs[0]}:{theirs[1]}. Ranks find one another by MPI, not by TF_CONFIG; "
-        f"type `unset TF_CONFIG; mpirun -n {count} python ...`, or, with a TF_CONFIG for each rank, give the strategy "
+        f"TF_CONFIG has {count} tasks ({shown}), and {mine}. MPI has {world.size} ranks, and this process is rank "
+        f"{world.rank}, {theirs[0]}:{theirs[1]}. Ranks find each other by MPI, not by TF_CONFIG. Type: unset "
+        f"TF_CONFIG; mpirun -n {count} python ... If each rank has a TF_CONFIG of its own, pass the strategy "
         "cluster_resolver=mpidist.cluster_resolver.TFConfigClusterResolver()"
     )
 
@@ -213,16 +185,12 @@ def checked_resolver(
     error: type[Exception] = ValueError,
     communicator: MPI.Intracomm | None = None,
 ) -> ClusterResolver:
-    """Return the resolver given to a function, or that of the MPI job; see :func:`resolver_of_job`.
+    """Return the argument ``cluster_resolver``, or the resolver of the MPI job if it is None.
 
-    Args:
-        given: The argument ``cluster_resolver``.
-        example: One that is right, for the message.
-        error: Raised where it is none.
-        communicator: The ranks that take part, where the caller named them.
+    Raises ``error``, with ``example``, for any other type. ``communicator`` has the ranks that take part.
     """
     if given is None:
-        return resolver_of_job(communicator)
+        return _resolver_of_job(communicator)
     if not isinstance(given, ClusterResolver):
         raise error(f"cluster_resolver is {given!r}; expected None or {example}")
     return given

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from mpidist.cluster_resolver.cluster_resolver import RankedResolver
@@ -17,50 +16,28 @@ from mpidist.topology.launchers import MOST_TASKS, LauncherInfo, expand_hostlist
 _List = TypeVar("_List")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ON_NODE = "SLURM_GPUS_ON_NODE"
-# The GPUs of the node that Slurm shows to this task: all that the job has there, or those that it has bound to it.
+# The GPUs of the node that Slurm shows to this task: all GPUs of the job there, or the GPUs that are bound to the task.
 _OF_STEP = "SLURM_STEP_GPUS"
-# The content of CUDA_VISIBLE_DEVICES by a resolver of this process: GPUs of the task, not to be shared out again.
+# CUDA_VISIBLE_DEVICES as a resolver of this process has set it: GPUs of this task alone.
 _left: str | None = None
-_ASK_THE_RANKS = "or use MPIClusterResolver(), which asks the ranks where they are"
+_ASK_THE_RANKS = "Or use MPIClusterResolver(), which asks the ranks for their hosts"
+
+# The host of each rank, and its position among the tasks of that host.
+Places = Sequence[tuple[str, int]]
 
 
-@dataclass(frozen=True)
-class SlurmLayout:
-    """The tasks of a job and their hosts.
-
-    Attributes:
-        rank: The rank of this process.
-        size: The number of tasks.
-        tasks_of_hosts: ``{host: number of tasks}``, in Slurm's order of hosts.
-        places: The host of each rank, and its position among the tasks of that host.
-    """
-
-    rank: int
-    size: int
-    tasks_of_hosts: dict[str, int]
-    places: tuple[tuple[str, int], ...]
-
-
-def read_layout(tasks_per_node: int | Mapping[str, int] | None) -> SlurmLayout:
-    """Return the layout of the job of this process.
-
-    Args:
-        tasks_per_node: Tasks of each node, or ``{host: tasks}``, instead of Slurm's numbers.
-
-    Raises:
-        TypeError: ``tasks_per_node`` is neither.
-        ValueError: Variables are missing, malformed or contradict each other.
-    """
-    info = _launcher()
+def _read_places(info: LauncherInfo, size: int, tasks_per_node: int | Mapping[str, int] | None) -> Places:
+    """Return the place of each rank. ``tasks_per_node`` replaces Slurm's numbers."""
     by_srun = info.name == "srun"
-    size = info.size
-    assert size is not None  # _launcher has seen to it
     if size > MOST_TASKS:
         raise ValueError(f"{info.size_variable}={size}; expected at most {MOST_TASKS} tasks")
-    hosts = _hosts(("SLURM_STEP_NODELIST",) if by_srun else ("SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    names = ("SLURM_STEP_NODELIST",) if by_srun else ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    name, hosts = _expanded(names, expand_hostlist)
+    twice = sorted(host for host, count in Counter(hosts).items() if count > 1)
+    if twice:
+        raise ValueError(f"{name} has {_some(twice)} more than once. Each host must be there once")
     if tasks_per_node is not None:
-        counts = _counts_given(tasks_per_node, hosts)
-        source = f"tasks_per_node={tasks_per_node!r}"
+        counts, source = _given_counts(tasks_per_node, hosts), f"tasks_per_node={tasks_per_node!r}"
     elif by_srun:
         name, counts = _expanded(("SLURM_STEP_TASKS_PER_NODE",), expand_tasks_per_node)
         source = f"{name}={os.environ[name]!r}"
@@ -68,17 +45,29 @@ def read_layout(tasks_per_node: int | Mapping[str, int] | None) -> SlurmLayout:
         counts, source = _even_counts(info, size, hosts), f"{info.size_variable}={size}"
     if len(counts) != len(hosts):
         raise ValueError(
-            f"{source} tells of {len(counts)} nodes, but the job has the hosts {_some(hosts)}; expected as many"
+            f"{source} has {len(counts)} nodes, but the job has the hosts {_some(hosts)}. Both numbers must be equal"
         )
     if sum(counts) != size:
-        raise ValueError(f"{source} adds up to {sum(counts)} tasks, but {info.size_variable}={size}; expected one sum")
-    tasks_of_hosts = dict(zip(hosts, counts, strict=True))
-    places = _places(tasks_of_hosts, os.environ.get("SLURM_DISTRIBUTION", "") if by_srun else "")
-    _check_place(info, hosts, places[info.rank])
-    return SlurmLayout(info.rank, size, tasks_of_hosts, places)
+        raise ValueError(
+            f"{source} adds up to {sum(counts)} tasks, but {info.size_variable}={size}. Both numbers must be equal"
+        )
+    places = [(host, local) for host, count in zip(hosts, counts, strict=True) for local in range(count)]
+    distribution = os.environ.get("SLURM_DISTRIBUTION", "") if by_srun else ""
+    between_nodes = distribution.split(":")[0].split(",")[0].lower()
+    if between_nodes == "cyclic":
+        order = {host: number for number, host in enumerate(hosts)}
+        places.sort(key=lambda place: (place[1], order[place[0]]))
+    elif between_nodes not in ("", "*", "block", "pack", "nopack"):
+        raise ValueError(
+            f"SLURM_DISTRIBUTION={distribution!r} is not supported. Type: srun --distribution=block, or cyclic. "
+            f"{_ASK_THE_RANKS}"
+        )
+    _check_place(info, hosts, *places[info.rank])
+    return places
 
 
-def _launcher() -> LauncherInfo:
+def _launcher() -> tuple[LauncherInfo, int]:
+    """Return the launcher's facts, and the number of tasks."""
     try:
         info = read_launcher()
     except LaunchError as error:
@@ -86,10 +75,10 @@ def _launcher() -> LauncherInfo:
     if info is None or info.size is None:
         found = {name: os.environ.get(name) for name in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")}
         raise ValueError(
-            f"this process is no task of a Slurm job step: {found}. Expected: a program that srun or mpirun started "
-            "inside a Slurm job; type: srun -n 4 python ..., or outside of Slurm use MPIClusterResolver()"
+            f"this process is no task of a Slurm job step: {found}. Start the program with srun or mpirun inside a "
+            "Slurm job: srun -n 4 python ... Outside of Slurm, use MPIClusterResolver()"
         )
-    return info
+    return info, info.size
 
 
 def _expanded(names: Sequence[str], expand: Callable[[str], _List]) -> tuple[str, _List]:
@@ -97,29 +86,21 @@ def _expanded(names: Sequence[str], expand: Callable[[str], _List]) -> tuple[str
     name = next((name for name in names if os.environ.get(name)), None)
     if name is None:
         raise ValueError(
-            f"{' and '.join(names)} is not set; expected what Slurm writes there for the tasks of a job: start the "
-            f"program by srun, or by mpirun inside a Slurm job, {_ASK_THE_RANKS}"
+            f"{' and '.join(names)} is not set. Start the program with srun, or with mpirun inside a Slurm job. "
+            f"{_ASK_THE_RANKS}"
         )
     try:
         return name, expand(os.environ[name])
     except ValueError as error:
-        raise ValueError(f"{name}: {error}; give what Slurm writes there, {_ASK_THE_RANKS}") from None
-
-
-def _hosts(names: Sequence[str]) -> list[str]:
-    name, hosts = _expanded(names, expand_hostlist)
-    twice = sorted(host for host, count in Counter(hosts).items() if count > 1)
-    if twice:
-        raise ValueError(f"{name} has {_some(twice)} more than once; expected every host once")
-    return hosts
+        raise ValueError(f"{name}: {error}. Restore Slurm's value. {_ASK_THE_RANKS}") from None
 
 
 def _some(hosts: Sequence[str]) -> str:
-    """Return a list as text, cut where it is long."""
+    """Return a list as text, cut if it is long."""
     return str(list(hosts)) if len(hosts) <= 8 else f"{list(hosts[:8])} and {len(hosts) - 8} more"
 
 
-def _counts_given(tasks_per_node: int | Mapping[str, int], hosts: Sequence[str]) -> list[int]:
+def _given_counts(tasks_per_node: int | Mapping[str, int], hosts: Sequence[str]) -> list[int]:
     counts = tasks_per_node if isinstance(tasks_per_node, Mapping) else dict.fromkeys(hosts, tasks_per_node)
     for count in counts.values():
         if isinstance(count, bool) or not isinstance(count, int):
@@ -128,161 +109,111 @@ def _counts_given(tasks_per_node: int | Mapping[str, int], hosts: Sequence[str])
             raise ValueError(f"tasks_per_node is {tasks_per_node!r}; expected at least 1 on every host")
     if sorted(counts) != sorted(hosts):
         raise ValueError(
-            f"tasks_per_node has the hosts {_some(sorted(counts))}; expected those of the job: {_some(sorted(hosts))}"
+            f"tasks_per_node has the hosts {_some(sorted(counts))}, but the job has {_some(sorted(hosts))}. Pass the "
+            "hosts of the job"
         )
     return [counts[host] for host in hosts]
 
 
 def _even_counts(info: LauncherInfo, size: int, hosts: Sequence[str]) -> list[int]:
-    """Return equal numbers of ranks on all hosts.
-
-    Raises ValueError if the variables of mpirun on this one disagree.
-    """
+    """Return equal numbers of ranks on all hosts, unless mpirun's variables disagree."""
     each, rest = divmod(size, len(hosts))
     if rest or (info.local_size is not None and info.local_size != each):
         on_this = "" if info.local_size is None else f", {info.local_size} of them on this host"
         raise ValueError(
             f"{info.name} started {size} ranks ({info.size_variable}={size}){on_this}, and the hosts of the job are "
-            f"{_some(hosts)}: they are not spread evenly, and nothing says how. Expected: "
-            f"tasks_per_node={{host: tasks}}, {_ASK_THE_RANKS}"
+            f"{_some(hosts)}: their distribution is unknown, because it is uneven. Pass "
+            f"tasks_per_node={{host: tasks}}. {_ASK_THE_RANKS}"
         )
     return [each] * len(hosts)
 
 
-def _places(tasks_of_hosts: Mapping[str, int], distribution: str) -> tuple[tuple[str, int], ...]:
-    """Return the host and the local position of each rank."""
-    between_nodes = distribution.split(":")[0].split(",")[0].lower()
-    block = [(host, local) for host, tasks in tasks_of_hosts.items() for local in range(tasks)]
-    if between_nodes in ("", "*", "block", "pack", "nopack"):
-        return tuple(block)
-    if between_nodes == "cyclic":
-        order = {host: number for number, host in enumerate(tasks_of_hosts)}
-        return tuple(sorted(block, key=lambda place: (place[1], order[place[0]])))
-    raise ValueError(
-        f"SLURM_DISTRIBUTION={distribution!r}: only block and cyclic tell which task is where. Expected: "
-        f"srun --distribution=block, {_ASK_THE_RANKS}"
-    )
-
-
-def _check_place(info: LauncherInfo, hosts: Sequence[str], place: tuple[str, int]) -> None:
-    host, local = place
+def _check_place(info: LauncherInfo, hosts: Sequence[str], host: str, local: int) -> None:
     if info.local_rank is not None and info.local_rank != local:
         raise ValueError(
             f"rank {info.rank} is number {info.local_rank} on its host, and number {local} of {host} if ranks fill the "
-            f"hosts in order; expected them to agree: give tasks_per_node=, {_ASK_THE_RANKS}"
+            f"hosts in order. Pass tasks_per_node={{host: tasks}}. {_ASK_THE_RANKS}"
         )
     node = os.environ.get("SLURM_NODEID", "")
     if info.name == "srun" and node and int(node) != hosts.index(host):
         raise ValueError(
-            f"SLURM_NODEID={node!r} and SLURM_PROCID={info.rank} contradict the other variables, by which this task is "
-            f"on {host!r}, node {hosts.index(host)}; expected what srun writes, {_ASK_THE_RANKS}"
+            f"SLURM_NODEID={node!r} and SLURM_PROCID={info.rank} contradict the other variables. They place this task "
+            f"on {host!r}, node {hosts.index(host)}. Restore srun's values. {_ASK_THE_RANKS}"
         )
 
 
-def gpus_of_task(layout: SlurmLayout, gpus_per_node: int | None, gpus_per_task: int | None) -> list[str]:
-    """Return the GPUs of this task, as CUDA_VISIBLE_DEVICES names them.
-
-    Empty where none are counted.
+def _gpus_of_task(place: int, most_tasks: int, gpus_per_node: int | None, gpus_per_task: int | None) -> list[str]:
+    """Return the GPUs of this task, as CUDA_VISIBLE_DEVICES names them. Empty if none are counted.
 
     Args:
-        layout: The hosts of the tasks.
-        gpus_per_node: GPUs of each node, instead of Slurm's number; 0, 1, ... where CUDA_VISIBLE_DEVICES shows another
-            number of them.
-        gpus_per_task: The number of GPUs for the task; all that are its own by default.
-
-    Raises:
-        ValueError: There are fewer than asked for, or a variable is malformed.
+        place: Position of this task on its host.
+        most_tasks: Largest number of tasks on a host.
+        gpus_per_node: GPUs of each node, instead of Slurm's number.
+        gpus_per_task: GPUs of the task. By default, its share of the node's.
     """
-    most_tasks = max(layout.tasks_of_hosts.values())
-    on_node = _on_node() if gpus_per_node is None else gpus_per_node
-    if gpus_per_task is not None:
-        _check_enough(most_tasks, gpus_per_node, gpus_per_task, on_node)
-    if not on_node:
-        return []
-    visible = _visible(on_node)
-    is_own = _are_own(on_node)
-    if gpus_per_node not in (None, len(visible)) and not is_own:
-        visible = [str(gpu) for gpu in range(on_node)]
-    tasks, place = (1, 0) if is_own else (most_tasks, layout.places[layout.rank][1])
-    each = len(visible) // tasks if gpus_per_task is None else gpus_per_task
-    if each * tasks > len(visible):
-        raise ValueError(
-            f"{_VISIBLE}={os.environ.get(_VISIBLE)!r} shows {len(visible)} GPUs to {tasks} task(s); expected "
-            f"{each * tasks} with gpus_per_task={each}"
-        )
-    return visible[place * each : (place + 1) * each]
-
-
-def leave_gpus(gpus: list[str]) -> None:
-    """Hide all GPUs but these from this process."""
-    global _left
-    _left = os.environ[_VISIBLE] = ",".join(gpus)
-
-
-def _on_node() -> int:
     text = os.environ.get(_ON_NODE)
     try:
-        return whole_number(text) if text else 0
+        on_node = gpus_per_node if gpus_per_node is not None else whole_number(text) if text else 0
     except ValueError:
         raise ValueError(f"{_ON_NODE}={text!r}; expected a whole number: type: unset {_ON_NODE}") from None
-
-
-def _visible(on_node: int) -> list[str]:
-    text = os.environ.get(_VISIBLE)
-    if text is None:
-        return [str(gpu) for gpu in range(on_node)]
-    names = [name.strip() for name in text.split(",")]
-    # As CUDA reads it: devices after one that cannot be are hidden.
-    end = next((place for place, name in enumerate(names) if name in ("", "-1", "NoDevFiles")), len(names))
-    return names[:end]
-
-
-def _are_own(on_node: int) -> bool:
-    """Return whether the GPUs that this process sees are its task's alone.
-
-    Otherwise all tasks of the node see them.
-    """
-    if _left is not None and os.environ.get(_VISIBLE) == _left:
-        return True
-    shown = os.environ.get(_OF_STEP)
-    return bool(shown) and len(str(shown).split(",")) < on_node
-
-
-def _check_enough(most_tasks: int, gpus_per_node: int | None, gpus_per_task: int, on_node: int) -> None:
-    if gpus_per_node is None and _ON_NODE not in os.environ:
-        raise ValueError(f"gpus_per_task is {gpus_per_task} and {_ON_NODE} is not set; expected gpus_per_node=")
-    if gpus_per_task * most_tasks > on_node:
+    if gpus_per_task is not None and gpus_per_node is None and _ON_NODE not in os.environ:
+        raise ValueError(f"gpus_per_task is {gpus_per_task}, but {_ON_NODE} is not set. Pass gpus_per_node, too")
+    if gpus_per_task is not None and gpus_per_task * most_tasks > on_node:
         raise ValueError(
             f"{most_tasks} tasks on a node with gpus_per_task={gpus_per_task} need {gpus_per_task * most_tasks} GPUs; "
             f"expected at most the {on_node} that a node has"
         )
+    if not on_node:
+        return []
+    shown = os.environ.get(_VISIBLE)
+    numbers = [str(gpu) for gpu in range(on_node)]
+    visible = numbers if shown is None else _names_before_gap(shown)
+    # Otherwise all tasks of the node see the same GPUs.
+    of_step = os.environ.get(_OF_STEP, "")
+    is_own = (_left is not None and shown == _left) or 0 < len(of_step.split(",") if of_step else ()) < on_node
+    if gpus_per_node not in (None, len(visible)) and not is_own:
+        visible = numbers
+    tasks, place = (1, 0) if is_own else (most_tasks, place)
+    each = len(visible) // tasks if gpus_per_task is None else gpus_per_task
+    if each * tasks > len(visible):
+        raise ValueError(
+            f"{_VISIBLE}={shown!r} shows {len(visible)} GPUs to {tasks} task(s); expected {each * tasks} with "
+            f"gpus_per_task={each}"
+        )
+    return visible[place * each : (place + 1) * each]
+
+
+def _names_before_gap(shown: str) -> list[str]:
+    """Return the devices that CUDA reads. It hides the devices after an invalid one."""
+    names = [name.strip() for name in shown.split(",")]
+    end = next((number for number, name in enumerate(names) if name in ("", "-1", "NoDevFiles")), len(names))
+    return names[:end]
 
 
 class SlurmClusterResolver(RankedResolver):
     """The tasks of a Slurm job step, in the order of their ranks. Everything is local.
 
-    It works without MPI, but not everywhere: under ``mpirun`` Slurm's variables are those of mpirun's daemons, so the
-    rank and the size come from ``OMPI_*`` or ``PMI_*``, and equal numbers of ranks on each host are assumed, unless
-    ``tasks_per_node`` says otherwise. MPIClusterResolver, the default of all strategies, asks the ranks themselves.
+    It works without MPI. Under ``mpirun``, Slurm's variables describe mpirun's daemons. The rank and the size then come
+    from ``OMPI_*`` or ``PMI_*``, and each host must have the same number of ranks, unless ``tasks_per_node`` is given.
+    MPIClusterResolver, the default of all strategies, asks the ranks themselves.
 
     Args:
-        jobs: ``{job: number of tasks}``, which together are all tasks, dealt out in this order (TensorFlow sorts the
-            names); None reads ``MPIDIST_JOBS="ps:1,worker:3"``; without it all are workers.
+        jobs: ``{job: number of tasks}`` for all tasks, assigned in this order (TensorFlow sorts the names). None reads
+            ``MPIDIST_JOBS="ps:1,worker:3"``. Without it, all tasks are workers.
         port_base: The address of the i-th task on a host is ``"host:(port_base + i)"``.
-        gpus_per_node: GPUs of each node; by default ``SLURM_GPUS_ON_NODE``, else none are counted.
-        gpus_per_task: GPUs of each task; by default all that Slurm has bound to this task (``--gpus-per-task``,
-            ``--gpu-bind``), else those of its node that ``CUDA_VISIBLE_DEVICES`` shows, shared out evenly.
-        tasks_per_node: Tasks of each node, or ``{host: tasks}``; by default Slurm's numbers.
+        gpus_per_node: GPUs of each node. ``SLURM_GPUS_ON_NODE`` by default. Without both, GPUs are not counted.
+        gpus_per_task: GPUs of each task. By default, the GPUs that Slurm has bound to this task (``--gpus-per-task``,
+            ``--gpu-bind``), or an equal share of the GPUs in ``CUDA_VISIBLE_DEVICES``.
+        tasks_per_node: Tasks of each node, or ``{host: tasks}``. Slurm's numbers by default.
         auto_set_gpu: Set ``CUDA_VISIBLE_DEVICES`` of this process to the GPUs of its task, unless there are fewer GPUs
-            than tasks. Ranks that do not see one another's GPUs cannot copy between
-            them: with False the strategies share the GPUs out and all ranks see all.
-        rpc_layer: The scheme of the addresses.
+            than tasks. Ranks that do not see each other's GPUs cannot copy between them. With False all ranks see all
+            GPUs, and strategies share them.
+        rpc_layer: Scheme of the addresses.
 
     Raises:
-        TypeError: An argument of another type.
+        TypeError: An argument has another type.
         ValueError: This process is in no Slurm job, variables are missing, malformed or contradict each other, jobs do
-            not add up to the number of tasks, a task type does not exist, or more GPUs are asked for than a node
-            has or this process sees.
+            not add up to the number of tasks, a task type is unknown, or a node or this process has too few GPUs.
 
     Source: ``tf.distribute.cluster_resolver.SlurmClusterResolver``. There the task is known only after
     :meth:`cluster_spec`, and errors are RuntimeError.
@@ -302,24 +233,24 @@ class SlurmClusterResolver(RankedResolver):
         for name, number in given.items():
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 0):
                 raise ValueError(f"{name} is {number!r}; expected a whole number of at least 0")
-        self._layout = read_layout(tasks_per_node)
+        info, size = _launcher()
+        self._places = _read_places(info, size, tasks_per_node)
         self._port_base = port_base
         self._rpc_layer = rpc_layer
-        self._tasks = deal_tasks(jobs, self._layout.size)
-        self.rank = self._layout.rank
-        mine = gpus_of_task(self._layout, gpus_per_node, gpus_per_task)
+        self._tasks = deal_tasks(jobs, size)
+        self.rank = info.rank
+        most_tasks = 1 + max(local for _, local in self._places)
+        mine = _gpus_of_task(self._places[self.rank][1], most_tasks, gpus_per_node, gpus_per_task)
         self._gpus_per_task = len(mine)
         if auto_set_gpu and mine:
-            leave_gpus(mine)
+            global _left
+            _left = os.environ[_VISIBLE] = ",".join(mine)
 
     def _addresses(self) -> Iterator[str]:
-        return (f"{host}:{self._port_base + local}" for host, local in self._layout.places)
+        return (f"{host}:{self._port_base + local}" for host, local in self._places)
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Return ``{"GPU": k}`` for the k GPUs of each task.
-
-        Where none are counted, those that this process sees.
-        """
+        """Return ``{"GPU": k}`` for the k GPUs of each task. If none are counted, for the GPUs of this process."""
         if self._gpus_per_task:
             return {"GPU": self._gpus_per_task}
         return super().num_accelerators(task_type, task_id)

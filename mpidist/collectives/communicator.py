@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from inspect import signature
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from weakref import proxy
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from mpidist.arrays.convert import to_array
 from mpidist.arrays.device_ops import is_device_array, ops_of
@@ -22,7 +21,6 @@ from mpidist.collectives.channel.mismatch import FOR_COMMUNICATORS, Advice
 from mpidist.collectives.channel.observers import Observer
 from mpidist.collectives.channel.operation import Operation, Work, describe, signature_of, signature_text
 from mpidist.collectives.engine import Engine
-from mpidist.collectives.gpu.device_move import on_host
 from mpidist.collectives.move.point_to_point import PointToPoint
 from mpidist.collectives.mpi import exchange
 from mpidist.collectives.mpi.waiting import Comm, Steps
@@ -33,7 +31,6 @@ from mpidist.collectives.planner import Planner
 from mpidist.collectives.reading import Given, deliver, read, read_one, read_out
 from mpidist.collectives.reduce.registry import Table, check_options, check_table
 from mpidist.collectives.reduce.tuning_file import agreed_table
-from mpidist.collectives.step_agreement import StepAgreement
 from mpidist.collectives.world_channel import world_channel
 from mpidist.core.message_tags import TAGS_OF_PROGRAMS
 from mpidist.core.nest import flat_kind
@@ -44,6 +41,11 @@ from mpidist.topology.start import create_group
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from mpidist.collectives.step_agreement import StepAgreement
 
 _log = logging.getLogger("mpidist")
 _LARGEST_C_INT = 2**31 - 1
@@ -469,7 +471,7 @@ class Communicator:
         with self.shared_errors("send"):
             array = to_array(value)
             if is_device_array(array):
-                (array,), _ = on_host([array])
+                array = ops_of(array).to_host(array)
             check_transportable(array.dtype, "send")
             self._check_message(dest, tag)
         sent: None = self._finish(self._messages.send(array, dest, tag, self._planner.timeout_of(options)))
@@ -651,6 +653,8 @@ class Communicator:
         >>> comm.close()
         """
         self.meet("preparing to agree on steps")
+        from mpidist.collectives.step_agreement import StepAgreement
+
         return StepAgreement(self._channel.comm)
 
     def add_observer(self, observer: Observer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mpidist.arrays.convert import graph_error
 from mpidist.arrays.device_ops import gpu_ops, is_device_array, ops_of
@@ -10,9 +11,6 @@ from mpidist.arrays.dtypes import Array
 from mpidist.collectives.channel.channel import Channel
 from mpidist.collectives.channel.observers import PACK, REDUCE, UNPACK
 from mpidist.collectives.channel.operation import Description
-from mpidist.collectives.gpu.device_move import DeviceMovement
-from mpidist.collectives.gpu.device_streams import DeviceCall, DeviceStreams, QueuePlace, device_of_arrays
-from mpidist.collectives.gpu.reduce import DeviceChoice, may_move_by_nccl
 from mpidist.collectives.move.move import HostMovement
 from mpidist.collectives.mpi import exchange
 from mpidist.collectives.mpi.waiting import Steps
@@ -22,6 +20,12 @@ from mpidist.collectives.node.packing import PackedReduction
 from mpidist.collectives.reduce.choice import ALONE, Choice, place_of
 from mpidist.collectives.reduce.plan import ReductionPlan
 from mpidist.collectives.reduce.registry import Algorithm, Site, Table, host_algorithms
+
+# Programs without arrays on GPUs do not import the modules for them.
+if TYPE_CHECKING:
+    from mpidist.collectives.gpu.device_move import DeviceMovement
+    from mpidist.collectives.gpu.device_streams import DeviceCall, QueuePlace
+    from mpidist.collectives.gpu.reduce import DeviceChoice
 
 
 class Engine:
@@ -68,6 +72,8 @@ class Engine:
         """Whether all arrays are on this communicator's GPU, and NCCL runs large reductions there."""
         if not arrays or not all(map(is_device_array, arrays)):
             return False
+        from mpidist.collectives.gpu.reduce import may_move_by_nccl
+
         kind = ops_of(arrays[0]).kind
         if self.channel.size == 1 or not may_move_by_nccl(self.table, place_of(self.channel.node, kind)):
             return False
@@ -77,6 +83,8 @@ class Engine:
     @property
     def on_device(self) -> DeviceMovement | None:
         """The collectives that move arrays on the prepared device by NCCL, if it is used."""
+        from mpidist.collectives.gpu.device_move import DeviceMovement
+
         assert self._on_device is not None
         nccl = self._on_device.mover
         return None if nccl is None else DeviceMovement(self.channel, nccl)
@@ -86,6 +94,8 @@ class Engine:
 
         Raises ValueError for another device than before, and RuntimeError while the stream captures a CUDA graph.
         """
+        from mpidist.collectives.gpu.device_streams import device_of_arrays
+
         kind, device = device_of_arrays(arrays)
         if gpu_ops().current_stream(device).is_capturing:
             raise graph_error(name)
@@ -102,6 +112,9 @@ class Engine:
         """Return the choice for arrays on a device, created for the first device."""
         channel = self.channel
         if self._on_device is None:
+            from mpidist.collectives.gpu.device_streams import DeviceStreams
+            from mpidist.collectives.gpu.reduce import DeviceChoice
+
             streams = DeviceStreams(device, lambda: not channel.is_usable)
             channel.at_exit.append(streams.abandon)
             self._on_device = DeviceChoice(self.table, streams, self.choice, self._pool)
@@ -109,6 +122,8 @@ class Engine:
 
     def prepare_device(self, choice: DeviceChoice, description: Description) -> Steps[None]:
         """Create the algorithms of all-reduces on a device (collective)."""
+        from mpidist.collectives.gpu.device_streams import QueuePlace
+
         yield from self.channel.open(description)
         place = QueuePlace(choice.streams)
         place.enter()
@@ -122,6 +137,8 @@ class Engine:
     def before_close(self) -> Steps[None]:
         """Return the steps before ``close``, after all ranks have called it (collective)."""
         if self._on_device is not None:
+            from mpidist.collectives.gpu.device_streams import QueuePlace
+
             # Queued calls of other communicators may still use the NCCL communicators of this one.
             self._queue_place = QueuePlace(self._on_device.streams)
             self._queue_place.enter()

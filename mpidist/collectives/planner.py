@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -27,8 +27,6 @@ from mpidist.collectives.channel.operation import (
     which_on_device,
 )
 from mpidist.collectives.engine import Engine
-from mpidist.collectives.gpu.device_move import BringBack, DeviceMovement, on_host
-from mpidist.collectives.gpu.device_streams import DeviceCall
 from mpidist.collectives.move.move import MovePlan, Outs, check_expected, check_has_axis, cut_rows
 from mpidist.collectives.mpi.waiting import Steps
 from mpidist.collectives.reading import Given, check_writable, deliver
@@ -38,6 +36,11 @@ from mpidist.collectives.reduce.registry import check_options, gpu_names
 from mpidist.core import settings
 from mpidist.core.nest import flat_kind
 from mpidist.core.options import CommunicationOptions, ReduceOp, check_communication_options
+
+# Programs without arrays on GPUs do not import the modules for them.
+if TYPE_CHECKING:
+    from mpidist.collectives.gpu.device_move import BringBack, DeviceMovement
+    from mpidist.collectives.gpu.device_streams import DeviceCall
 
 T = TypeVar("T")
 P = TypeVar("P", ReductionPlan, MovePlan)
@@ -77,6 +80,8 @@ class Planner:
             _check_out(plan, outs)
         call = None
         if plan.on_device:
+            from mpidist.collectives.gpu.device_streams import DeviceCall
+
             choice = self._engine.choice_for("all_reduce", arrays if outs is None else [*arrays, *outs])
             inputs = {index: arrays[index] for index, is_on_device in enumerate(plan.on_device) if is_on_device}
             packs, seconds = choice.packs_of(plan), self._seconds(options)
@@ -166,6 +171,8 @@ class Planner:
         awaited = None if expected is None else check_expected(expected, self._channel.size, given.outs or ())
         cuts = plan.equal_cuts if counts is None else plan.cut(counts)
         if given.on_device:
+            from mpidist.collectives.gpu.device_move import on_host
+
             needed = [array[:0] for array in arrays] if cuts is not None and not plan.sends else arrays
             arrays, bring_back = on_host(needed)
         steps = self._engine.on_host.move(plan, arrays, _in_host_memory(given), cuts, awaited)
@@ -240,6 +247,8 @@ class Planner:
         plan: ReductionPlan | None = None,
     ) -> DeviceCall:
         """Return a call on a device, with memory for results of known shape."""
+        from mpidist.collectives.gpu.device_streams import DeviceCall
+
         choice = self._engine.choice_for(name, arrays)
         packs = () if plan is None else choice.packs_of(plan)
         return DeviceCall(choice.streams, self._seconds(options), dict(enumerate(sent)), results, packs=packs)
@@ -340,6 +349,8 @@ def _on_host(given: Given[T]) -> tuple[Given[T], BringBack | None]:
     """Return the arrays in host memory, and a function that brings results back."""
     if not given.on_device:
         return given, None
+    from mpidist.collectives.gpu.device_move import on_host
+
     copies, bring_back = on_host(given.arrays)
     return Given(copies, given.structure, given.rebuild), bring_back
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import glob
 import os
 import shlex
 import stat
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,7 +87,7 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[int]:
     """
     check_no_link(path)
     target = Path(path)
-    temporary = target.with_name(f"{_prefix(target.name)}{uuid.uuid4().hex}")
+    temporary = target.with_name(f"{_prefix(target.name)}{os.urandom(16).hex()}")
     descriptor = open_regular(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
     try:
         try:
@@ -104,8 +102,10 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[int]:
 
 def remove_unfinished(path: str | os.PathLike[str]) -> None:
     """Remove the temporary files of ``path`` that killed processes left."""
-    for left in Path(path).parent.glob(f"{glob.escape(_prefix(Path(path).name))}*"):
-        left.unlink(missing_ok=True)
+    target = Path(path)
+    for left in target.parent.iterdir():
+        if left.name.startswith(_prefix(target.name)):
+            left.unlink(missing_ok=True)
 
 
 def _prefix(name: str) -> str:

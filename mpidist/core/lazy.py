@@ -6,10 +6,13 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    # At run time this module would import pathlib, tempfile and 20 others.
+    from importlib.abc import Loader
+    from importlib.machinery import ModuleSpec
 
 Hooks = tuple[Callable[[str], Any], Callable[[], list[str]]]
 
@@ -80,8 +83,8 @@ def on_first_use(module: str, homes: Mapping[str, str], advice: Mapping[str, str
     return getattr_of_module, dir_of_module
 
 
-class _HookFinder(MetaPathFinder):
-    """Passes the loader of a library to a hook."""
+class _HookFinder:
+    """An entry of ``sys.meta_path`` that passes the loader of a library to a hook."""
 
     def __init__(self) -> None:
         self.hooks: dict[str, Callable[[Loader], None]] = {}

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-import shlex
 import sys
-import sysconfig
 import threading
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Sequence
-from functools import lru_cache
-from pathlib import Path
+from functools import cache, lru_cache
 from types import FrameType
 from typing import NamedTuple, TypeVar
-from urllib.parse import unquote, urlsplit
 
 K = TypeVar("K", bound=Hashable)
 
@@ -182,11 +177,6 @@ _CONTEXTLIB = contextlib.__file__
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Outside of the package, because importing a module of the package imports all of it.
 _TORCH_ENTRY = _PACKAGE.rstrip(os.sep) + "_torch_entry.py"
-_LIBRARIES = (
-    _PACKAGE,
-    "<frozen ",
-    *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
-)
 # Folders of libraries that call mpidist for their users.
 _callers: list[str] = []
 _OWN, _CALLER, _OTHER = range(3)
@@ -207,7 +197,15 @@ def is_of_package(file: str) -> bool:
 
 def is_of_program(file: str) -> bool:
     """Return whether ``file`` is neither mpidist's nor a library's."""
-    return not file.startswith(_LIBRARIES)
+    return not file.startswith(_libraries())
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    import sysconfig
+
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    return (_PACKAGE, "<frozen ", *{sysconfig.get_path(name) + os.sep for name in names})
 
 
 def path_in_package(file: str) -> str:
@@ -272,6 +270,9 @@ def _line_of(frame: FrameType) -> str:
 
 def pip_install(extra: str) -> str:
     """Return the command that installs an extra from this installation's checkout or wheel."""
+    import shlex
+    from pathlib import Path
+
     # First, because Python imports a checkout in its own folder even if another mpidist is installed.
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / "pyproject.toml").exists():
@@ -282,18 +283,19 @@ def pip_install(extra: str) -> str:
     return f"pip install {shlex.quote(f'{source}[{extra}]')}"
 
 
-def _pip_source() -> Path | None:
+def _pip_source() -> str | None:
     """Return the existing folder or wheel that pip installed mpidist from (PEP 610)."""
-    # Imported late, because it takes longer than the rest of this module.
+    import json
     from importlib import metadata
+    from urllib.parse import unquote, urlsplit
 
     try:
         record = metadata.distribution("mpidist").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
         return None
     url = urlsplit(json.loads(record or "{}").get("url", ""))
-    source = Path(unquote(url.path))
-    return source if url.scheme == "file" and source.exists() else None
+    source = unquote(url.path)
+    return source if url.scheme == "file" and os.path.exists(source) else None
 
 
 def error_text(error: BaseException) -> str:

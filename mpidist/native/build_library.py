@@ -2,26 +2,18 @@
 
 The hooks call the setuptools hooks. They add the library to the wheel, or write it to the folder of the sources. They
 also add the examples to wheels. pip runs this file before it installs mpidist and its requirements. So this file
-imports only the standard library, and the hooks import setuptools.
+imports only the standard library, and the hooks import setuptools. Programs import it for the ids of the sources, so
+functions that build import what they need.
 """
 
 from __future__ import annotations
 
-import base64
-import csv
 import functools
 import hashlib
 import importlib
-import io
 import os
-import platform
 import re
-import shlex
-import subprocess
 import sys
-import sysconfig
-import tempfile
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -74,12 +66,36 @@ def _c_files(folder: Path) -> list[Path]:
 @functools.cache
 def build_id() -> str:
     """Return the id of this package's sources: recorded in a wheel, computed in a checkout."""
-    recorded = PACKAGE / BUILD_ID
-    if recorded.exists():
-        return recorded.read_text()
-    paths = [Path(folder, name) for folder, _, names in os.walk(PACKAGE) for name in names]
-    found = {path.relative_to(PACKAGE).as_posix(): path for path in paths}
-    return _package_id({name: path.read_bytes() for name, path in found.items() if _IS_SOURCE(name) and path.is_file()})
+    return _recorded_id() or _package_id({name: (PACKAGE / name).read_bytes() for name in _sources()})
+
+
+@functools.cache
+def quick_build_id() -> str:
+    """Return an id without reading the sources. Equal ids mean equal sources, but not the other way round."""
+    recorded = _recorded_id()
+    return recorded or str([(name, at.st_size, at.st_mtime_ns) for name, at in sorted(_sources().items())])
+
+
+def _recorded_id() -> str:
+    try:
+        return (PACKAGE / BUILD_ID).read_text()
+    except OSError:  # a checkout
+        return ""
+
+
+def _sources() -> dict[str, os.stat_result]:
+    """Return the status of each source of the package, by its path inside the package."""
+    found: dict[str, os.stat_result] = {}
+    folders = [""]
+    for folder in folders:
+        with os.scandir(PACKAGE / folder) as entries:
+            for entry in entries:
+                name = folder + entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    folders += [f"{name}/"] if entry.name != "__pycache__" else []
+                elif _IS_SOURCE(name) and entry.is_file():
+                    found[name] = entry.stat()
+    return found
 
 
 def _package_id(sources: Mapping[str, bytes]) -> str:
@@ -110,6 +126,9 @@ def compile_library(target: Path) -> None:
 
     Replaces an older file as a whole, because programs may have loaded it. Raises SystemExit if no compiler works.
     """
+    import shlex
+    import tempfile
+
     sources = [str(path) for path in _c_files(SOURCES) if path.suffix == ".c"]
     define = f'-DNC_BUILD="{source_id(SOURCES)}"'
     failures = []
@@ -131,6 +150,8 @@ def compile_library(target: Path) -> None:
 
 def _compilers_of_the_system() -> list[Compiler]:
     """Return names and commands of the compilers to try first."""
+    import shlex
+
     named = os.environ.get("CC")
     # The cc of an HPE Cray may compile for the CPU of other nodes.
     return [*([("$CC", shlex.split(named))] if named else []), *((name, [name]) for name in ("gcc", "clang", "cc"))]
@@ -138,6 +159,8 @@ def _compilers_of_the_system() -> list[Compiler]:
 
 def _zig() -> list[Compiler]:
     """Return the compiler of PyPI, if it has a wheel for this machine."""
+    import platform
+
     target = _ZIG_TARGETS.get(platform.machine())
     if target is None:
         return []
@@ -154,6 +177,8 @@ def _machine_of(file: Path) -> tuple[bytes, bytes]:
 
 def _run(command: list[str], scratch: Path) -> None:
     """Run a compiler, and print its warnings."""
+    import subprocess
+
     try:
         done = subprocess.run(
             command,
@@ -200,6 +225,8 @@ def build_in_place() -> None:
 
 def requirements() -> list[str]:
     """Return the requirements of the build on PyPI: ziglang if no other compiler works."""
+    import tempfile
+
     if not is_wanted() or not _zig():
         return []
     with tempfile.TemporaryDirectory(prefix="mpidist-") as folder:
@@ -220,6 +247,9 @@ def finish_wheel(wheel: Path, library: bytes | None) -> Path:
     The tag of a wheel with the library names the platform. The C sources in the wheel are replaced by the compiled
     ones, because setuptools also packs files that an earlier build left in ``build/``.
     """
+    import sysconfig
+    import zipfile
+
     with zipfile.ZipFile(wheel) as archive:
         contents = {info.filename: archive.read(info) for info in archive.infolist()}
     wheel.unlink()
@@ -244,6 +274,11 @@ def finish_wheel(wheel: Path, library: bytes | None) -> Path:
 
 
 def _write_wheel(path: Path, contents: dict[str, bytes]) -> None:
+    import base64
+    import csv
+    import io
+    import zipfile
+
     (record,) = (name for name in contents if name.endswith(".dist-info/RECORD"))
     del contents[record]
     rows = io.StringIO()
@@ -283,6 +318,8 @@ def build_wheel(
     wheel_directory: str, config_settings: ConfigSettings = None, metadata_directory: str | None = None
 ) -> str:
     """Build a wheel, with the library if it is wanted, and return its name."""
+    import tempfile
+
     name: str = _setuptools().build_wheel(wheel_directory, config_settings, metadata_directory)
     library = None
     if is_wanted():

@@ -6,21 +6,17 @@ Without an abort, the other ranks wait for a failed rank forever.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import importlib
-import io
 import os
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from mpidist.core import settings
 from mpidist.core.errors import LaunchError, PeerError, prints_here
@@ -28,6 +24,9 @@ from mpidist.core.text import is_of_package, is_of_program, path_in_package
 from mpidist.topology.launchers import read_launcher
 
 if TYPE_CHECKING:
+    from traceback import StackSummary, TracebackException
+    from types import TracebackType
+
     from mpi4py import MPI
 
 EXIT_CODE = 1
@@ -46,7 +45,6 @@ _APART_SECONDS, _MOST_APART = 0.3, 8
 # Time for the rank that prints the traceback to end the job. An abort by another rank would cut off its output.
 # Rank 0 waits less than the others. It then speaks for all ranks that a failed peer has reached.
 _OTHERS_SECONDS, _FIRST_RANK_SECONDS = 2.75, 2.0
-_SHOWS = "; MPIDIST_FULL_TRACEBACK=1 shows them\n"
 
 
 # Lost ranks (ULFM, the fault tolerance of MPI 5) ----------------------------------------------------------------
@@ -159,6 +157,8 @@ def end_job(code: int = EXIT_CODE) -> NoReturn:
         # mpirun 5.0.11 deadlocks in one job of 40 if ranks abort while others end: PMIx_server_deregister_client waits
         # for a thread of PMIx that waits for it. It does not if ranks exit, and it ends the job as well.
         os._exit(code)
+    import faulthandler
+
     faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=STDERR)
     world.Abort(code)
     raise AssertionError("MPI_Abort returned")
@@ -174,7 +174,8 @@ def end_job_after_output(code: int = EXIT_CODE) -> NoReturn:
 def _is_child_of_open_mpi_5() -> bool:
     # A script between mpirun and this process might continue after its end.
     try:
-        return Path("/proc", str(os.getppid()), "comm").read_text().strip() in _DAEMONS_OF_OPEN_MPI_5
+        with open(f"/proc/{os.getppid()}/comm") as file:
+            return file.read().strip() in _DAEMONS_OF_OPEN_MPI_5
     except OSError:  # the parent has ended, or /proc is missing
         return False
 
@@ -205,12 +206,15 @@ def traceback_text(error: BaseException) -> str:
 
     It has all frames with ``MPIDIST_FULL_TRACEBACK=1``, and if none is of the user's program.
     """
+    import traceback
+
     found = traceback.TracebackException.from_exception(error, compact=True)
     full, problem = _read_full_traceback()
     chain = list(_chain(found))
     if not full and any(is_of_program(frame.filename) for each in chain for frame in each.stack):
         for each in chain:
-            each.stack = _FoldedStack(each.stack)
+            # TracebackException.format calls it.
+            each.stack.format = partial(_folded, each.stack)  # type: ignore[method-assign]
     return "".join(found.format()) + problem
 
 
@@ -222,7 +226,7 @@ def _read_full_traceback() -> tuple[bool, str]:
         return True, f"mpidist: {problem}\n"
 
 
-def _chain(first: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+def _chain(first: TracebackException) -> Iterator[TracebackException]:
     """Yield an error, its causes and contexts, and the members of an exception group."""
     left = [first]
     while left:
@@ -233,93 +237,26 @@ def _chain(first: traceback.TracebackException) -> Iterator[traceback.TracebackE
         left += [other for other in others if other is not None]
 
 
-class _FoldedStack(traceback.StackSummary):
-    def format(self, **options: bool) -> list[str]:
-        lines: list[str] = []
-        for inside, run in groupby(self, lambda frame: is_of_package(frame.filename)):
-            frames = list(run)
-            if inside:
-                count = "1 frame" if len(frames) == 1 else f"{len(frames)} frames"
-                last = f"{path_in_package(frames[-1].filename)}:{frames[-1].lineno}"
-                lines.append(f"  ... {count} inside mpidist, to {last}{_SHOWS}")
-            else:
-                lines += traceback.StackSummary.from_list(frames).format(**options)
-        return lines
-
-
-# Output that outlives the process -------------------------------------------------------------------------------
-
-
-def write_last(text: str) -> None:
-    """Write ``text`` on ``sys.stderr``, or on file descriptor 2 if ``sys.stderr`` would lose it.
-
-    PyTorch prints an uncaught error into an ``io.StringIO``, other libraries into a temporary file without a name. A
-    stream that copies its text to ``sys.__stderr__`` does not lose it.
-
-    Raises:
-        OSError: File descriptor 2 cannot be written to, either.
-    """
-    _write(text, sys.stderr)
-
-
-def _write(text: str, stream: TextIO) -> None:
-    lasts = False
-    # If a stream of the program fails, the text is printed below.
-    with contextlib.suppress(Exception), _writes_of_real_stderr() as written:
-        stream.write(text)
-        stream.flush()
-        lasts = bool(written) or _lasts(stream)
-    if not lasts:
-        rest = text.encode(errors="backslashreplace")
-        while rest:
-            rest = rest[os.write(STDERR, rest) :]
+def _folded(stack: StackSummary, **options: bool) -> list[str]:
+    """Return the lines of a traceback, with one line for all frames of mpidist in a row."""
+    lines: list[str] = []
+    for inside, run in groupby(stack, lambda frame: is_of_package(frame.filename)):
+        frames = list(run)
+        if inside:
+            count = "1 frame" if len(frames) == 1 else f"{len(frames)} frames"
+            last = f"{path_in_package(frames[-1].filename)}:{frames[-1].lineno}"
+            lines.append(f"  ... {count} inside mpidist, to {last}; MPIDIST_FULL_TRACEBACK=1 shows them\n")
+        else:
+            lines += type(stack).from_list(frames).format(**options)
+    return lines
 
 
 def _lasts(stream: TextIO) -> bool:
-    """Return whether the text of a stream outlives this process."""
+    """Return False for a stream whose text ends with this process, such as the buffer of PyTorch's excepthook."""
     try:
         return os.fstat(stream.fileno()).st_nlink > 0
     except (AttributeError, TypeError, ValueError, OSError):  # a buffer, or closed
         return False
-
-
-@contextmanager
-def _writes_of_real_stderr() -> Iterator[list[str]]:
-    """Record all texts that the block writes on ``sys.__stderr__``."""
-    real: Any = sys.__stderr__
-    written: list[str] = []
-    if real is None:
-        yield written
-        return
-    write = real.write
-
-    def record(text: str) -> int:
-        written.append(text)
-        count: int = write(text)
-        return count
-
-    real.write = record
-    try:
-        yield written
-    finally:
-        real.write = write
-
-
-class _LastingStream(io.TextIOBase):
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__()
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        _write(text, self._stream)
-        return len(text)
-
-
-@contextmanager
-def lasting_stderr() -> Iterator[None]:
-    """Keep the text that the block prints on ``sys.stderr`` from being lost."""
-    with contextlib.nullcontext() if _lasts(sys.stderr) else contextlib.redirect_stderr(_LastingStream(sys.stderr)):
-        yield
 
 
 def flush_output() -> None:
@@ -337,7 +274,7 @@ def install_excepthook() -> None:
 
     The rank prints ``rank 1 of 4 on host node7:`` and the traceback on stderr, flushes its output and ends the job
     (:func:`end_job`). Frames inside mpidist take one line. ``MPIDIST_FULL_TRACEBACK=1`` shows all of them, on every
-    rank. If a library has a buffer in ``sys.stderr``, the traceback is printed on file descriptor 2.
+    rank. If ``sys.stderr`` is not a file, the traceback is printed on the stderr with which the process started.
 
     If all ranks raise the same error, such as MismatchError, rank 0 prints it, and one rank of each differing call. The
     other ranks leave it to those to end the job. A rank that raises PeerError leaves it to the failed rank. If the job
@@ -378,28 +315,25 @@ def is_interactive() -> bool:
     return (hasattr(sys, "ps1") and not runs_script) or bool(sys.flags.inspect)
 
 
-class _ExceptionHook:
+class _Hook:
     def __init__(self, previous: Callable[..., object]) -> None:
         self.previous = previous
         self.process = os.getpid()
 
-    def _world(self) -> MPI.Intracomm | None:
+    def world(self) -> MPI.Intracomm | None:
         """Return the communicator to abort, or None if the job continues."""
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
             return None
-        forked = os.getpid() != self.process
-        world: MPI.Intracomm = mpi.COMM_WORLD
-        return None if is_interactive() or forked or world.Get_size() == 1 else world
+        is_forked = os.getpid() != self.process
+        return None if is_interactive() or is_forked or mpi.COMM_WORLD.Get_size() == 1 else mpi.COMM_WORLD
 
-    def _name(self, world: MPI.Intracomm) -> str:
-        host = sys.modules["mpi4py.MPI"].Get_processor_name()
-        return f"rank {world.Get_rank()} of {world.Get_size()} on host {host}:\n"
-
-    def _end_job(self, world: MPI.Intracomm, report: Callable[[], object]) -> None:
+    def end_job(self, world: MPI.Intracomm, report: Callable[[], object]) -> None:
         """Report the error and end the job, even if the report fails."""
         try:
             try:
+                if not _lasts(sys.stderr):
+                    sys.stderr = sys.__stderr__
                 report()
             finally:
                 flush_output()
@@ -409,71 +343,76 @@ class _ExceptionHook:
                 time.sleep(_APART_SECONDS * min(world.Get_rank(), _MOST_APART))
             end_job()
 
-    def _print(self, world: MPI.Intracomm, error: BaseException, title: str = "") -> None:
-        is_peer, is_full = isinstance(error, PeerError), _read_full_traceback()[0]
-        prints = prints_here(error)
-        if prints is None:
-            prints = not is_peer or world.Get_rank() == 0
-        if is_peer or not (prints or is_full):
-            time.sleep(_FIRST_RANK_SECONDS if prints else _OTHERS_SECONDS)
-        if is_full or (prints and not is_peer):
-            text = traceback_text(error)
-        else:
-            # The job still runs, so the rank with the cause has caught its error.
-            text = "".join(traceback.format_exception_only(type(error), error))
-        write_last(f"{self._name(world)}{title}{text}")
 
-    def _call(self, world: MPI.Intracomm, previous: Callable[[], object]) -> None:
-        """Let the previous hook print the error, below the name of this rank."""
-        with lasting_stderr():
-            sys.stderr.write(self._name(world))
-            previous()
+def _name(world: MPI.Intracomm) -> str:
+    host = sys.modules["mpi4py.MPI"].Get_processor_name()
+    return f"rank {world.Get_rank()} of {world.Get_size()} on host {host}:\n"
 
 
-class _AbortHook(_ExceptionHook):
+def _report(world: MPI.Intracomm, error: BaseException, title: str = "") -> None:
+    """Print an error, after the rank that prints its traceback had time to end the job."""
+    import traceback
+
+    is_peer, is_full = isinstance(error, PeerError), _read_full_traceback()[0]
+    prints = prints_here(error)
+    if prints is None:
+        prints = not is_peer or world.Get_rank() == 0
+    if is_peer or not (prints or is_full):
+        time.sleep(_FIRST_RANK_SECONDS if prints else _OTHERS_SECONDS)
+    if is_full or (prints and not is_peer):
+        text = traceback_text(error)
+    else:
+        # The job still runs, so the rank with the cause has caught its error.
+        text = "".join(traceback.format_exception_only(type(error), error))
+    sys.stderr.write(f"{_name(world)}{title}{text}")
+
+
+class _AbortHook(_Hook):
     """A ``sys.excepthook`` that reports the error and aborts the MPI job."""
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        world = self._world()
-        is_pythons = self.previous is sys.__excepthook__
-        if world is not None and is_pythons:
-            self._end_job(world, lambda: self._print(world, error))
-        elif world is not None:
-            self._end_job(world, lambda: self._call(world, lambda: self.previous(kind, error, trace)))
-        elif isinstance(error, LaunchError) and is_pythons:
+        world, is_pythons = self.world(), self.previous is sys.__excepthook__
+
+        def call_previous() -> None:
+            sys.stderr.write(_name(world) if world is not None else "")
+            self.previous(kind, error, trace)
+
+        if world is not None:
+            self.end_job(world, (lambda: _report(world, error)) if is_pythons else call_previous)
+        elif isinstance(error, LaunchError) and is_pythons and sys.stderr is not None:
             # Its cause is in the environment, not in mpidist's frames.
-            write_last(traceback_text(error))
+            sys.stderr.write(traceback_text(error))
         else:
             # A rank that fails before it starts MPI exits with code 1. mpirun of Open MPI then ends the job. MPICH's
             # mpiexec and srun do not (srun -K does), but starting MPI only to abort could hang for the same reason.
             self.previous(kind, error, trace)
 
 
-class _ThreadHook(_ExceptionHook):
+class _ThreadHook(_Hook):
     """The ``threading.excepthook`` that does the same for threads."""
 
     def __call__(self, args: threading.ExceptHookArgs) -> None:
-        world = self._world()
+        world, error = self.world(), args.exc_value
         # sys.exit() in a thread ends the thread.
         if world is None or issubclass(args.exc_type, SystemExit):
             self.previous(args)
-        elif self.previous is threading.__excepthook__ and (error := args.exc_value) is not None:
+        elif self.previous is threading.__excepthook__ and error is not None:
             name = "that has ended" if args.thread is None else args.thread.name
-            self._end_job(world, lambda: self._print(world, error, f"Exception in thread {name}:\n"))
+            self.end_job(world, lambda: _report(world, error, f"Exception in thread {name}:\n"))
         else:
-            self._end_job(world, lambda: self._call(world, lambda: self.previous(args)))
+            self.end_job(world, lambda: (sys.stderr.write(_name(world)), self.previous(args)))
 
 
-class _NamingHook(_ExceptionHook):
+class _NamingHook(_Hook):
     """A ``sys.unraisablehook`` that prints the name of the rank first. The job continues."""
 
     def __init__(self, previous: Callable[[sys.UnraisableHookArgs], object]) -> None:
         super().__init__(previous)
         # Python empties this module before its last unraisable errors.
-        self._is_finalizing = sys.is_finalizing
+        self._is_finalizing, self._name = sys.is_finalizing, _name
 
     def __call__(self, unraisable: sys.UnraisableHookArgs) -> None:
-        world = None if self._is_finalizing() else self._world()
+        world = None if self._is_finalizing() else self.world()
         if world is not None and sys.stderr is not None:
             sys.stderr.write(self._name(world))
         self.previous(unraisable)

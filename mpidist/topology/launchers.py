@@ -1,17 +1,16 @@
 """Launchers and batch systems: their variables, their commands, and Slurm's lists.
 
-The launch check, ``doctor`` and ``launch`` read launchers' variables only through this table.
+Only this table knows the variables of launchers. Those of Slurm, Open MPI, MPICH and Intel MPI were recorded in jobs.
+Those of Flux, PBS, LSF and PALS come from manuals (tests/topology/test_launchers.py quotes them).
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from itertools import product
-from math import prod
+from typing import NamedTuple
 
 from mpidist.core.errors import LaunchError
 from mpidist.core.text import whole_number
@@ -28,8 +27,7 @@ class LauncherVariableError(LaunchError):
         self.variable = variable
 
 
-@dataclass(frozen=True)
-class LauncherInfo:
+class LauncherInfo(NamedTuple):
     """The facts of a launcher about this process. Unknown ones are None."""
 
     name: str  # key in LAUNCHERS
@@ -40,9 +38,8 @@ class LauncherInfo:
     size_variable: str  # variable of the rank if the size is unknown
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """One row of the table: a launcher, its variables, and its commands."""
+class Launcher(NamedTuple):
+    """A launcher: the variables of its ranks, and its commands."""
 
     name: str
     rank: str
@@ -51,15 +48,12 @@ class Launcher:
     local_size: str | None = None
     # Further variables that every process of this launcher has.
     needs: tuple[str, ...] = ()
-    # Whether every process has ``size``, too. If not, the size may be unknown.
-    needs_size: bool = True
     # Commands that start ranks as one world, by vendor of the MPI library. Others need their own mpirun.
-    starts: Mapping[str, str] = field(default_factory=dict)
+    starts: Mapping[str, str] = {}
     # Variable of the chosen way to start ranks, such as srun's --mpi.
     kind: str | None = None
-    # Variable of an interactive shell that it started as a rank, and the option to start ranks from such a shell.
+    # Variable of an interactive shell that it started as a rank.
     shell: str | None = None
-    from_shell: str = ""
     # The only MPI library that it starts.
     library: str | None = None
     # Command for libraries that ``starts`` lacks.
@@ -73,11 +67,10 @@ class Launcher:
     near_gpus: str = ""
     as_root: str = ""
     # Variables to start more ranks than cores, unbound, by the first major version of the library that reads them.
-    own_machine: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    own_machine: Mapping[int, Mapping[str, str]] = {}
 
 
-@dataclass(frozen=True)
-class BatchSystem:
+class BatchSystem(NamedTuple):
     """A system that assigns hosts to jobs, with any launcher."""
 
     name: str
@@ -168,7 +161,6 @@ _LAUNCHERS = (
         "PMI_SIZE",
         "PALS_LOCAL_RANKID",
         "PALS_LOCAL_SIZE",
-        needs_size=False,
         starts={OPEN_MPI: "mpiexec --pmi=pmix", MPICH: "mpiexec --pmi=pmix", CRAY_MPICH: "mpiexec --pmi=cray"},
         command="mpiexec",
         unbound="-n {ranks} --cpu-bind none",
@@ -189,14 +181,13 @@ _LAUNCHERS = (
         },
         kind="SLURM_MPI_TYPE",
         shell="SLURM_PTY_PORT",
-        from_shell="--overlap",
         command="srun",
         unbound="-n {ranks} --cpu-bind=none",
         passes="--export=ALL",
         all_gpus="--gpus-per-node={gpus} --gpu-bind=none",
         near_gpus="--distribution=block:block --mem-bind=local",
     ),
-    replace(_MPICH, local_rank="PMI_LOCAL_RANK", local_size="PMI_LOCAL_SIZE", needs=(), library=None),
+    _MPICH._replace(local_rank="PMI_LOCAL_RANK", local_size="PMI_LOCAL_SIZE", needs=(), library=None),
     Launcher("a PMIx launcher", "PMIX_RANK", None),
 )
 
@@ -205,6 +196,8 @@ OWN_WORLD_SIZE = "WORLD_SIZE_OF_MPIDIST"
 
 # First number of steps that Slurm creates itself, for the batch script, salloc and others.
 _STEPS_OF_SLURM_ITSELF = 0xFFFFFFF0
+# Launchers that may omit the variable of the size.
+_MAY_OMIT_SIZE = ("PALS mpiexec",)
 
 LAUNCHERS: Mapping[str, Launcher] = {row.name: row for row in reversed(_LAUNCHERS)}
 """The rows of the table by name."""
@@ -229,40 +222,36 @@ LAUNCHER_VARIABLES: frozenset[str] = frozenset(
 
 def read_launcher(environ: Environ = os.environ) -> LauncherInfo | None:
     """Return the launcher's facts about this process. None without a launcher."""
-    rows = (row for row in _LAUNCHERS if all(environ.get(name) for name in (row.rank, *row.needs)))
-    return next((info for row in rows if (info := _read(row, environ)) is not None), None)
-
-
-def _read(row: Launcher, environ: Environ) -> LauncherInfo | None:
-    rank, size = _number(environ, row.rank), _number(environ, row.size)
-    if rank is None or (size is None and row.size is not None and row.needs_size):
-        return None
-    local_rank, local_size = _number(environ, row.local_rank), _number(environ, row.local_size)
-    if row.name == "srun":
-        local_size = _tasks_of_this_node(environ)
-    _check_rank(row.rank, rank, row.size, size)
-    if local_rank is not None:
-        _check_rank(str(row.local_rank), local_rank, row.local_size, local_size)
-    counted = row.rank if size is None or row.size is None else row.size
-    return LauncherInfo(row.name, rank, size, local_rank, local_size, counted)
+    for row in _LAUNCHERS:
+        if not all(environ.get(name) for name in (row.rank, *row.needs)):
+            continue
+        rank, size = _number(environ, row.rank), _number(environ, row.size)
+        if rank is None or (size is None and row.size is not None and row.name not in _MAY_OMIT_SIZE):
+            continue
+        local_rank, local_size = _number(environ, row.local_rank), _number(environ, row.local_size)
+        if row.name == "srun":
+            local_size = _tasks_of_this_node(environ)
+        _check_rank(row.rank, rank, row.size, size)
+        _check_rank(str(row.local_rank), local_rank, row.local_size or "SLURM_STEP_TASKS_PER_NODE", local_size)
+        counted = row.rank if size is None or row.size is None else row.size
+        return LauncherInfo(row.name, rank, size, local_rank, local_size, counted)
+    return None
 
 
 def _number(environ: Environ, name: str | None) -> int | None:
     text = environ.get(name) if name else None
-    if not text:
-        return None
     try:
-        return whole_number(text)
+        return whole_number(text) if text else None
     except ValueError:
         raise LauncherVariableError(str(name), f"{name}={text!r}: expected a whole number, digits alone") from None
 
 
-def _check_rank(rank_variable: str, rank: int, size_variable: str | None, size: int | None) -> None:
-    if size is not None and rank >= size:
+def _check_rank(rank_variable: str, rank: int | None, size_variable: str | None, size: int | None) -> None:
+    if rank is not None and size is not None and rank >= size:
         raise LauncherVariableError(
             rank_variable,
-            f"{rank_variable}={rank} and {size_variable or 'SLURM_STEP_TASKS_PER_NODE'}={size} contradict each other: "
-            "a rank is less than the number of ranks. They come from another job, or were set by hand",
+            f"{rank_variable}={rank} and {size_variable}={size} contradict each other: a rank is less than the number "
+            "of ranks. They come from another job, or were set by hand",
         )
 
 
@@ -289,10 +278,8 @@ def in_shell(launcher: str, environ: Environ = os.environ) -> bool:
     A shell of ``srun --pty bash`` holds the job's resources, so commands that start ranks wait for it, and an mpirun
     forever. A shell that ``salloc`` starts by srun, as some sites configure it, holds no resources.
     """
-    row = LAUNCHERS[launcher]
-    if row.shell is None or not environ.get(row.shell):
-        return False
-    return (_number(environ, "SLURM_STEP_ID") or 0) < _STEPS_OF_SLURM_ITSELF
+    shell = LAUNCHERS[launcher].shell
+    return bool(shell and environ.get(shell)) and (_number(environ, "SLURM_STEP_ID") or 0) < _STEPS_OF_SLURM_ITSELF
 
 
 def command_for(launcher: str, vendor: str, environ: Environ = os.environ) -> str | None:
@@ -305,7 +292,8 @@ def command_for(launcher: str, vendor: str, environ: Environ = os.environ) -> st
     used = environ.get(row.kind) if row.kind else None
     if command is None or (used and command.endswith("=" + used.partition("_v")[0])):
         return None
-    return f"{command} {row.from_shell}" if in_shell(launcher, environ) else command
+    # srun waits for its shell without --overlap.
+    return f"{command} --overlap" if in_shell(launcher, environ) else command
 
 
 def has_loose_barriers(environ: Environ = os.environ) -> bool:
@@ -314,11 +302,6 @@ def has_loose_barriers(environ: Environ = os.environ) -> bool:
     If a job has fewer nodes than TreeWidth, Slurm treats each node as the root of the tree, so its barriers do not wait
     for other nodes (``reverse_tree_info`` in Slurm's src/common/reverse_tree.c). A rank then leaves MPI_Init and sends
     while another one is still in it, and Open MPI crashes (open-mpi/ompi issue 12495). With a ring they wait.
-
-    >>> has_loose_barriers({"PMIX_NAMESPACE": "slurm.pmix.7.0"})
-    True
-    >>> has_loose_barriers({"PMIX_NAMESPACE": "slurm.pmix.7.0", "SLURM_PMIX_FENCE": "ring"})
-    False
     """
     return environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix") and environ.get("SLURM_PMIX_FENCE") != "ring"
 
@@ -329,19 +312,16 @@ def mpirun_of(vendor: str) -> Launcher | None:
 
 
 def own_machine(vendor: str, version: tuple[int, ...]) -> Mapping[str, str]:
-    """Return the variables with which mpirun fits a personal machine; see ``Launcher``.
-
-    >>> own_machine("Intel MPI", (2021, 18)), own_machine("MPICH", (5, 0))
-    ({'I_MPI_PIN': 'off'}, {})
-    """
-    row = mpirun_of(vendor)
-    major = version[0] if version else 0
+    """Return the variables with which mpirun fits a personal machine; see ``Launcher``."""
+    row, major = mpirun_of(vendor), version[0] if version else 0
     known = {} if row is None else {first: names for first, names in row.own_machine.items() if first <= major}
     return known[max(known)] if known else {}
 
 
 def one_world(info: LauncherInfo, library: MpiLibrary) -> str:
     """Return sentences with the commands that start the ranks as one world."""
+    import shutil
+
     count = "" if info.size is None else f" -n {info.size}"
     own = mpirun_beside(library)
     own_mpirun = f"the mpirun that belongs to {library} (compare: which mpirun)" if own is None else str(own)
@@ -369,12 +349,11 @@ MOST_TASKS = 1 << 22
 _MOST_HOSTS = 1 << 16  # Slurm's own limit of one list
 _MOST_SHOWN = 200
 # A part and its end, which is a comma, or a bracket without its pair.
-_PART = re.compile(r"((?:[^\[\],]|\[[^\[\]]*\])*)([,\[\]])")
-_BRACKET = re.compile(r"\[([^\[\]]*)\]")
+_PART = r"((?:[^\[\],]|\[[^\[\]]*\])*)([,\[\]])"
 # Slurm writes "(null)" for unknown values, so names of hosts have no round brackets.
-_NAME = re.compile(r"[^\[\](),\s]*")
-_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
-_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+_NAME = r"[^\[\](),\s]*"
+_RANGE = r"([0-9]{1,18})(?:-([0-9]{1,18}))?"
+_TASKS = r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?"
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
@@ -388,38 +367,39 @@ def expand_hostlist(hostlist: str) -> list[str]:
     >>> expand_hostlist("rack[0-1]n[1-2]-ib")
     ['rack0n1-ib', 'rack0n2-ib', 'rack1n1-ib', 'rack1n2-ib']
     """
+
+    def bad(problem: str) -> ValueError:
+        return ValueError(f"the list of hosts {_shown(hostlist)} has {problem}; a valid example: 'n[01-03],m5'")
+
+    def expand_bracket(bracket: str) -> list[str]:
+        numbers: list[str] = []
+        for item in bracket.split(","):
+            match = re.fullmatch(_RANGE, item)
+            low, high = (match[1], match[2] or match[1]) if match else ("1", "0")
+            if int(high) < int(low):
+                expected = "where a number, or a range such as 08-10, was expected"
+                raise bad(f"{_shown(item)} in the bracket {_shown(f'[{bracket}]')} {expected}")
+            if len(numbers) + int(high) - int(low) >= _MOST_HOSTS:
+                raise bad(f"more than {_MOST_HOSTS} of them, up to {_shown(item)}")
+            numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
+        return numbers
+
     hosts: list[str] = []
-    for match in _PART.finditer(f"{hostlist},"):
+    for match in re.finditer(_PART, f"{hostlist},"):
         part, end = match.groups()
         # Names and the contents of brackets, by turns.
-        pieces = _BRACKET.split(part)
-        if not part or end != "," or not all(_NAME.fullmatch(name) for name in pieces[::2]):
-            raise _bad_hostlist(hostlist, f"{_shown(part + end.strip(','))} where the name of a host was expected")
+        pieces = re.split(r"\[([^\[\]]*)\]", part)
+        if not part or end != "," or not all(re.fullmatch(_NAME, name) for name in pieces[::2]):
+            raise bad(f"{_shown(part + end.strip(','))} where the name of a host was expected")
         choices: list[list[str]] = []
+        count = 1
         for number, piece in enumerate(pieces):
-            choices.append(_expand_bracket(hostlist, piece) if number % 2 else [piece])
-            if len(hosts) + prod(map(len, choices)) > _MOST_HOSTS:
-                raise _bad_hostlist(hostlist, f"more than {_MOST_HOSTS} of them, up to {_shown(part)}")
+            choices.append(expand_bracket(piece) if number % 2 else [piece])
+            count *= len(choices[-1])
+            if len(hosts) + count > _MOST_HOSTS:
+                raise bad(f"more than {_MOST_HOSTS} of them, up to {_shown(part)}")
         hosts += map("".join, product(*choices))
     return hosts
-
-
-def _expand_bracket(hostlist: str, bracket: str) -> list[str]:
-    numbers: list[str] = []
-    for item in bracket.split(","):
-        match = _RANGE.fullmatch(item)
-        low, high = (match[1], match[2] or match[1]) if match else ("1", "0")
-        if int(high) < int(low):
-            expected = "where a number, or a range such as 08-10, was expected"
-            raise _bad_hostlist(hostlist, f"{_shown(item)} in the bracket {_shown(f'[{bracket}]')} {expected}")
-        if len(numbers) + int(high) - int(low) >= _MOST_HOSTS:
-            raise _bad_hostlist(hostlist, f"more than {_MOST_HOSTS} of them, up to {_shown(item)}")
-        numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
-    return numbers
-
-
-def _bad_hostlist(hostlist: str, problem: str) -> ValueError:
-    return ValueError(f"the list of hosts {_shown(hostlist)} has {problem}; a valid example: 'n[01-03],m5'")
 
 
 def _shown(text: str) -> str:
@@ -439,15 +419,15 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
     tasks: list[int] = []
     total = 0
     for item in tasks_per_node.split(","):
-        match = _TASKS.fullmatch(item)
-        each, repeat = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
-        total += each * repeat
+        match = re.fullmatch(_TASKS, item)
+        each, times = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
+        total += each * times
         problem = ""
-        if repeat < 1:
+        if times < 1:
             problem = f"{_shown(item)} where a number such as 2 or 3(x2) was expected"
-        elif len(tasks) + repeat > _MOST_HOSTS or total > MOST_TASKS:
+        elif len(tasks) + times > _MOST_HOSTS or total > MOST_TASKS:
             problem = f"more than {_MOST_HOSTS} nodes or {MOST_TASKS} tasks, up to {_shown(item)}"
         if problem:
             raise ValueError(f"the list of tasks per node {_shown(tasks_per_node)} has {problem}")
-        tasks += [each] * repeat
+        tasks += [each] * times
     return tasks

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mpidist.core.errors import LaunchError
 from mpidist.core.text import pip_install
@@ -47,11 +45,10 @@ _LAUNCHER_NAMES: Mapping[str, tuple[str, ...]] = {
 _SIGNS = {"Open MPI": OPEN_MPI, "Intel(R) MPI": INTEL_MPI, "CRAY MPICH": CRAY_MPICH, "MVAPICH": MVAPICH, "MPICH": MPICH}
 # Parts of the output of --version. MVAPICH has MPICH's launcher. A Cray's (PALS) names no vendor.
 _LAUNCHER_SIGNS = {"Open MPI": OPEN_MPI, "OpenRTE": OPEN_MPI, "Intel(R) MPI": INTEL_MPI, "HYDRA": MPICH}
-_LIBRARY = re.compile(r"(/\S*/libmpi(?:ch|_abi|_ilp64|_cray|_gnu|_intel|_nvidia|_amd)?(?:_\d+)?\.so\S*)$", re.MULTILINE)
+_LIBRARY = r"(?m)(/\S*/libmpi(?:ch|_abi|_ilp64|_cray|_gnu|_intel|_nvidia|_amd)?(?:_\d+)?\.so\S*)$"
 
 
-@dataclass(frozen=True)
-class MpiLibrary:
+class MpiLibrary(NamedTuple):
     """An MPI library that mpi4py loads."""
 
     vendor: str  # one of the names above, or the library's own
@@ -87,7 +84,7 @@ def _maps() -> str:
 
 
 def _library_in(maps: str) -> Path | None:
-    match = _LIBRARY.search(maps)
+    match = re.search(_LIBRARY, maps)
     return None if match is None else Path(match[1])
 
 
@@ -114,13 +111,25 @@ def find_library(python: str = sys.executable) -> MpiLibrary:
     Raises:
         LaunchError: mpi4py cannot load a library there.
     """
-    done = subprocess.run(
-        [python, "-c", _ASK], capture_output=True, text=True, timeout=_SECONDS, check=False, stdin=subprocess.DEVNULL
-    )
-    if done.returncode != 0:
-        raise LaunchError(no_library(done.stderr.strip() or f"{python} ended with status {done.returncode}"))
-    version, maps = json.loads(done.stdout.splitlines()[-1])
+    import json
+
+    status, said, problem = _output([python, "-c", _ASK], os.environ)
+    if status != 0:
+        raise LaunchError(no_library(problem.strip() or f"{python} ended with status {status}"))
+    version, maps = json.loads(said.splitlines()[-1])
     return library_of(version, _library_in(maps))
+
+
+def _output(command: list[str], environ: Mapping[str, str]) -> tuple[int, str, str]:
+    """Run a command. Return its status, stdout and stderr."""
+    import subprocess
+
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    try:
+        done = subprocess.run(command, stdin=null, stdout=pipe, stderr=pipe, timeout=_SECONDS, check=False, env=environ)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 1, "", str(error)
+    return done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
 
 
 def no_library(said: str) -> str:
@@ -167,20 +176,8 @@ def _candidates(vendor: str, folders: Iterable[Path]) -> Iterator[Path]:
 
 def belongs(mpirun: Path, vendor: str) -> bool:
     """Return whether a launcher is of a vendor, by its output for ``--version``."""
-    try:
-        done = subprocess.run(
-            [str(mpirun), "--version"],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_SECONDS,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PATH": f"{mpirun.parent}{os.pathsep}{os.environ.get('PATH', '')}"},
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    said = done.stdout + done.stderr
-    found = next((name for sign, name in _LAUNCHER_SIGNS.items() if sign in said), None)
+    path = f"{mpirun.parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    status, *said = _output([str(mpirun), "--version"], {**os.environ, "PATH": path})
+    found = next((name for sign, name in _LAUNCHER_SIGNS.items() if any(sign in text for text in said)), None)
     wanted = MPICH if vendor == MVAPICH else vendor
-    return found == wanted or (found is None and wanted not in _LAUNCHER_SIGNS.values())
+    return found == wanted or (found is None and status == 0 and wanted not in _LAUNCHER_SIGNS.values())

@@ -7,7 +7,6 @@ here have a layout of their own that must never change, so that each version of 
 from __future__ import annotations
 
 import os
-import socket
 import struct
 from array import array
 from hashlib import blake2b
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from mpidist.core import __version__
 from mpidist.core.errors import LaunchError, shared_error
 from mpidist.core.settings import SETTINGS
-from mpidist.native.build_library import PACKAGE, build_id
+from mpidist.native.build_library import PACKAGE, build_id, quick_build_id
 from mpidist.topology.start import finish, import_mpi
 
 if TYPE_CHECKING:
@@ -33,21 +32,29 @@ def check_same_everywhere(comm: MPI.Intracomm) -> None:
     Raises:
         LaunchError: Two ranks differ. Raised on every rank.
     """
-    facts = {_INSTALLATION: f"{__version__}, build {build_id()}"}
-    facts |= {name: os.environ.get(name) or "not set" for name, setting in SETTINGS.items() if setting.same_on_all}
+    values = {name: os.environ.get(name) or "not set" for name, setting in SETTINGS.items() if setting.same_on_all}
+    # Copies of the same sources may have other times. Only then each rank reads all sources.
+    if not _differences(comm, {_INSTALLATION: f"{__version__}, {quick_build_id()}", **values}):
+        return
+    facts = {_INSTALLATION: f"{__version__}, build {build_id()}", **values}
+    differing = _differences(comm, facts)
+    if differing:
+        own, size = comm.Get_rank(), comm.Get_size()
+        word, *extreme = differing[0]
+        first_ranks = _reduced(comm, [own if word == each else size for each in extreme], import_mpi().MIN)
+        text = _encoded({_HOST: os.uname().nodename, _FOLDER: str(PACKAGE), **facts})
+        error = LaunchError(_difference({rank: _broadcast(comm, text, rank) for rank in sorted(first_ranks)}))
+        raise shared_error(error, prints=own == 0)
+
+
+def _differences(comm: MPI.Intracomm, facts: dict[str, str]) -> list[tuple[int, int, int]]:
+    """Return this rank's, the highest and the lowest value of each word of the digest that differs (collective)."""
     digest = blake2b(_encoded(facts), digest_size=4 * _DIGEST_WORDS).digest()
     words = struct.unpack(f"<{_DIGEST_WORDS}I", digest)
     # The maximum of the negated words is the negated minimum.
     extremes = _reduced(comm, [*words, *(-word for word in words)], import_mpi().MAX)
     ranges = zip(words, extremes[:_DIGEST_WORDS], extremes[_DIGEST_WORDS:], strict=True)
-    differing = [(word, highest, -lowest) for word, highest, lowest in ranges if highest != -lowest]
-    if differing:
-        own, size = comm.Get_rank(), comm.Get_size()
-        word, *extreme = differing[0]
-        first_ranks = _reduced(comm, [own if word == each else size for each in extreme], import_mpi().MIN)
-        text = _encoded({_HOST: socket.gethostname(), _FOLDER: str(PACKAGE), **facts})
-        error = LaunchError(_difference({rank: _broadcast(comm, text, rank) for rank in sorted(first_ranks)}))
-        raise shared_error(error, prints=own == 0)
+    return [(word, highest, -lowest) for word, highest, lowest in ranges if highest != -lowest]
 
 
 def _encoded(facts: dict[str, str]) -> bytes:

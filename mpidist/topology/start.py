@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing.process
 import os
 import sys
 import threading
@@ -12,8 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.abc import Loader
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -46,6 +43,9 @@ from mpidist.topology.roll_call import start_answering
 from mpidist.topology.watchdog import Stage, Watchdog
 
 if TYPE_CHECKING:
+    from importlib.abc import Loader
+    from importlib.machinery import ModuleSpec
+
     from mpi4py import MPI
 
 _MODULE = "mpi4py.MPI"
@@ -177,7 +177,8 @@ def import_mpi() -> ModuleType:
         ValueError: ``MPIDIST_ABORT_ON_EXCEPTION`` is neither 0 nor 1.
     """
     if _MODULE not in sys.modules:
-        if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+        multiprocessing = sys.modules.get("multiprocessing")
+        if multiprocessing and getattr(multiprocessing.current_process(), "_inheriting", False):
             raise LaunchError(
                 "A worker process of multiprocessing would start MPI while it imports the program, as a second copy of "
                 "this rank. Put the program's statements below if __name__ == '__main__':"
@@ -246,9 +247,10 @@ def trains_alone(place: str, count: int | str) -> LaunchError:
         count: Number of processes.
     """
     starter, fix = "This process was started", "Start"
+    multiprocessing = sys.modules.get("multiprocessing")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         starter = "torchrun started this process"
-    elif multiprocessing.process.parent_process() is not None:
+    elif multiprocessing and multiprocessing.parent_process() is not None:
         starter = "multiprocessing (such as torch.multiprocessing.spawn) started this process"
         fix = "Call the training function once, without spawn(), and start"
     return LaunchError(

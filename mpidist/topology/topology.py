@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import socket
+import os
 import struct
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
 # First rank of a rank's node, and the name of its host, which has at most 64 bytes on Linux.
 PLACE = struct.Struct("i64s")
+_JOB_BYTES = 6
 
 
 class Topology:
@@ -34,6 +34,7 @@ class Topology:
     Args:
         comm: Private communicator of mpidist. It is not freed.
         ranks_per_node: Largest size of virtual nodes. The setting by default.
+        like: Topology of a communicator with the same ranks, to be copied. Saves messages.
 
     Attributes:
         world: ``comm``.
@@ -48,26 +49,20 @@ class Topology:
         job: Random text that is the same on all ranks, and differs from other jobs.
     """
 
-    def __init__(self, comm: MPI.Intracomm, ranks_per_node: int | None = None) -> None:
-        mpi = import_mpi()
+    def __init__(self, comm: MPI.Intracomm, ranks_per_node: int | None = None, like: Topology | None = None) -> None:
         self.world = comm
-        self.rank = self.world.Get_rank()
-        self.size = self.world.Get_size()
-        machine = cast("MPI.Intracomm", self.world.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank))
-        ranks_per_node = ranks_per_node or settings.RANKS_PER_NODE.read()
-        if ranks_per_node is None:
-            self.node: MPI.Intracomm = machine
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.ranks_per_node = ranks_per_node or settings.RANKS_PER_NODE.read()
+        if like is not None and like.ranks_per_node == self.ranks_per_node:
+            node = like.node.Dup()
+            found = like._map, like.job
         else:
-            self.node = cast("MPI.Intracomm", machine.Split(machine.Get_rank() // ranks_per_node, key=self.rank))
-            machine.Free()
-        self.local_rank = self.node.Get_rank()
-        self.local_size = self.node.Get_size()
-        # Only calls on one communicator, so that all waiting ranks notice a lost rank.
-        self.job: str = self.world.bcast(uuid.uuid4().hex[:12] if self.rank == 0 else None)
-        mine = PLACE.pack(_first_rank(self.node, self.world), socket.gethostname().encode())
-        everyone = bytearray(self.size * PLACE.size)
-        self.world.Allgather([mine, mpi.BYTE], [everyone, mpi.BYTE])
-        self._map = map_of_ranks(bytes(everyone))
+            node = _node_of(comm, self.ranks_per_node)
+            found = _gathered_map(comm, node)
+        self.node: MPI.Intracomm = node
+        self._map: _Map = found[0]
+        self.job: str = found[1]
+        self.local_rank, self.local_size = self.node.Get_rank(), self.node.Get_size()
         self.node_of_rank = self._map.node_of_rank
         self.ranks_of_node = self._map.ranks_of_node
         self.host_of_rank = self._map.host_of_rank
@@ -77,6 +72,24 @@ class Topology:
     def close(self) -> None:
         """Free the communicator of the node (collective)."""
         self.node.Free()
+
+
+def _node_of(comm: MPI.Intracomm, ranks_per_node: int | None) -> MPI.Intracomm:
+    machine = cast("MPI.Intracomm", comm.Split_type(import_mpi().COMM_TYPE_SHARED, key=comm.Get_rank()))
+    if ranks_per_node is None:
+        return machine
+    node = cast("MPI.Intracomm", machine.Split(machine.Get_rank() // ranks_per_node, key=comm.Get_rank()))
+    machine.Free()
+    return node
+
+
+def _gathered_map(comm: MPI.Intracomm, node: MPI.Intracomm) -> tuple[_Map, str]:
+    """Return the map of all ranks, and rank 0's random text (collective). One call, so all notice a lost rank."""
+    mine = PLACE.pack(_first_rank(node, comm), os.uname().nodename.encode()) + os.urandom(_JOB_BYTES)
+    everyone = bytearray(comm.Get_size() * len(mine))
+    comm.Allgather([mine, import_mpi().BYTE], [everyone, import_mpi().BYTE])
+    places = b"".join(everyone[start : start + PLACE.size] for start in range(0, len(everyone), len(mine)))
+    return map_of_ranks(places), everyone[PLACE.size : len(mine)].hex()
 
 
 @dataclass(frozen=True)
@@ -143,6 +156,13 @@ _world: list[Topology] = []
 def has_world() -> bool:
     """Return whether the topology of all ranks exists."""
     return bool(_world)
+
+
+def same_as_world(comm: MPI.Intracomm) -> Topology | None:
+    """Return the topology of all ranks if ``comm`` has the same ranks in the same order. Local."""
+    mpi = import_mpi()
+    is_same = _world and mpi.Comm.Compare(comm, _world[0].world) in (mpi.IDENT, mpi.CONGRUENT)
+    return _world[0] if is_same else None
 
 
 def replace_world(comm: MPI.Intracomm) -> None:

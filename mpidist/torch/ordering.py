@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpidist.arrays.convert import to_array
-from mpidist.arrays.device_ops import CupyOps, gpu_ops
+from mpidist.arrays.cupy_ops import CupyOps
+from mpidist.arrays.device_ops import gpu_ops
 from mpidist.arrays.dtypes import Array
 from mpidist.arrays.streams import Event, Stream, find_cupy
 from mpidist.core.errors import DeviceError

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpidist.arrays import device_ops, streams
-from mpidist.arrays.device_ops import CupyOps, ops_for
+from mpidist.arrays import cupy_ops, streams
+from mpidist.arrays.cupy_ops import CupyOps
+from mpidist.arrays.device_ops import ops_for
 from mpidist.core.errors import DeviceError
 from tests.support import fake_cupy
 from tests.support.fake_cupy.devices import machine
@@ -216,8 +217,8 @@ def test_arrays_wait_for_earlier_arrays_to_arrive(fake_gpus: Any, ops: CupyOps, 
 
 @pytest.mark.parametrize("fake_gpus", [{"jitter": 0.001}], indirect=True)
 def test_copies_to_the_host_pin_little_memory(fake_gpus: Any, ops: CupyOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_ops, "_PIECE_BYTES", 512)
-    for module in (device_ops, streams):
+    monkeypatch.setattr(cupy_ops, "_PIECE_BYTES", 512)
+    for module in (cupy_ops, streams):
         monkeypatch.setattr(module, "MOST_STAGED_BYTES", 2048)
     monkeypatch.setattr(fake_gpus.ndarray, "get", lambda *_: pytest.fail("a copy to pageable memory"))
     values = [np.arange(5000, dtype="f4").reshape(50, 100).T, np.float64(3), np.zeros((0, 2), "i2"), np.ones(300, "f2")]

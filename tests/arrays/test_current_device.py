@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpidist.arrays.device_ops import DeviceOps, ops_for
-from mpidist.arrays.streams import CudaDriver
+from mpidist.arrays.streams import CurrentDevice
 from mpidist.core.concurrency import mark_own_thread
 from mpidist.core.errors import DeviceError
 from tests.support import fake_cupy
@@ -97,7 +97,7 @@ def test_pinning_makes_no_context_elsewhere(ops: DeviceOps) -> None:
 
 
 def test_the_driver_says_where_there_is_a_context(fake_gpus: Any) -> None:
-    driver = CudaDriver()
+    driver = CurrentDevice(fake_gpus)
     assert not driver.has_context(1)
     fake_gpus.cuda.Device(1).use()
     assert driver.has_context(1)

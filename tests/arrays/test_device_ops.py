@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpidist.arrays.device_ops import CupyOps, DeviceOps, device_name, gpu_ops, is_device_array, ops_for, ops_of
+from mpidist.arrays.cupy_ops import CupyOps
+from mpidist.arrays.device_ops import DeviceOps, device_name, gpu_ops, is_device_array, ops_for, ops_of
 from mpidist.arrays.dtypes import Array
 
 pytestmark = pytest.mark.one_rank

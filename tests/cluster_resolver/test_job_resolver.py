@@ -1,4 +1,4 @@
-"""A TF_CONFIG that nobody asked to read: accepted where it tells of this MPI job, an error where of another cluster."""
+"""TF_CONFIG that no argument requests: it must describe this MPI job."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def config(cluster: dict[str, list[str]], job: str, index: int) -> str:
 )
 def test_processes_that_were_started_one_by_one(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", config(TWO, "worker", 1))
-    text = (
-        r"a cluster of 2 \(worker:2\), and this process is worker:1; MPI tells of a world of 1, .* mpirun -n 2 python"
-    )
+    text = r"TF_CONFIG has 2 tasks \(worker:2\), and this process is worker:1\. MPI has 1 ranks.* mpirun -n 2 python"
     with pytest.raises(mpidist.LaunchError, match=text):
         make()
 
@@ -87,4 +85,4 @@ def test_on_two_ranks() -> None:
     swapped = run(made, 2, [config(TWO, "worker", 1), config(TWO, "worker", 0)])
     three = run(made, 2, [config({"worker": ["a:1", "b:1", "c:1"]}, "worker", rank) for rank in (0, 1)])
     for rank, text in [*enumerate(swapped), *enumerate(three)]:
-        assert f"MPI tells of a world of 2, and this is rank {rank}, worker:{rank}" in text
+        assert f"MPI has 2 ranks, and this process is rank {rank}, worker:{rank}" in text

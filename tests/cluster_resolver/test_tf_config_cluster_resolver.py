@@ -82,15 +82,15 @@ def test_task_type_is_a_string(tf_config) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ('{"cluster": ', "is no JSON"),
-        ("worker:3", "is no JSON"),
+        ('{"cluster": ', "is not JSON"),
+        ("worker:3", "is not JSON"),
         ("[1]", "is a list"),
         ({"cluster": ["a:1"]}, "no usable 'cluster'"),
         ({"cluster": {"worker": "a:1"}}, "no usable 'cluster'.*'a:1'"),
         ({"cluster": {"worker": {"x": "a:1"}}}, "no usable 'cluster'.*'x'"),
-        ({"clsuter": CLUSTER}, r"keys \['clsuter'\], which are none of cluster, task"),
-        ({"cluster": {**CLUSTER, "wroker": ["e:1"]}}, "job 'wroker' in its cluster, which is none of chief, worker"),
-        ({"cluster": {"chief": ["a:1", "b:1"]}}, "has 2 tasks 'chief', of which there is at most one"),
+        ({"clsuter": CLUSTER}, r"unknown keys \['clsuter'\]. Known are cluster, task"),
+        ({"cluster": {**CLUSTER, "wroker": ["e:1"]}}, "unknown job 'wroker' in its cluster. Known are chief, worker"),
+        ({"cluster": {"chief": ["a:1", "b:1"]}}, "has 2 tasks 'chief', but at most one is possible"),
         ('{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}', "has the key 'worker' twice"),
         ({"cluster": {"worker": {"01": "a:1", "1": "b:1"}}}, "no usable 'cluster'.*job 'worker' has task 1 twice"),
         ({"cluster": {"worker": ["a:1", " "]}}, "no usable 'cluster'.*an address of job 'worker' is ' '"),
@@ -98,7 +98,10 @@ def test_task_type_is_a_string(tf_config) -> None:
         ({"cluster": CLUSTER, "task": {"type": 7, "index": 0}}, "task of type '7', but the jobs of its cluster are"),
         ({"cluster": CLUSTER, "task": {"type": True, "index": 0}}, "task type True"),
         ({"cluster": CLUSTER, "task": {"type": "boss", "index": 0}}, "task type 'boss'.*chief, worker, evaluator, ps"),
-        ({"cluster": CLUSTER, "task": {"type": "worker", "index": " 1"}}, "task index ' 1', which is no whole number"),
+        (
+            {"cluster": CLUSTER, "task": {"type": "worker", "index": " 1"}},
+            "task index ' 1', which is not a whole number",
+        ),
         ({"cluster": CLUSTER, "task": {"type": "worker", "index": "\u0661"}}, "task index '\u0661'"),
         ({"cluster": {"worker": {"1_0": "a:1"}}}, "no usable 'cluster': a task index of job 'worker' is '1_0'"),
         (
@@ -129,7 +132,7 @@ def test_bad_variables_are_quoted(tf_config, config: object, said: str) -> None:
 
 def test_a_task_that_is_not_known(tf_config) -> None:
     tf_config({"cluster": CLUSTER})
-    with pytest.raises(ValueError, match="does not say which task this process is"):
+    with pytest.raises(ValueError, match="does not name the task of this process"):
         TFConfigClusterResolver().master()
     with pytest.raises(ValueError, match="job_name is 'boss'"):
         TFConfigClusterResolver().master("boss", 0)

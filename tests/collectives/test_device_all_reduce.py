@@ -10,7 +10,7 @@ import pytest
 
 import mpidist
 from mpidist import Communicator, MismatchError
-from mpidist.arrays.device_ops import CupyOps
+from mpidist.arrays.cupy_ops import CupyOps
 from mpidist.core.errors import AlgorithmError, DeviceError, PeerError
 from mpidist.experimental import CommunicationOptions
 from mpidist.topology import world_topology

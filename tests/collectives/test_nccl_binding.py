@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from mpidist.arrays.device_ops import CupyOps
+from mpidist.arrays.cupy_ops import CupyOps
 from mpidist.collectives.gpu import nccl as nccl_module
 from mpidist.collectives.gpu.nccl import NcclComm, join_local_gpus, make_nccl, nccl_version
 from mpidist.core.options import ReduceOp

@@ -5,30 +5,23 @@ from __future__ import annotations
 import random
 import time
 import tracemalloc
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from mpidist.checkpoint.agreement import Agreement
 from mpidist.cli.doctor.checks import findings
-from mpidist.cli.doctor.facts import CoreFacts, GpuFacts, Interface, SharedMemoryFacts
+from mpidist.cli.doctor.facts import CoreFacts, Interface, SharedMemoryFacts
 from mpidist.cli.doctor.report import report_text as doctor_text
 from mpidist.cli.flight import merged_text
-from mpidist.collectives.channel import mismatch
 from mpidist.collectives.channel.executor import ChannelStatus
-from mpidist.collectives.channel.mismatch import Told, mismatch_text, news_text
+from mpidist.collectives.channel.mismatch import Told, mismatch_text
 from mpidist.collectives.mpi import communicator_names
 from mpidist.collectives.observe.hang_report import Answer, Wait, WaitState, find_deadlock, report_text
 from mpidist.collectives.observe.record import Entry, Flight, FlightHead, Kind, State
-from mpidist.collectives.observe.recorder import report_text as totals_text
 from mpidist.core.errors import PeerError
 from mpidist.core.text import group_lines, groups_of, names_text, numbered_ranks, ranks_text, said_lines
-from mpidist.estimator.by_role import cast_of
-from mpidist.parameter_server.link import Task, check_tasks
-from mpidist.strategies.replica_devices import _check_kinds, _Rank
 from mpidist.topology.topology import PLACE, map_of_ranks
 from tests.cli import doctor_jobs as made
 
@@ -136,23 +129,6 @@ def test_a_mismatch_of_all() -> None:
     assert lines[-1] == "  and 9980 more lines, of 9980 ranks"
 
 
-def test_news_of_many() -> None:
-    everyone = plans(lambda _: LATE)
-    everyone[ODD] = ("failed", "raised ValueError: no rows", "data.py:3 (rows)")
-    for rank in range(0, RANKS, 2):
-        everyone[rank] = ("left", "has left the program", "its end")
-    (line,) = fitting(lambda: news_text(everyone), width=400)
-    assert line.startswith(f"rank {ODD} raised ValueError: no rows (at data.py:3 (rows)); ranks 0,2,4,")
-    assert line.endswith(",... (5000): has left the program (at its end)")
-
-
-def test_all_to_all_that_fits_nowhere() -> None:
-    everyone = [([(other, 2, 3) for other in range(4)], RANKS, SITE) for _ in EVERYBODY]
-    lines = fitting(lambda: mismatch._rows_message(everyone))
-    assert lines[1] == "  rank 0 gives rank 0 2 rows"
-    assert lines[-1] == "  and 99999996 more such pairs"
-
-
 # Who waits for whom ---------------------------------------------------------------------------------------------------
 
 
@@ -175,19 +151,6 @@ def test_a_hang_for_one_rank() -> None:
     )
     assert lines[2].startswith(f"  ranks 0-{ODD - 1},{ODD + 1}-9999: waiting for them at ")
     assert len(lines) == 3
-
-
-def test_a_hang_for_half_of_the_ranks() -> None:
-    answers = {rank: status(rank, 17 if rank % 2 else 16, waits=bool(rank % 2)) for rank in EVERYBODY}
-    answers[ODD - 1] = status(ODD - 1, 15, waits=False, line=30)
-    del answers[ODD + 1]
-    lines = fitting(lambda: report_text(17, answers, RANKS), width=460)
-    assert [line.split(":")[0].split(",")[0] for line in lines[1:]] == [
-        "  rank 4710", "  rank 4712", "  ranks 0", "  ranks 1"
-    ]  # fmt: skip
-    assert "gave no answer" in lines[2]
-    assert "60 to 69 s ago" in lines[3]
-    assert "(process 20000 on n0000, process 20002 on n0000, process 20004 on n0000 and 4995 more)" in lines[3]
 
 
 def test_a_hang_where_each_does_something_else() -> None:
@@ -215,13 +178,6 @@ def test_a_deadlock_of_two_halves() -> None:
     assert len(lines) == 7
 
 
-def test_no_deadlock_of_many_is_found_in_time() -> None:
-    found = [state(rank, ("a", 5), a=5, b=3) if rank % 2 else state(rank, ("b", 3), a=4, b=3) for rank in EVERYBODY]
-    start = time.process_time()
-    assert find_deadlock("a", 5, found) is None
-    assert time.process_time() - start < 2
-
-
 # Records --------------------------------------------------------------------------------------------------------------
 
 
@@ -242,24 +198,6 @@ def flights(entries_of: Callable[[int], list[Entry]], ranks: Iterable[int] = EVE
         yield Flight(FlightHead(rank, RANKS, f"n{rank // PER_NODE:04}", rank, 0), entries_of(rank))
 
 
-def test_flight_records() -> None:
-    def entries(rank: int) -> list[Entry]:
-        if rank == ODD:
-            return [*map(entry, range(1, 19)), entry(19, "barrier", State.RUNNING)]
-        return [*map(entry, range(1, 19)), entry(19, state=State.RUNNING)]
-
-    lines = fitting(lambda: merged_text(flights(entries, EVERYBODY[:-1]), 10))
-    assert lines[1] == "  without rank 9999: no file to read"
-    place = lines.index("  the ranks diverged at number 19:")
-    assert lines[place + 1] == f"    rank {ODD}: barrier, at {SITE}"
-
-
-def test_flight_records_of_ranks_that_all_differ() -> None:
-    made_so = flights(lambda rank: [entry(1), entry(2 + rank % 50), entry(60, EACH[rank], State.RUNNING)])
-    lines = fitting(lambda: merged_text(made_so, 10), lines=80)
-    assert any("more lines, of" in line for line in lines)
-
-
 def test_flight_records_are_not_kept() -> None:
     def entries(rank: int) -> list[Entry]:
         made = [entry(number, f"all_reduce of float64({number},)") for number in range(1, 21)]
@@ -271,36 +209,6 @@ def test_flight_records_are_not_kept() -> None:
     tracemalloc.stop()
     assert f"    rank {ODD}: did not reach it" in text
     assert most < 8 << 20, "of 10,000 records of 20 entries, 200 bytes or more each"
-
-
-def test_flight_records_of_many_communicators() -> None:
-    def entries(rank: int) -> list[Entry]:
-        name = f"communicator 1 of node {rank // PER_NODE}"
-        return [
-            entry(n, state=State.RUNNING if rank == ODD and n == 9 else State.DONE, communicator=name)
-            for n in range(1, 10)
-        ]
-
-    lines = fitting(lambda: merged_text(flights(entries), 10), lines=60)
-    assert lines[2] == f"communicator 1 of node {ODD // PER_NODE}", "the one that is not well"
-    assert lines[-1] == "and 1246 more communicators, 1246 of them well; all: --json"
-
-
-def test_flight_records_of_messages() -> None:
-    def entries(rank: int) -> list[Entry]:
-        state = State.RUNNING if rank == ODD else State.DONE
-        return [entry(0, f"send to rank {rank + 1}", state, kind=Kind.MESSAGE) for _ in range(3)]
-
-    lines = fitting(lambda: merged_text(flights(entries), 3), lines=46)
-    assert f"rank {ODD}: send to rank {ODD + 1}" in lines[4]
-
-
-def test_the_report_of_totals() -> None:
-    counts = Counter(calls=3, nbytes=8, time=1000, for_others=900)
-    by_rank = {rank: {LATE: counts} for rank in range(0, RANKS, 2)}
-    lines = fitting(lambda: totals_text(by_rank, RANKS, 5.0))
-    assert "(without 1,3,5," in lines[0]
-    assert lines[0].endswith("... (5000)), means over ranks, in 5.0 s")
 
 
 # Doctor ---------------------------------------------------------------------------------------------------------------
@@ -335,37 +243,6 @@ def test_the_doctor_on_a_cluster() -> None:
     assert lines[-1] == "nothing wrong found"
 
 
-def test_the_doctor_names_the_odd_rank() -> None:
-    gpus = GpuFacts(True, (), problem="the driver is too old; pip install 'cupy-cuda11x'")
-    job = doctor_job(
-        cores=CoreFacts((0,), 128, None, {}),
-        software={"Python": "3.12.1", "NumPy": "2.4.6", "mpi4py": "4.1.2", "mpidist": "0.1"},
-        settings={"MPIDIST_TIMEOUT": "5"},
-        without_core="no compiler",
-        gpus=gpus,
-    )
-    lines = fitting(lambda: doctor_text(job, findings(job)), lines=60)
-    ranks = next(number for number, line in enumerate(lines) if line.startswith("ranks"))
-    assert lines[ranks + 1].split()[:2] == [str(ODD), "n0588"]
-    text = "\n".join(lines)
-    for part in (
-        "3.12.1 on n0588",
-        f"rank {ODD} differ",
-        f"Rank {ODD} on n0588 cannot use",
-        f"Rank {ODD} on n0588: the",
-    ):
-        assert part in text
-
-
-def test_the_doctor_where_half_of_the_ranks_are_silent() -> None:
-    job = doctor_job()
-    ranks = tuple(None if rank > 5000 else facts for rank, facts in enumerate(job.ranks))
-    failed = [(0, rank) for rank in range(5001, RANKS)]
-    job = replace(job, ranks=ranks, reach=made.reach(RANKS, failed, {}, range(5001, RANKS)))
-    lines = fitting(lambda: doctor_text(job, findings(job)), lines=60)
-    assert any("No rank heard from ranks 5001-9999" in line for line in lines)
-
-
 # Errors of set-up and of checkpoints ----------------------------------------------------------------------------------
 
 
@@ -386,30 +263,3 @@ def test_a_checkpoint_that_fails() -> None:
     assert line.startswith("save out/ckpt-3 failed on ranks 1-3,5-7,")
     assert f"of 10000, with rank {ODD}: ValueError: no rows; ranks 1-3,5-7," in line
     assert line.endswith("(7499): OSError: no space left")
-
-
-def test_a_checkpoint_of_other_objects() -> None:
-    answers = [{"result": ["model", *(["extra"] if rank == ODD else [])]} for rank in EVERYBODY]
-    check = _Told(answers).check_same
-    (line,) = fitting(lambda: error_of(lambda: check(["model"], [*EVERYBODY]), ValueError), width=400)
-    assert f"the ranks hold different objects: 'extra' only on rank {ODD}; expected" in line
-
-
-def test_roles_and_tasks() -> None:
-    told: list[tuple[str | None, int | None, str]] = [("worker", rank, "/out") for rank in EVERYBODY]
-    told[ODD] = ("evaluator", 0, "/out")
-    told[ODD + 1] = ("evaluator", 1, "/out")
-    (line,) = fitting(lambda: error_of(lambda: cast_of(told, 0), ValueError), width=400)
-    assert line.startswith(f"there are 2 tasks 'evaluator' (ranks {ODD}-{ODD + 1}: evaluator, ranks 0-{ODD - 1},")
-    elsewhere: list[tuple[str | None, int | None, str]] = [(None, None, f"/scratch/{rank}") for rank in EVERYBODY]
-    fitting(lambda: error_of(lambda: cast_of(elsewhere, 0), ValueError), width=400)
-    tasks = [Task("worker", rank % 5000) for rank in EVERYBODY]
-    fitting(lambda: error_of(lambda: check_tasks(tasks, []), ValueError), width=400)
-
-
-def test_ranks_without_gpus() -> None:
-    told = [_Rank(None, ("a",) if rank % 2 else (), "m", f"n{rank // PER_NODE:04}", "no driver") for rank in EVERYBODY]
-    told[ODD + 1] = told[ODD + 1]._replace(why_none="none to be seen")
-    devices = [("gpu:0",) if own.seen else ("cpu:0",) for own in told]
-    (line,) = fitting(lambda: error_of(lambda: _check_kinds(told, devices), Exception), width=700)
-    assert f"rank {ODD + 1} on n0589: none to be seen; ranks 0,2," in line

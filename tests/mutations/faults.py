@@ -314,8 +314,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "ranks compare their versions but not their builds",
         "mpidist/topology/same_program.py",
-        'f"{__version__}, build {build_id()}"}',
-        'f"{__version__}, build"}',
+        'f"{__version__}, build {build_id()}", **values}',
+        'f"{__version__}, build", **values}',
         ("tests/topology/test_agreement.py",),
     ),
     Fault(
@@ -362,7 +362,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "two resolvers may have one task with the same index",
-        "mpidist/cluster_resolver/simple_cluster_resolver.py",
+        "mpidist/cluster_resolver/cluster_resolver.py",
         "        if twice:\n",
         "        if len(twice) > 1:\n",
         ("tests/cluster_resolver/test_simple_and_union.py",),

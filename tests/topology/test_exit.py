@@ -1,16 +1,13 @@
-"""Tracebacks with mpidist's frames folded, and last output that is printed once, whatever sys.stderr is."""
+"""Tracebacks with mpidist's frames folded."""
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -86,66 +83,9 @@ def test_full_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert traceback_text(error).endswith("mpidist: MPIDIST_FULL_TRACEBACK='yes': expected 0 or 1\n")
 
 
-class Copying:
-    """Copies its text to another stream, like programs that log their output. It has no descriptor."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream, self.copy = stream, ""
-
-    def write(self, text: str) -> None:
-        self.stream.write(text)
-        self.copy += text
-
-    def flush(self) -> None:
-        self.stream.flush()
-
-
-class Broken:
-    def write(self, text: str) -> None:
-        raise OSError("full")
-
-
-@pytest.fixture
-def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A file in place of descriptor 2 and sys.__stderr__."""
-    path = tmp_path / "real"
-    with path.open("w") as opened:
-        monkeypatch.setattr(ends, "STDERR", opened.fileno())
-        monkeypatch.setattr(sys, "__stderr__", opened)
-        yield path
-
-
-@pytest.fixture
-def closed(tmp_path: Path) -> Any:
-    opened = (tmp_path / "closed").open("w")
-    opened.close()
-    return opened
-
-
-def test_last_text_is_printed_once(real: Path, closed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tempfile.TemporaryFile("w+") as nameless:
-        lost = (io.StringIO(), io.TextIOWrapper(io.BytesIO()), nameless, closed, Broken(), None)
-        for number, stream in enumerate((*lost, Copying(sys.__stderr__), sys.__stderr__), start=1):
-            monkeypatch.setattr(sys, "stderr", stream)
-            ends.write_last("told \udc80\n" if number == 1 else "told\n")
-            assert real.read_text(errors="surrogateescape").count("told") == number
-    with (tmp_path / "own").open("w") as own:
-        monkeypatch.setattr(sys, "stderr", own)
-        ends.write_last("told to a file\n")
-        assert (tmp_path / "own").read_text() == "told to a file\n"
-    assert "to a file" not in real.read_text()
-
-
-def test_hook_may_print_into_a_buffer(real: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for stream in (io.StringIO(), None):
-        monkeypatch.setattr(sys, "stderr", stream)
-        with ends.lasting_stderr():
-            print("a hook's", "words", file=sys.stderr)
-        assert sys.stderr is stream
-    assert real.read_text() == "a hook's words\n" * 2
-
-
-def test_flush_survives_a_closed_stream(closed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flush_survives_a_closed_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = (tmp_path / "closed").open("w")
+    closed.close()
     with (tmp_path / "open").open("w") as opened:
         monkeypatch.setattr(sys, "stdout", closed)
         monkeypatch.setattr(sys, "stderr", opened)

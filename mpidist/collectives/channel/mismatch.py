@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -119,6 +118,8 @@ def checksums_fit(checksums: Sequence[int]) -> bool:
 
 @lru_cache(maxsize=64)
 def _weights(size: int) -> tuple[list[int], list[int]]:
+    import random
+
     bits = random.Random(size)  # equal on all ranks
     from_each, to_each = ([bits.getrandbits(_BITS) | 1 for _ in range(size)] for _ in range(2))
     return from_each, to_each

@@ -30,6 +30,7 @@ from mpidist.topology import Topology, allowed_cores, cores_are_short, import_mp
 from mpidist.topology.exit import can_go_on, revoking
 from mpidist.topology.processes import Process
 from mpidist.topology.same_program import check_same_everywhere
+from mpidist.topology.topology import same_as_world
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -224,7 +225,7 @@ def _agreed_topology(comm: MPI.Intracomm) -> tuple[Topology, native.Opener | Non
     opener = _agreed_opener(comm)
     if opener is None:
         return Topology(comm, ranks_per_node=1), None, None
-    topology = Topology(comm)
+    topology = Topology(comm, like=same_as_world(comm))
     nbytes = native.library().nc_control_bytes(topology.local_size)
     steps = shared_memory(topology.node, nbytes, 0, nbytes if topology.local_rank == 0 else 0)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import socket
 import time
 import zlib
 from collections.abc import Callable
@@ -283,7 +282,7 @@ class HangObserver(Observer):
             status._replace(text=cut_text(status.text, _LONGEST_TEXT)),
             wait_state(where) if question.purpose == DEADLOCK else None,
             where,
-            f"process {os.getpid()} on {socket.gethostname()}",
+            f"process {os.getpid()} on {os.uname().nodename}",
             question in self._hearers,
             self._reports[question].printing_rank if question in self._reports else None,
             sampler().samples() if question.purpose == STRAGGLER else None,

@@ -7,7 +7,6 @@ much as without them.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections import deque
@@ -187,7 +186,7 @@ class StatusFile(RankFile):
             rank=self._rank,
             ranks=self._ranks,
             job=world_topology().job if has_world() else "",
-            host=socket.gethostname(),
+            host=os.uname().nodename,
             process=os.getpid(),
             born=process_born(os.getpid()),
             program=self._program,

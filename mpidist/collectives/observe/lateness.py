@@ -8,7 +8,7 @@ but to the second, in which the samples of all ranks are aligned.
 from __future__ import annotations
 
 import math
-import socket
+import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -229,7 +229,7 @@ class Sampler:
     """Samples of this rank, once a second."""
 
     def __init__(self) -> None:
-        self._host = socket.gethostname()
+        self._host = os.uname().nodename
         self._numbers: deque[bytes] = deque(maxlen=KEPT_SECONDS)
         self._second, self._time = int(time.time()), time.perf_counter_ns()
         self._before, self._steps = self._totals(), counts.steps

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import mmap
 import os
-import socket
 import struct
 import threading
 import time
@@ -165,7 +164,7 @@ class FlightFile:
     """The flight record of this process, which replaces the file of an earlier job."""
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, ranks: int) -> None:
-        head = FlightHead(rank, ranks, socket.gethostname(), os.getpid(), time.time_ns() - clock())
+        head = FlightHead(rank, ranks, os.uname().nodename, os.getpid(), time.time_ns() - clock())
         nbytes = HEAD_BYTES + (CALLS + MESSAGES) * ENTRY_BYTES
         with folder_to_write(folder, FLIGHT_RECORD.name), replacing(flight_path(folder, rank)) as descriptor:
             if hasattr(os, "posix_fallocate"):

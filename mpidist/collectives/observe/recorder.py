@@ -31,9 +31,8 @@ Totals = dict[str, Counter[str]]
 
 
 def record_channel(channel: Channel) -> None:
-    """Record the collectives of a channel if a setting asks for it (collective)."""
-    if settings.TRACE.read() is not None or settings.REPORT.read() or settings.FLIGHT_RECORD.read() is not None:
-        _recorder().add(channel)
+    """Record the collectives of a channel (collective)."""
+    _recorder().add(channel)
 
 
 @cache

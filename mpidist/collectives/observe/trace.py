@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -80,7 +79,7 @@ class TraceFile(RankFile):
         self._drained, self._saved, self._running = 0, 0, list[int]()
         self._has_room = threading.Event()
         self._waited_at = -1
-        host = socket.gethostname()
+        host = os.uname().nodename
         self._facts: TraceFacts = {"rank": rank, "ranks": ranks, "host": host, "clock": _clock_name(), "dropped": 0}
         self._room = most_events
         self._end = 0
@@ -190,7 +189,7 @@ def _lines(entry: Entry, rank: int) -> list[str]:
 def _clock_name() -> str:
     """Return a name of the clock, the same in all processes that read it."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/time"
-    host = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    host = boot.read_text().strip() if boot.exists() else os.uname().nodename
     return f"{host} {os.readlink(namespace)}" if os.path.exists(namespace) else host
 
 

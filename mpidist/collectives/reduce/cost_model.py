@@ -12,7 +12,6 @@ choose the same algorithm without a message.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -295,7 +294,7 @@ def _median(comm: Comm, act: Callable[[], Steps[None]], rounds: int = 1) -> Step
         slowest = yield from agreed_minimum(comm, -int(1e9 * (time.perf_counter() - start)))
         times.append(max(-slowest / 1e9, _LEAST_SECONDS))
     # The first repetition allocates memory and opens connections.
-    return statistics.median(times[1:]) / rounds
+    return float(np.median(times[1:])) / rounds
 
 
 def _barrier(comm: Comm, node: Node, of_all: bool) -> Steps[None]:
