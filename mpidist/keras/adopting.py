@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import keras
 
@@ -63,7 +63,7 @@ def adopt(model: M) -> M:
     (True, 3)
     """
     check_adopts_in_scope("mpidist.keras.adopt()")
-    strategy: Any = get_strategy()
+    strategy = cast("Strategy", get_strategy())
     require_cross_replica(strategy, "mpidist.keras.adopt()", "call it where the model is made")
     _check(strategy)
     if not isinstance(model, keras.Model):
