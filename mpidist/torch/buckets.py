@@ -137,7 +137,7 @@ class Bucket:
 
 
 def _like(part: Tensor, parameter: Tensor) -> Tensor:
-    """Return a part of a bucket with the shape and, if possible, the strides of a parameter."""
+    """Return a part of a bucket in the shape and, if possible, strides of a parameter."""
     sizes, strides = parameter.shape, parameter.stride()
     span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     return part.as_strided(sizes, strides) if parameter.numel() == span else part.view(sizes)

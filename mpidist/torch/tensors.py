@@ -178,43 +178,27 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 class Order:
-    """The order of a call of tensors in host memory: the program's."""
+    """The order of a call: the program's in host memory, and on a GPU after the device's current stream."""
 
-    has_streams = False
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device
+        if device is not None:
+            ops = _ops(device)
+            self._caller = _current_stream(ops, device)
+            self._apart = _apart(ops, device.index)
+            # Work before the call may still read the tensors for the results.
+            self._ready = self._caller.record()
 
     def calling(self) -> AbstractContextManager[object]:
-        """Return a context for the call itself, in the calling thread."""
-        return nullcontext()
+        """Return a context for the call itself, in the calling thread. torch's current stream is CuPy's, too."""
+        return nullcontext() if self.device is None else self._caller
 
     def ending(self, *needed: object) -> AbstractContextManager[object]:
         """Return a context, in any thread, to copy results into tensors. It keeps ``needed`` alive until then."""
-        return nullcontext()
-
-    def future(self) -> Future[list[Tensor]]:
-        """Return a future for the tensors of the call."""
-        return torch.futures.Future()
-
-
-class StreamOrder(Order):
-    """The order of a call of tensors on a GPU: after its current stream."""
-
-    has_streams = True
-
-    def __init__(self, device: torch.device) -> None:
-        ops = _ops(device)
-        self._device = device
-        self._caller = _current_stream(ops, device)
-        self._apart = _apart(ops, device.index)
-        # Work before the call may still read the tensors for the results.
-        self._ready = self._caller.record()
-
-    def calling(self) -> AbstractContextManager[object]:
-        """See ``Order``. torch's current stream is CuPy's, too."""
-        return self._caller
+        return nullcontext() if self.device is None else self._on_stream_apart(needed)
 
     @contextmanager
-    def ending(self, *needed: object) -> Iterator[None]:
-        """See ``Order``. The current stream is a separate one."""
+    def _on_stream_apart(self, needed: object) -> Iterator[None]:
         with self._apart.current():
             self._apart.stream.wait(self._ready)
             try:
@@ -223,8 +207,8 @@ class StreamOrder(Order):
                 self._apart.keep(needed)
 
     def future(self) -> Future[list[Tensor]]:
-        """See ``Order``. Its tensors are ready on the stream that is current in ``set_result``."""
-        return torch.futures.Future(devices=[self._device])
+        """Return a future for tensors, which are ready on the stream that is current in ``set_result``."""
+        return torch.futures.Future(devices=[] if self.device is None else [self.device])
 
 
 HOST_ORDER = Order()
@@ -234,7 +218,7 @@ def order_of(tensors: Iterable[Tensor]) -> Order:
     """Return the order of a call that this thread makes now."""
     for tensor in tensors:
         if tensor.is_cuda:
-            return StreamOrder(tensor.device)
+            return Order(tensor.device)
     return HOST_ORDER
 
 

@@ -81,7 +81,7 @@ class DoneWork(_BaseWork):
         dist.Work.__init__(self)
         self._tensors, self._order = tensors, order
         # A later caller may be on another stream.
-        self._future = self._make_future() if order.has_streams else None
+        self._future = self._make_future() if order.device is not None else None
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         """Return True."""
@@ -130,7 +130,7 @@ class StartedWork(_BaseWork):
         """Return True when the result is in the tensors. On a GPU, the current stream waits."""
         if not self._is_over:
             self.settle(timeout.total_seconds())
-        if self._order.has_streams or not self._future.done():
+        if self._order.device is not None or not self._future.done():
             # Another thread has detected the end, and is about to complete the future.
             self._future.wait()
         if self._error is not None:
@@ -212,43 +212,6 @@ class StartedWork(_BaseWork):
             return self._work.wait()
 
 
-class OpenWorks:
-    """The started works of one group, which the progress thread completes."""
-
-    def __init__(self) -> None:
-        self._works: list[StartedWork] = []
-        self._lock = threading.Lock()
-
-    def add(self, work: StartedWork) -> None:
-        """Let the progress thread complete a work."""
-        with self._lock:
-            self._works.append(work)
-        progress.watch(self.move)
-        if self.move not in progress.watched or is_own_thread():
-            # Nobody else would complete a future that C++ waits for: there is no progress thread, or this is it, in a
-            # callback of an earlier work's future.
-            work.settle()
-            self.move()
-
-    def move(self) -> StartedWork | None:
-        """Complete the works that have ended, and return the oldest other one."""
-        # Messages end in any order.
-        over = [work for work in list(self._works) if work.advance()]
-        with self._lock:
-            for work in over:
-                if work in self._works:
-                    self._works.remove(work)
-            return self._works[0] if self._works else None
-
-    def close(self) -> None:
-        """Wait for all works, and stop completing them."""
-        while self._works:
-            work = self._works.pop()
-            if not work.is_completed():
-                work.settle()
-        progress.forget(self.move)
-
-
 class Calls:
     """Runs the collectives of one group: at once if torch waits, otherwise started.
 
@@ -259,7 +222,9 @@ class Calls:
     def __init__(self, comm: Communicator, name: str, options: CommunicationOptions | None) -> None:
         self._comm, self._name, self.options = comm, name, options
         self._program = threading.RLock()
-        self._works = OpenWorks()
+        # The started works, which the progress thread completes.
+        self._works: list[StartedWork] = []
+        self._lock = threading.Lock()
         self.count = 0
         self._is_short_of_cores = cores_are_short(2)
 
@@ -322,8 +287,26 @@ class Calls:
         if work is None:
             return DoneWork(list(tensors), order)
         if not work.advance():
-            self._works.add(work)
+            self._complete_later(work)
         return work
+
+    def _complete_later(self, work: StartedWork) -> None:
+        with self._lock:
+            self._works.append(work)
+        progress.watch(self._move)
+        if self._move not in progress.watched or is_own_thread():
+            # Nobody else would complete a future that C++ waits for: there is no progress thread, or this is it, in a
+            # callback of an earlier work's future.
+            work.settle()
+            self._move()
+
+    def _move(self) -> StartedWork | None:
+        """Complete the works that have ended, and return the oldest other one."""
+        # Messages end in any order.
+        over = [work for work in list(self._works) if work.advance()]
+        with self._lock:
+            self._works = [work for work in self._works if work not in over]
+            return self._works[0] if self._works else None
 
     def _advance(self, work: StartedWork, tensors: Sequence[Tensor]) -> None:
         if self._comm.size == 1:
@@ -347,7 +330,11 @@ class Calls:
     def close(self) -> None:
         """Finish the works in flight, and free the communicator (collective)."""
         with self._program:
-            self._works.close()
+            for work in list(self._works):
+                if not work.is_completed():
+                    work.settle()
+            self._move()
+            progress.forget(self._move)
             try:
                 self._comm.close()
             except (CollectiveTimeoutError, MismatchError, PeerError) as error:
@@ -357,7 +344,7 @@ class Calls:
     def abort(self) -> None:
         """Leave the group without the other ranks. Works end with an error (local)."""
         self._comm.abort()
-        self._works.move()
+        self._move()
 
 
 def _begin_event(name: str, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
