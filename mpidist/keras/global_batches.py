@@ -240,8 +240,8 @@ def global_batches(
         batches = _batches_of(strategy, x, seed, fills)
         if isinstance(batches, StreamBatches) and batches.num_batches is None and not steps:
             raise ValueError(
-                f"nobody knows of how many batches {x!r} is; expected steps_per_epoch=... in fit(), which needs no "
-                ".repeat(), validation_steps=... for validation_data, and steps=... in evaluate() and predict()"
+                f"The number of batches of {x!r} is unknown; expected steps_per_epoch=... in fit(), which needs no "
+                ".repeat(), validation_steps=... for validation_data, and steps=... in evaluate() and predict()."
             )
         return batches
     if y is None and sample_weight is not None:
@@ -280,7 +280,7 @@ def _batches_of(strategy: Strategy, x: object, seed: int | None, fills: bool) ->
     if _is_data_loader(x) or (fills and isinstance(x, Dataset)):
         return StreamBatches(strategy, x, fills=fills)
     if fills:
-        raise TypeError(f"predict() of {x!r}, of whose rows no order is known; expected the mpidist.Dataset itself")
+        raise TypeError(f"predict() of {x!r}, because no order is known of its rows. Pass the mpidist.Dataset itself.")
     contents, source = "", cast("Iterable[object]", x)
     if isinstance(x, Dataset):
         samples = zlib.crc32(str([*array_samples(graph_and_options(x)[0])]).encode())

@@ -17,16 +17,16 @@ _scope_of: WeakKeyDictionary[keras.Model, StrategyLike] = WeakKeyDictionary()
 
 
 def _note_scope(model: keras.Model) -> None:
-    """Remember the scope that a model is made in: it may be compiled outside."""
+    """Record the scope in which a model is created. It may be compiled outside."""
     if has_strategy():
         _scope_of[model] = get_strategy()
 
 
 def _adopt(model: keras.Model) -> None:
-    """Have a compiled model trained by the strategy of its scope."""
+    """Let the strategy of its scope train a compiled model."""
     strategy = get_strategy() if has_strategy() else _scope_of.get(model)
     if strategy is not None:
-        # Raises ImportError for backends of Keras that it does not support.
+        # An ImportError for other backends of Keras.
         from mpidist.keras.adopting import adopt
 
         with in_scope_of(strategy):
@@ -46,7 +46,7 @@ def _require_adoption(model: keras.Model) -> None:
 
 
 def _hook(owner_of: str, method: str, hook: Callable[[keras.Model], None], calls_before: bool = False) -> None:
-    """Call ``hook`` beside a method of the class of Keras that defines ``owner_of``."""
+    """Call ``hook`` before or after a method of the class of Keras that defines ``owner_of``."""
     owner = next(kind for kind in keras.Model.__mro__ if owner_of in vars(kind))
     original = getattr(owner, method)
 

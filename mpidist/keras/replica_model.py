@@ -73,15 +73,6 @@ class Adoption:
         finally:
             self.weighs_losses = False
 
-    @contextmanager
-    def shared(self, method: str) -> Iterator[None]:
-        """Announce an error of the block to the other ranks."""
-        try:
-            yield
-        except Exception as error:
-            self.strategy.extended.announce(error, method)
-            raise
-
 
 def _changes_of(value: Tensor | Array) -> int:
     """Return how often PyTorch has changed a tensor. Arrays of JAX do not change."""
@@ -181,7 +172,7 @@ class ReplicaModel(keras.Model):
         ``batch_size`` and the batches of datasets are those of all ranks together.
         """
         strategy, sums = self._mpidist.strategy, self._mpidist.sums
-        with self._mpidist.shared("fit()"):
+        with strategy.extended.shared_errors("fit()"):
             if validation_split and validation_data is None:
                 (x, y, sample_weight), validation_data = split((x, y, sample_weight), validation_split)
             # As for Keras' own generators, keras.utils.set_random_seed() determines it.
@@ -228,7 +219,7 @@ class ReplicaModel(keras.Model):
         kwargs.update(steps=steps, return_dict=return_dict)
         if isinstance(x, GlobalBatches):  # within fit()
             return super().evaluate(x, verbose=verbose, callbacks=callbacks, **kwargs)
-        with self._mpidist.shared("evaluate()"):
+        with self._mpidist.strategy.extended.shared_errors("evaluate()"):
             batches = global_batches(self._mpidist.strategy, x, y, sample_weight, batch_size, steps)
             self._agree("evaluate()", batches)
             self._build_by(batches)
@@ -243,7 +234,7 @@ class ReplicaModel(keras.Model):
         callbacks: object = None,
     ) -> object:
         """Return the predictions for all rows, in order, on every rank (collective)."""
-        with self._mpidist.shared("predict()"):
+        with self._mpidist.strategy.extended.shared_errors("predict()"):
             batches = global_batches(self._mpidist.strategy, x, None, None, batch_size, steps, fills=True)
             self._agree("predict()", batches)
             outputs = super().predict(batches, **self._shown(batches, verbose, callbacks), steps=steps)
@@ -272,8 +263,8 @@ class ReplicaModel(keras.Model):
         has_mask = any(get_keras_mask(output) is not None for output in keras.tree.flatten(y_pred))
         if has_mask and self._mpidist.sums.are_needed:
             raise ValueError(
-                "an output has a mask, by whose elements Keras divides the loss: the mean over ranks by their rows is "
-                "another one. Expected: sample_weight in place of Masking or mask_zero=True"
+                "an output has a mask. Masked outputs are not supported on several ranks, because Keras averages the "
+                "loss over unmasked elements. Use sample_weight instead of Masking or mask_zero=True."
             )
         return super().compute_loss(*args, **kwargs)
 

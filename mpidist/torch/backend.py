@@ -113,7 +113,7 @@ class Operations:
         name = _name_of(reduce_op)
         ops = {_op_of(name, array.dtype.kind) for array in arrays}
         if len(ops) > 1:
-            raise TypeError(f"{name} of tensors of these dtypes in one go is not there; reduce each by itself")
+            raise TypeError(f"{name} of tensors of these dtypes is not supported in one call. Call it for each dtype.")
         (op,) = ops
         views = [array.view(np.uint8) if array.dtype == np.bool_ else array for array in arrays]
         if op == name or name != "MEAN":
@@ -279,7 +279,10 @@ class Operations:
         flat, counts = joined(inputs), [tensor.numel() for tensor in inputs]
         expected = [output.numel() for output in outputs]
         out = array_of(inputs[0].new_empty(sum(expected)))
-        return self._all_to_all(inputs, outputs, opts, filling(outputs), flat, counts, expected, out)
+        opts, finish = opts or c10d.AllToAllOptions(), filling(outputs)
+        return self._calls.do(
+            "all_to_all", inputs, outputs, opts, finish, flat, counts=counts, expected=expected, out=out
+        )
 
     def all_to_all_single(
         self,
@@ -294,28 +297,15 @@ class Operations:
         given = array_of(tensor)
         with self.comm.shared_errors("reading split sizes"):
             counts, expected = self._splits(given, input_counts), self._splits(array, output_counts)
-        return self._all_to_all([tensor], [output], opts, finish, given, counts, expected, array)
-
-    def _all_to_all(
-        self,
-        inputs: Tensors,
-        outputs: Tensors,
-        opts: dist.AllToAllOptions | None,
-        finish: Finish,
-        given: Array,
-        counts: list[int],
-        expected: list[int],
-        out: Array,
-    ) -> Work:
         opts = opts or c10d.AllToAllOptions()
         return self._calls.do(
-            "all_to_all", inputs, outputs, opts, finish, given, counts=counts, expected=expected, out=out
+            "all_to_all", [tensor], [output], opts, finish, given, counts=counts, expected=expected, out=array
         )
 
     def _splits(self, array: Array, counts: Sequence[int]) -> list[int]:
         size = self.comm.size
         if not counts and len(array) % size:
-            raise ValueError(f"the tensor has {len(array)} rows; expected a multiple of {size}, or split sizes")
+            raise ValueError(f"The tensor has {len(array)} rows. Pass a multiple of {size}, or split sizes.")
         return list(counts) or [len(array) // size] * size
 
     def _row_each(self, array: Array, shape: tuple[int, ...]) -> Array:
@@ -386,7 +376,7 @@ def _op_of(name: str, kind: str) -> str:
     """Return the Communicator's operation for a kind of dtype."""
     if kind == "b":
         if name == "MEAN":
-            raise TypeError("a mean of bools is not defined; cast the tensor first: tensor.float()")
+            raise TypeError("The mean of bools is not defined. Cast the tensor first: tensor.float()")
         return _OF_BOOLS[name]
     return "SUM" if name == "MEAN" and kind in "iu" else name
 

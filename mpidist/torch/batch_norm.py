@@ -55,7 +55,7 @@ class SyncBatchNorm(torch.nn.BatchNorm1d):  # type: ignore[misc, unused-ignore]
 
     def _check_input_dim(self, given: Tensor) -> None:
         if given.dim() < 2:
-            raise ValueError(f"SyncBatchNorm was given an input of {given.dim()} axes; expected (rows, channels, ...)")
+            raise ValueError(f"The input of SyncBatchNorm has {given.dim()} axes. Pass (rows, channels, ...).")
 
     def forward(self, given: Tensor) -> Tensor:
         """Return the input with mean 0 and variance 1 in each channel, scaled and shifted."""
@@ -98,8 +98,7 @@ class _Normalized(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         mean, count = sums[:-1] / sums[-1], sums[-1]
         if count <= 1:
             raise ValueError(
-                f"SyncBatchNorm was given {int(count)} values per channel on all replicas together; expected more than "
-                "1 in training"
+                f"SyncBatchNorm got {int(count)} values per channel from all replicas. It needs at least 2 in training."
             )
         deviation = wide - mean.view(shape)
         variance = context.all_reduce(ReduceOp.SUM, deviation.square().sum(axes)) / count

@@ -47,8 +47,8 @@ def changes_of(tensor: Tensor) -> int:
 
 def _changed() -> RuntimeError:
     return RuntimeError(
-        "gradients were changed between backward() and the end of their sum over the replicas, which would be lost; "
-        "call optimizer.synchronize() first, as in: loss.backward(); optimizer.synchronize(); "
+        "Gradients were changed before their sum over the replicas was complete, so the change would be lost. Call "
+        "optimizer.synchronize() first: loss.backward(); optimizer.synchronize(); "
         "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0); optimizer.step()"
     )
 
@@ -85,7 +85,7 @@ class Bucket:
         if gradient is not view:
             if gradient.layout is not torch.strided:
                 raise TypeError(
-                    f"a gradient is {gradient.layout}; expected a dense one: torch.nn.Embedding(..., sparse=False)"
+                    f"A gradient is {gradient.layout}. Use dense ones: torch.nn.Embedding(..., sparse=False)"
                 )
             view.copy_(gradient.detach())
             parameter.grad = view
@@ -137,7 +137,7 @@ class Bucket:
 
 
 def _like(part: Tensor, parameter: Tensor) -> Tensor:
-    """Return a part of a bucket in the shape and, if possible, strides of a parameter."""
+    """Return a part of a bucket with a parameter's shape and, if possible, strides."""
     sizes, strides = parameter.shape, parameter.stride()
     span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     return part.as_strided(sizes, strides) if parameter.numel() == span else part.view(sizes)
@@ -192,9 +192,9 @@ class SummedGradients:
             return
         if bucket.is_started:
             raise RuntimeError(
-                "backward() came to a gradient whose sum over the replicas is on its way already; to add up several "
-                "batches have all but the last inside `with optimizer.no_sync():`, and call optimizer.zero_grad() "
-                "before each first one"
+                "backward() computed a gradient again while its sum over the replicas is in flight. To add up several "
+                "batches, call backward() for all but the last inside `with optimizer.no_sync():`. Call "
+                "optimizer.zero_grad() before the first."
             )
         is_in_view, overlaps = parameter.grad is bucket.views[position], self._overlaps()
         if position not in bucket.added or not is_in_view:
@@ -213,8 +213,8 @@ class SummedGradients:
     def _move(self, bucket: Bucket, position: int) -> None:
         if self._holds_sums and bucket.parameters[position].grad is bucket.views[position]:
             raise RuntimeError(
-                "a gradient still has the sum over all replicas of the step before in it; call "
-                "optimizer.zero_grad() before backward()"
+                "A gradient still has the sum over all replicas of the step before in it. You must "
+                "call optimizer.zero_grad() before backward()."
             )
         bucket.add(position)
 

@@ -51,8 +51,7 @@ def adopt(module: ModuleOrFactory) -> ReplicatedModule:
     strategy = cast("Strategy", get_strategy())
     if has_strategy() and not in_cross_replica_context():
         raise RuntimeError(
-            "adopt() was called inside strategy.run(), where every replica would have other copies; call it once, "
-            "before, inside `with strategy.scope():`"
+            "adopt() was called inside strategy.run(). Call it once, before, inside `with strategy.scope():`."
         )
     extended = strategy.extended
     with extended.shared_errors("adopt()"):
@@ -66,9 +65,8 @@ def adopt(module: ModuleOrFactory) -> ReplicatedModule:
         names = [[*_tensors_of(each)] for each in copies]
         if any(other != names[0] for other in names):
             raise ValueError(
-                f"{type(first).__name__} gives its copies parameters of other names, as Keras models do; expected one "
-                "replica per rank (mpirun -n N, without devices=), for a Keras model mpidist.keras.adopt(model) and "
-                "fit()"
+                f"{type(first).__name__} gives its copies parameters of other names, as Keras models do. Use one "
+                "replica per rank (mpirun -n N, without devices=), or for a Keras model mpidist.keras.adopt(model)."
             )
     return ReplicatedModule(strategy, copies)
 
@@ -76,12 +74,12 @@ def adopt(module: ModuleOrFactory) -> ReplicatedModule:
 def _made(factory: Callable[[], Module]) -> Module:
     if not callable(factory):
         raise TypeError(
-            f"adopt() was given {factory!r}; expected a torch.nn.Module, or a class or function that makes one, as in "
-            "mpidist.torch.adopt(Net)"
+            f"adopt() was given {factory!r}. Pass a torch.nn.Module, or a class or function that creates one: "
+            "mpidist.torch.adopt(Net)."
         )
     module = factory()
     if not isinstance(module, Module):
-        raise TypeError(f"{factory!r} made {module!r} of type {type(module).__name__}; expected a torch.nn.Module")
+        raise TypeError(f"{factory!r} made {module!r} of type {type(module).__name__}, not a torch.nn.Module.")
     return module
 
 
@@ -90,21 +88,20 @@ def check_strategy(strategy: Strategy) -> None:
     name, extended = type(strategy).__name__, strategy.extended
     if extended.is_central and not isinstance(extended, CentralStorageExtended):
         raise ValueError(
-            f"{name} keeps variables on parameter servers, which change them whenever a worker sends a gradient, and a "
-            "module of PyTorch computes with parameters of its own, which no server reaches; expected a strategy whose "
-            "replicas step together: mpidist.MultiWorkerMirroredStrategy()"
+            f"{name} keeps variables on parameter servers. A module of PyTorch has parameters of its own, which no "
+            "server reaches. Use mpidist.MultiWorkerMirroredStrategy()."
         )
     if extended.first_gpu is not None:
         raise ValueError(
-            f"{name} has the devices {list(extended.worker_devices)}, and modules are adopted in host memory; expected "
-            "CPUs, as in mpidist.MultiWorkerMirroredStrategy(devices=['cpu:0']); on GPUs DistributedDataParallel runs "
-            'over torch.distributed.init_process_group("mpidist")'
+            f"{name} has the devices {list(extended.worker_devices)}, but modules are adopted in host memory. Use "
+            "mpidist.MultiWorkerMirroredStrategy(devices=['cpu:0']), or on GPUs DistributedDataParallel over "
+            'torch.distributed.init_process_group("mpidist").'
         )
 
 
 def _check_module(module: Module, strategy: Strategy) -> None:
     if isinstance(module, ReplicatedModule):
-        raise TypeError("adopt() was given what adopt() has returned; expected a module of PyTorch")
+        raise TypeError("The module is what adopt() has returned. Pass a module of PyTorch.")
     inner = dict(module.named_modules())
     if strategy.num_replicas_in_sync > 1:
         for name, each in inner.items():
@@ -124,9 +121,8 @@ def _check_module(module: Module, strategy: Strategy) -> None:
 
 def _several_compiled(problem: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{problem}, and this rank has several replicas, which run in threads: torch.compile keeps one state for the "
-        "process. Expected one replica per rank: give the strategy one device, and type mpirun -n 4 python train.py; "
-        "or leave torch.compile out"
+        f"{problem}, and this rank has several replicas, which run in threads. torch.compile keeps one state for the "
+        "process. Use one replica per rank (one device, and mpirun -n 4 python train.py), or no torch.compile."
     )
 
 
@@ -177,9 +173,8 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
     @wraps(getattr(Module, name))
     def method(_: ReplicatedModule, part: str, *_args: object, **_kwargs: object) -> NoReturn:
         raise TypeError(
-            f"{name}({part!r}, ...) was called on a module that mpidist.torch.adopt has returned, whose copies would "
-            f"not get it; call it on the module before: module.{name}({part!r}, ...); model = "
-            "mpidist.torch.adopt(module)"
+            f"{name}({part!r}, ...) was called on an adopted module. Call it before the copies exist: "
+            f"module.{name}({part!r}, ...); model = mpidist.torch.adopt(module)"
         )
 
     return method
@@ -257,8 +252,8 @@ class ReplicatedModule(Module):  # type: ignore[misc, unused-ignore]
         copies = self.changed()
         if len(copies) > 1 and isinstance(value, (Module, torch.Tensor)):
             raise TypeError(
-                f"attribute {name!r} was set to a {type(value).__name__}, which the {len(copies)} copies would share; "
-                "set it on the module before mpidist.torch.adopt(module)"
+                f"attribute {name!r} was set to a {type(value).__name__}, which the {len(copies)} copies would share. "
+                "Set it on the module before mpidist.torch.adopt(module)."
             )
         for module in copies:
             setattr(module, name, value)
@@ -292,8 +287,8 @@ class ReplicatedModule(Module):  # type: ignore[misc, unused-ignore]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            "a module that mpidist.torch.adopt has returned cannot be pickled, as it has a strategy; save "
-            "model.state_dict(), as in torch.save(model.state_dict(), path), or use mpidist.Checkpoint(model=model)"
+            "An adopted module cannot be pickled, because it has a strategy. With torch.save, save model.state_dict(). "
+            "Or use mpidist.Checkpoint(model=model)."
         )
 
     def _checkpoint_children(self) -> dict[str, object]:
@@ -316,9 +311,8 @@ class ReplicatedModule(Module):  # type: ignore[misc, unused-ignore]
                 if found != first:
                     differing = sorted(key for key, _ in found.items() ^ first.items())
                     raise ValueError(
-                        f"copies of the module differ in which parameters have gradients: {differing[0]}; call "
-                        "model.requires_grad_() outside of strategy.run(), or of a part of the module before "
-                        "mpidist.torch.adopt(module)"
+                        f"copies of the module differ in which parameters have gradients: {differing[0]}. Call "
+                        "model.requires_grad_() outside of strategy.run(), or a part's before mpidist.torch.adopt()."
                     )
         _copy_from_first_rank(self.strategy, self.copies[0], name)
         self.make_equal()

@@ -64,7 +64,7 @@ def meet(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tu
     address, port = store.get(_ADDRESS).decode().split()
     set_missing(MASTER_ADDR=address, MASTER_PORT=port)
     yield store, world.rank, world.size
-    raise RuntimeError("torch asks to meet once more; ranks of MPI meet once")
+    raise RuntimeError("torch has called the rendezvous handler again. Ranks of MPI have one rendezvous.")
 
 
 def _free_port() -> int:
@@ -123,7 +123,7 @@ class StoreLine:
             deadline.check()
             for _, (request, answer) in self._mailbox.received():
                 if request == _SHUTDOWN:
-                    raise dist.DistNetworkError("rank 0, which keeps the store, has left the program")
+                    raise dist.DistNetworkError("Rank 0, which keeps the store, has shut down.")
                 # An interrupted request has left its answer behind.
                 if request == self._asked:
                     # Forget the messages that have been sent.
@@ -167,7 +167,7 @@ def _naps() -> Iterator[None]:
 
 def _no_answer(waited: float) -> dist.DistNetworkError:
     return dist.DistNetworkError(
-        f"Rank 0, which keeps the store, gave no answer for {waited:.0f} s. Look for a process that was stopped; set "
+        f"Rank 0, which keeps the store, has not answered for {waited:.0f} s. Find out if it was stopped, or set "
         "MPIDIST_TIMEOUT=SECONDS to allow more time."
     )
 

@@ -79,12 +79,12 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
     ) -> None:
         if has_strategy() and not in_cross_replica_context():
             raise RuntimeError(
-                "mpidist.torch.Optimizer was made inside strategy.run(), where every step would start with new state; "
-                "make it once, before, inside `with strategy.scope():`"
+                "mpidist.torch.Optimizer was made inside strategy.run(), where every step would start with new state. "
+                "Create it once, before, inside `with strategy.scope():`."
             )
         if not isinstance(model, ReplicatedModule):
             raise TypeError(
-                f"the model is a {type(model).__name__}; expected an adopted one: model = mpidist.torch.adopt(model)"
+                f"The model is a {type(model).__name__}. Adopt it first: model = mpidist.torch.adopt(model)"
             )
         is_alone = model.strategy.num_replicas_in_sync == 1
         if not is_alone:
@@ -142,8 +142,8 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
         """
         if closure is not None:
             raise TypeError(
-                "step() was given a closure, which calls the model again, as often as each replica likes, while the "
-                "others wait for its gradients; expected loss.backward() before optimizer.step()"
+                "step() was given a closure. Replicas could call it differently often. Call loss.backward() before "
+                "optimizer.step()."
             )
         if not self._gradients:
             self._own_gradients.check()
@@ -174,8 +174,8 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
         gradients, buffers = self._gradients[number], self._buffers[number]
         if any(parameter.grad is not None for parameter in self._frozen[number]):
             raise RuntimeError(
-                "a parameter that took no gradients when the optimizer was made has one now; make the optimizer "
-                "after requires_grad_() has been called"
+                "A parameter that took no gradients when the optimizer was made has one now. Call requires_grad_() "
+                "before you create the optimizer."
             )
         gradients.start_all(context)
         buffers.start(context)
@@ -218,7 +218,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
         """Raise NotImplementedError once the optimizer is created: all copies need the group."""
         if hasattr(self, "_model"):
             raise NotImplementedError(
-                "add_param_group() would know the parameters of one replica; expected all groups from the start: "
+                "add_param_group() would add parameters of one replica only. Pass all groups from the start: "
                 "mpidist.torch.Optimizer(model, lambda module: torch.optim.SGD([{'params': ...}, {'params': ...}]))"
             )
         super().add_param_group(param_group)
@@ -247,11 +247,11 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
     def _replica(self, method: str) -> ReplicaContext:
         context = get_replica_context()
         if self._is_replaced:
-            raise RuntimeError(f"{method} of an optimizer whose parameters a later one has taken; use that one")
+            raise RuntimeError(f"{method}: a later one has taken the optimizer's parameters. Use the later optimizer.")
         if context is None or context.strategy is not self._model.strategy:
             raise RuntimeError(
-                f"{method} was called outside of strategy.run(), where there are no gradients of replicas to sum; call "
-                "it in the function that is given to strategy.run()"
+                f"{method} was called outside of strategy.run(). Call it in the function that you pass to "
+                "strategy.run(), where the replicas have gradients to sum."
             )
         return cast("ReplicaContext", context)
 
@@ -272,8 +272,8 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
         first, *others = [_checksum_of(parameters_of(inner)) for inner in self.inner]
         if any(other != first for other in others):
             raise ValueError(
-                "the parameters of the copies on this rank differ, because one copy alone was changed. Change all "
-                "copies by model.apply(fn) outside of strategy.run(), or change the module before it is adopted."
+                "the parameters of the copies on this rank differ, because only one copy was changed. Change all "
+                "copies by model.apply(fn) outside of strategy.run(), or change the module before you adopt it."
             )
         name = type(self.inner[0]).__name__
         strategy.extended.agree_on(
@@ -363,20 +363,20 @@ def _made(optimizer: OptimizerOrFactory, module: torch.nn.Module, settings: dict
     else:
         raise TypeError(
             f"the optimizer is {optimizer!r}; expected a class, as in mpidist.torch.Optimizer(model, torch.optim.Adam, "
-            "lr=1e-3), or a function of a module that returns an optimizer"
+            "lr=1e-3), or a function of a module that returns an optimizer."
         )
     if not isinstance(made, torch.optim.Optimizer) or isinstance(made, ReplicatedOptimizer):
         raise TypeError(f"{optimizer!r} made a {type(made).__name__}; expected an optimizer of torch.optim")
     if isinstance(made, torch.optim.LBFGS):
         raise TypeError(
-            "LBFGS calls the model several times in a step, as often as each replica likes, while the others wait for "
-            "its gradients; expected an optimizer that takes gradients once, such as torch.optim.SGD"
+            "LBFGS calls the model several times in a step, and replicas differently often. Use an optimizer that "
+            "needs gradients once, such as torch.optim.SGD."
         )
     known = set(module.parameters())
     if any(parameter not in known for parameter in parameters_of(made)):
         raise ValueError(
-            "the optimizer has parameters that its module has not; expected those of the module that the function is "
-            "called with, once for each replica"
+            "The optimizer has parameters that its module has not. The function is called once for each replica: use "
+            "the parameters of its argument."
         )
     return made
 

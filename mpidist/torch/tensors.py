@@ -178,7 +178,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 class Order:
-    """The order of a call: the program's in host memory, and on a GPU after the device's current stream."""
+    """The order of a call. On a GPU it follows the device's current stream."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device
@@ -207,7 +207,7 @@ class Order:
                 self._apart.keep(needed)
 
     def future(self) -> Future[list[Tensor]]:
-        """Return a future for tensors, which are ready on the stream that is current in ``set_result``."""
+        """Return a future for tensors that are ready on the current stream of ``set_result``."""
         return torch.futures.Future(devices=[] if self.device is None else [self.device])
 
 
