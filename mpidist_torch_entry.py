@@ -49,7 +49,7 @@ def _names(dist: Any) -> list[str]:
 
 
 def _create(name: str, options: Any, given: Any) -> Any:
-    from mpidist.torch.process_group import create
+    from mpidist.torch.groups import create
 
     return create(name, options, given)
 
@@ -70,7 +70,7 @@ def _meet_by_mpi(names: list[str]) -> None:
             has_address = os.environ.get("MASTER_ADDR") != os.environ.get("MASTER_ADDR_OF_MPIDIST")
             if has_address or not _started_by_a_launcher():
                 return from_environment(url, *args, **kwargs)
-        from mpidist.torch.rendezvous import meet
+        from mpidist.torch.mpi_store import meet
 
         return meet(url, *args, **kwargs)
 

@@ -1,40 +1,33 @@
-"""Leaves in flat arrays, one for each dtype.
-
-Each array that JAX hands to the host has a price of its own.
-"""
+"""Leaves in flat arrays, because each array that JAX passes to the host costs time."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING
 
-# An array of JAX, also a traced one, or a flat one of several.
-Leaf: TypeAlias = Any
+if TYPE_CHECKING:
+    from jax import Array
 
 
 class LeafPacks:
-    """Where leaves stand in flat arrays.
+    """Positions of leaves in flat arrays."""
 
-    Args:
-        leaves: Arrays of JAX, also traced ones.
-    """
-
-    def __init__(self, leaves: Sequence[Leaf]) -> None:
+    def __init__(self, leaves: Sequence[Array]) -> None:
         self._shapes = [leaf.shape for leaf in leaves]
         of_dtype: dict[object, list[int]] = {}
         for index, leaf in enumerate(leaves):
             of_dtype.setdefault(leaf.dtype, []).append(index)
         self._groups = list(of_dtype.values())
 
-    def join(self, leaves: Sequence[Leaf], module: ModuleType) -> list[Leaf]:
-        """Return the flat arrays; ``module`` is that of the leaves, ``numpy`` or ``jax.numpy``."""
+    def join(self, leaves: Sequence[Array], module: ModuleType) -> list[Array]:
+        """Return the flat arrays. ``module`` is ``numpy`` or ``jax.numpy``, like the leaves."""
         return [module.concatenate([module.ravel(leaves[index]) for index in group]) for group in self._groups]
 
-    def cut(self, packs: Sequence[Leaf]) -> list[Leaf]:
+    def cut(self, packs: Sequence[Array]) -> list[Array]:
         """Return the leaves of flat arrays."""
-        leaves: list[Leaf] = [None] * len(self._shapes)
+        leaves: list[Array] = [None] * len(self._shapes)
         for group, pack in zip(self._groups, packs, strict=True):
             start = 0
             for index in group:

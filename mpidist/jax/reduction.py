@@ -1,10 +1,10 @@
-"""An all-reduce of pytrees that may stand in a jitted function, and has a gradient."""
+"""An all-reduce of pytrees, in and outside of jitted functions, with a gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,43 +18,40 @@ from mpidist.collectives import Communicator
 from mpidist.core.context import Frame, current_frame, entered, is_default, replica_frame_elsewhere
 from mpidist.core.options import ReduceOp
 from mpidist.core.text import skip_frames_of, user_call_site
-from mpidist.jax.dispatch import check_order
 from mpidist.jax.leaf_packs import LeafPacks
+from mpidist.jax.startup import check_order
 from mpidist.topology import world_topology
 from mpidist.topology.topology import Topology
 
 Tree = TypeVar("Tree")
-Leaves = list[Any]
-
-# JAX gives it no types.
-_Spec: Any = jax.ShapeDtypeStruct
+Leaves: TypeAlias = "list[jax.Array]"
 _WITH_GRADIENT = (ReduceOp.SUM, ReduceOp.MEAN)
-# Lines in errors are those of the program.
+# Errors name lines of the program.
 skip_frames_of(jax.__file__)
 
 
 def all_reduce(reduce_op: ReduceOp | str, tree: Tree) -> Tree:
     """Combine a pytree over all replicas, or outside ``strategy.run`` over all ranks (collective).
 
-    Call it on every replica or rank, in the same order, also in a jitted function: there it takes its turn among all
-    that the program does (``io_callback`` with ``ordered=True``). All leaves travel together. On one rank with several
-    replicas, which take turns, it cannot stand in a jitted function.
+    Call it on every replica or rank, in the same order, also in a jitted function: there it runs in program order
+    (``io_callback`` with ``ordered=True``). All leaves travel together. A rank with several replicas, which take turns,
+    cannot call it in a jitted function.
 
-    The gradient of SUM and MEAN is the same reduction of the gradients of all replicas: that of the sum of their
-    losses. ``vmap`` reduces the whole batch at once.
+    The gradient of SUM and MEAN is the same reduction of the gradients of all replicas: the gradient of the sum of
+    their losses. ``vmap`` reduces the whole batch at once.
 
     Args:
         reduce_op: A ``ReduceOp`` or its name.
         tree: A pytree of arrays or numbers, of the same structure, shapes and dtypes everywhere.
 
     Returns:
-        A tree like it, of arrays of JAX where they came in. MEAN of whole numbers is one of floats.
+        The same structure. Arrays of JAX stay arrays of JAX. MEAN of integers has floats.
 
     Raises:
-        RuntimeError: In a jitted function: of a rank with several replicas, on another device than a CPU, or where JAX
-            had started before ``mpidist.jax`` was imported.
+        RuntimeError: In a jitted function: a rank with several replicas, another device than a CPU, or JAX had started
+            before ``mpidist.jax`` was imported.
         TypeError: A dtype that cannot be reduced so, or the gradient of another operation than SUM and MEAN.
-        MismatchError: Ranks differ; out of a jitted function JAX raises it as a ``JaxRuntimeError`` with its text.
+        MismatchError: Ranks differ. From a jitted function JAX raises it as a ``JaxRuntimeError`` with its text.
 
     >>> import jax
     >>> jax.jit(lambda tree: all_reduce("MEAN", tree))({"w": 2.0})
@@ -87,7 +84,7 @@ def _differentiable(op: ReduceOp) -> Callable[[Leaves], Leaves]:
     def backward(_: None, cotangents: Leaves) -> tuple[Leaves]:
         given = [each for each in cotangents if each.dtype != jax.dtypes.float0]
         sums = iter(reduce(given) if given else [])
-        # Whole numbers have none.
+        # Integers have no gradient.
         return ([each if each.dtype == jax.dtypes.float0 else next(sums) for each in cotangents],)
 
     reduce.defvjp(forward, backward)
@@ -100,7 +97,7 @@ def _are_traced(leaves: Leaves) -> bool:
 
 
 def _reduce_now(op: ReduceOp, leaves: Leaves) -> Leaves:
-    """Reduce arrays as the replica that runs does, or all ranks."""
+    """Reduce arrays over all replicas, or outside of them over all ranks."""
     frame = current_frame()
     if frame.replica_context is None or is_default(frame.strategy):
         return communicator_of(world_topology()).all_reduce(op, leaves)
@@ -109,29 +106,25 @@ def _reduce_now(op: ReduceOp, leaves: Leaves) -> Leaves:
 
 @cache
 def communicator_of(world: Topology) -> Communicator:
-    """Return the one that reduces outside of ``strategy.run`` (collective when it is first needed).
-
-    Args:
-        world: All ranks, or those that are left.
-    """
+    """Return the communicator for calls outside of ``strategy.run`` (collective in the first call)."""
     return Communicator(world.world)
 
 
 def _reduce_traced(op: ReduceOp, leaves: Leaves) -> Leaves:
-    """Reduce leaves of a function that JAX traces, whenever it is called."""
+    """Reduce leaves whenever the traced function is called."""
     check_order()
     _check_alone(current_frame())
 
     @custom_vmap
-    def reduce(*leaves: Any) -> list[Any]:
+    def reduce(*leaves: jax.Array) -> Leaves:
         packs = LeafPacks(leaves)
         given = packs.join(leaves, jnp)
-        results = [_Spec(pack.shape, _result_dtype(op, pack.dtype)) for pack in given]
+        results = [jax.ShapeDtypeStruct(pack.shape, _result_dtype(op, pack.dtype)) for pack in given]
         on_host = partial(_reduce_on_host, op, packs, user_call_site())
         return packs.cut(io_callback(on_host, results, *given, ordered=True))
 
     @reduce.def_vmap
-    def reduce_batch(_: int, are_batched: list[bool], *leaves: Any) -> tuple[list[Any], list[bool]]:
+    def reduce_batch(_: int, are_batched: list[bool], *leaves: jax.Array) -> tuple[Leaves, list[bool]]:
         return reduce(*leaves), are_batched
 
     reduced: Leaves = reduce(*map(jnp.asarray, leaves))
@@ -139,7 +132,7 @@ def _reduce_traced(op: ReduceOp, leaves: Leaves) -> Leaves:
 
 
 def _reduce_on_host(op: ReduceOp, packs: LeafPacks, call_site: str, *given: jax.Array) -> list[Array]:
-    """Reduce the values of a jitted function; called in a thread of JAX."""
+    """Reduce the values of a jitted function, in a thread of JAX."""
     works_for_call_site = call_site  # noqa: F841  # read by user_call_site()
     frame = replica_frame_elsewhere() or current_frame()
     _check_alone(frame)
@@ -156,7 +149,7 @@ def _result_dtype(op: ReduceOp, dtype: DType) -> DType:
 
 
 def _check_alone(frame: Frame) -> None:
-    """Raise RuntimeError where the rank has other replicas, which wait for their turn."""
+    """Raise RuntimeError if the rank has other replicas, which wait for their turn."""
     replicas = len(frame.strategy.extended.local_replica_ids)
     if frame.replica_context is not None and replicas > 1:
         raise RuntimeError(

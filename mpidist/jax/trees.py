@@ -1,12 +1,8 @@
-"""Classes that JAX takes for pytrees are structures.
-
-They are those of Flax, Equinox and optax, and those that a program registers with JAX.
-"""
+"""Registers JAX's pytrees as structures: classes of Flax, Equinox, optax and of the program."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jax import tree_util
 
@@ -14,10 +10,7 @@ from mpidist.core import nest
 
 
 def register_trees() -> None:
-    """Have mpidist take JAX's pytrees apart as JAX does, in this process.
-
-    Such a tree has all its leaves on one level, lists and dicts in it included, and None in it is nothing, as in JAX.
-    """
+    """Flatten JAX's pytrees as JAX does: inner lists and dicts, too, and without None."""
     nest.register(nest.NestKind(_is_node, _children, _rebuilt))
 
 
@@ -25,14 +18,14 @@ def _is_node(of: type) -> bool:
     return of is not type(None) and tree_util.is_tree_node(of)
 
 
-def _children(tree: object) -> list[tuple[object, Any]]:
+def _children(tree: object) -> list[tuple[object, object]]:
     pairs, _ = tree_util.tree_flatten_with_path(tree)
     return [(tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in pairs]
 
 
-def _rebuilt(like: object, children: Sequence[object]) -> Any:
+def _rebuilt(like: object, children: Sequence[object]) -> object:
     leaves, structure = tree_util.tree_flatten(like)
     if all(leaf is child for leaf, child in zip(leaves, children, strict=True)):
-        # An object that changes in place, as a module of flax.nnx does, stays the one that the program has.
+        # The program keeps objects that change in place, such as modules of flax.nnx.
         return like
     return tree_util.tree_unflatten(structure, children)

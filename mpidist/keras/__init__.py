@@ -1,7 +1,4 @@
-"""Keras 3 under a strategy: models that are made or compiled inside ``strategy.scope()``.
-
-An adopted model, and the optimizer that it is compiled with, become objects of subclasses of their classes.
-"""
+"""Keras 3 under a strategy: models that are created or compiled inside ``strategy.scope()``."""
 
 from typing import TYPE_CHECKING
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import keras
 
@@ -37,14 +37,14 @@ _TAKEN = (MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, Cent
 
 
 def adopt(model: M) -> M:
-    """Have a model trained by the current strategy (collective: call it on every rank).
+    """Let the current strategy train a model (collective: call it on every rank).
 
-    ``fit``, ``evaluate`` and ``predict`` take global batches from then on, on every rank alike: each rank computes with
-    the rows of its replicas, gradients, metrics and statistics are averaged, and all ranks have the same model. Before
-    or after ``compile``.
+    ``fit``, ``evaluate`` and ``predict`` then expect the same global batches on every rank. Each rank computes with the
+    rows of its replicas. Gradients, metrics and statistics are averaged, and all ranks have the same model. Call it
+    before or after ``compile``.
 
     Args:
-        model: A model of Keras, of any kind. It becomes an object of a subclass of its class.
+        model: Any model of Keras. Its class becomes a subclass of its class.
 
     Returns:
         The same object.
@@ -63,7 +63,7 @@ def adopt(model: M) -> M:
     (True, 3)
     """
     check_adopts_in_scope("mpidist.keras.adopt()")
-    strategy: Any = get_strategy()
+    strategy = cast("Strategy", get_strategy())
     require_cross_replica(strategy, "mpidist.keras.adopt()", "call it where the model is made")
     _check(strategy)
     if not isinstance(model, keras.Model):

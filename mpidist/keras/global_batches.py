@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import keras
 import numpy as np
@@ -17,8 +18,12 @@ from mpidist.input.dataset import graph_and_options
 from mpidist.input.nodes import array_samples
 from mpidist.keras.rank_sums import RankSums
 from mpidist.keras.shares import own_rows, rank_parts, row_order
-from mpidist.keras.untyped import KerasObject, Tensors
 from mpidist.strategies import Strategy
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from mpidist.arrays.dtypes import Array
 
 _log = logging.getLogger("mpidist")
 
@@ -35,11 +40,11 @@ _KINDS = (
 class Sharded:
     """Sharded data: each rank holds different rows. Made by :func:`sharded`."""
 
-    def __init__(self, data: Tensors) -> None:
+    def __init__(self, data: object) -> None:
         self.data = data
 
 
-def sharded(x: Tensors) -> Sharded:
+def sharded(x: object) -> Sharded:
     """Declare that each rank passes rows of its own to ``fit`` or ``evaluate`` (local).
 
     Without this declaration all ranks must pass the same data, and each rank uses its share. Ranks may have different
@@ -68,120 +73,105 @@ def sharded(x: Tensors) -> Sharded:
 
 
 class GlobalBatches(keras.utils.PyDataset):
-    """This rank's part of each global batch.
+    """This rank's part of each global batch. Subclasses read the batches.
 
-    Args:
-        strategy: The strategy that the batches are cut for.
-        seed: Of the order of rows or batches, with the number of the epoch; None for the order in which they come.
-        fills: Whether a part without rows gets one of another rank, for models that cannot do without any.
+    ``seed`` and the number of the epoch give the order of rows or batches, None keeps it. With ``fills``, a part
+    without rows gets another rank's row, for models that need one.
     """
 
-    def __init__(self, strategy: Strategy, seed: int | None = None, fills: bool = False) -> None:
+    # Whether a stream that ends starts again: only in fit(), because an evaluation would count rows twice.
+    starts_again = False
+
+    def __init__(self, strategy: Strategy, count: int | None, seed: int | None, fills: bool) -> None:
         super().__init__()
-        self.strategy = strategy
-        self.sums = RankSums(strategy)
-        self.seed = seed
-        self.fills = fills
+        self.strategy, self.sums, self.fills = strategy, RankSums(strategy), fills
         self.epoch = 0
-        self.sizes: list[int] = []
-        # Whether a stream that ends begins again: in fit() alone, as an evaluation would count rows twice.
-        self.begins_again = False
-        self._order: Tensors = None
+        self._count, self._seed = count, seed
+        self._sizes: list[int] = []
+        self._order: Array | None = None
 
     @property
+    def num_batches(self) -> int | None:
+        """The number of global batches; None if unknown."""
+        return self._count
+
     def text(self) -> str:
-        """The text that ranks compare."""
+        """Return the text that ranks compare."""
         raise NotImplementedError
 
-    def share(self, index: int, rows: int) -> tuple[int, int]:
-        """Return this rank's rows of batch number ``index``, and take its size down."""
-        del self.sizes[index:]
-        self.sizes.append(rows)
+    def share(self, index: int, rows: int) -> slice:
+        """Return this rank's rows of batch number ``index``, and record its size."""
+        del self._sizes[index:]
+        self._sizes.append(rows)
         start, stop = rank_parts(rows, self.sums.replica_counts)[self.sums.rank]
-        return (0, 1) if self.fills and start == stop else (start, stop)
+        return slice(0, 1) if self.fills and start == stop else slice(start, stop)
 
-    def order(self, index: int, length: int) -> Tensors:
-        """Return the order of the pass, which batch 0 begins."""
+    def order(self, index: int, length: int) -> Array | None:
+        """Return the order of the pass, which batch 0 starts."""
         if index == 0 or self._order is None:
-            seed = self.seed
+            seed = self._seed
             self._order = None if seed is None else np.random.default_rng((seed, self.epoch)).permutation(length)
         return self._order
 
-    def cut(self, index: int, batch: Tensors) -> Tensors:
+    def cut(self, index: int, batch: object) -> object:
         """Return this rank's rows of a global batch, the same on all ranks."""
         if index == 0:
             self.strategy.extended.agree_on(
                 lambda: f"a first global batch with the checksum {_checksum(batch):08x}; {_ROWS_OF_ITS_OWN}"
             )
-        start, stop = self.share(index, rows_of(batch))
-        return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[start:stop], batch)
+        return _rows(batch, self.share(index, rows_of(batch)))
 
-    def without_fillers(self, outputs: Tensors) -> Tensors:
-        """Return the outputs of this rank's own rows."""
-        kept = own_rows(self.sizes, self.sums.replica_counts, self.sums.rank)
-        return keras.tree.map_structure(lambda output: output[kept], outputs)
-
-    def in_order(self, outputs: Tensors) -> Tensors:
-        """Return outputs of all ranks, one after the other, in the order of rows."""
-        order = row_order(self.sizes, self.sums.replica_counts)
-        return keras.tree.map_structure(lambda output: output[order], outputs)
+    def predictions(self, outputs: object) -> object:
+        """Return the outputs of all ranks in the order of rows, given this rank's (collective)."""
+        counts = self.sums.replica_counts
+        own = _rows(outputs, own_rows(self._sizes, counts, self.sums.rank))
+        return _rows(self.sums.concatenate(own), row_order(self._sizes, counts))
 
 
 class ArrayBatches(GlobalBatches):
-    """Parts of batches of arrays; no more rows are read than this rank's."""
+    """Parts of batches of arrays. Reads only this rank's rows."""
 
-    def __init__(
-        self, strategy: Strategy, arrays: Tensors, batch_size: int, seed: int | None = None, fills: bool = False
-    ) -> None:
-        super().__init__(strategy, seed, fills)
-        self._arrays = arrays
-        self._batch_size = batch_size
-        self._rows = rows_of(arrays)
+    def __init__(self, strategy: Strategy, arrays: object, batch_size: int, seed: int | None, fills: bool) -> None:
+        self._arrays, self._batch_size, self._rows = arrays, batch_size, rows_of(arrays)
+        super().__init__(strategy, math.ceil(self._rows / batch_size), seed, fills)
 
-    @property
-    def num_batches(self) -> int:
-        """The number of global batches."""
-        return math.ceil(self._rows / self._batch_size)
-
-    @property
     def text(self) -> str:
         """See the base class."""
-        first = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[: self._batch_size], self._arrays)
+        first = _checksum(_rows(self._arrays, slice(self._batch_size)))
         rows = f"{self._rows} rows in batches of {self._batch_size}"
-        return f"{rows}, the first with the checksum {_checksum(first):08x} ({_ROWS_OF_ITS_OWN})"
+        return f"{rows}, the first with the checksum {first:08x} ({_ROWS_OF_ITS_OWN})"
 
-    def __getitem__(self, index: int) -> Tensors:
+    def __getitem__(self, index: int) -> object:
         order, first = self.order(index, self._rows), index * self._batch_size
-        start, stop = self.share(index, min(self._batch_size, self._rows - first))
-        rows = slice(first + start, first + stop)
-        picked = rows if order is None else order[rows]
-        return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[picked], self._arrays)
+        share = self.share(index, min(self._batch_size, self._rows - first))
+        rows = slice(first + share.start, first + share.stop)
+        return _rows(self._arrays, rows if order is None else order[rows])
 
 
 class PyDatasetBatches(GlobalBatches):
-    """Parts of the batches of a PyDataset, which every rank asks for."""
+    """Parts of the batches of a PyDataset, which every rank reads."""
 
-    def __init__(self, strategy: Strategy, dataset: KerasObject, seed: int | None = None, fills: bool = False) -> None:
-        super().__init__(strategy, seed, fills)
+    def __init__(
+        self, strategy: Strategy, dataset: keras.utils.PyDataset, seed: int | None = None, fills: bool = False
+    ) -> None:
         self._dataset = dataset
+        super().__init__(strategy, dataset.num_batches, seed, fills)
         if dataset.workers > 1 and self.sums.rank == 0:
             _log.warning("mpidist: workers=%d of %r are not used: ranks read side by side", dataset.workers, dataset)
 
     @property
     def num_batches(self) -> int | None:
-        """The number of global batches."""
+        """The number of global batches, which may change."""
         count: int | None = self._dataset.num_batches
         return count
 
-    @property
     def text(self) -> str:
         """See the base class."""
         return f"{self.num_batches} batches of a {type(self._dataset).__name__}"
 
-    def __getitem__(self, index: int) -> Tensors:
+    def __getitem__(self, index: int) -> object:
         order = None if self.num_batches is None else self.order(index, self.num_batches)
-        batch = self._dataset[index if order is None else int(order[index])]
-        return self.cut(index, tuple(batch) if isinstance(batch, (list, tuple)) else (batch,))
+        return self.cut(index, _as_tuple(self._dataset[index if order is None else int(order[index])]))
 
     def on_epoch_begin(self) -> None:
         """See Keras."""
@@ -193,97 +183,70 @@ class PyDatasetBatches(GlobalBatches):
 
 
 class StreamBatches(GlobalBatches):
-    """Parts of batches that come one after the other.
-
-    Args:
-        strategy: The strategy that the batches are cut for.
-        source: Begins anew each time it is iterated over.
-        part: Makes this rank's part of batch number i; by default it is cut.
-        fills: See the base class.
-        contents: The text of the data that ranks compare, if it is known before the first batch.
-    """
+    """Parts of batches that are read in order. ``part`` returns this rank's part of batch number i."""
 
     def __init__(
         self,
         strategy: Strategy,
-        source: Iterable[Tensors],
-        part: Callable[[int, Tensors], Tensors] | None = None,
+        source: Iterable[object],
+        part: Callable[[int, object], object] | None = None,
         fills: bool = False,
         contents: str = "",
     ) -> None:
-        super().__init__(strategy, None, fills)
-        self._contents = contents
-        self._source = source
-        self._part = part or self.cut
-        self._iterator: Iterator[Tensors] | None = None
-
-    @property
-    def num_batches(self) -> int | None:
-        """The number of global batches; None where nobody knows."""
         try:
-            return len(self._source)  # type: ignore[arg-type]
+            count = len(source)  # type: ignore[arg-type]
         except TypeError:
-            return None
+            count = None
+        super().__init__(strategy, count, None, fills)
+        self._source, self._part, self._contents = source, part or self.cut, contents
+        self._iterator: Iterator[object] | None = None
 
-    @property
     def text(self) -> str:
         """See the base class."""
         return f"{self.num_batches} batches of a {type(self._source).__name__}{self._contents}"
 
-    def __getitem__(self, index: int) -> Tensors:
+    def __getitem__(self, index: int) -> object:
         if index == 0 or self._iterator is None:
             self._iterator = iter(self._source)
         batch = next(self._iterator, None)
-        if batch is None and self.begins_again and index > 0:
+        if batch is None and self.starts_again and index > 0:
             self._iterator = iter(self._source)
             batch = next(self._iterator, None)
         if batch is None:
             raise ValueError(f"{self._source!r} ended after {index} batches; expected at least one for each step")
-        batch = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
-        return keras.tree.map_structure(_as_floatx, self._part(index, batch))
+        return keras.tree.map_structure(_as_floatx, self._part(index, _as_tuple(batch)))
 
 
 def global_batches(
     strategy: Strategy,
-    x: Tensors,
-    y: Tensors = None,
-    sample_weight: Tensors = None,
+    x: object,
+    y: object = None,
+    sample_weight: object = None,
     batch_size: int | None = None,
     steps: int | None = None,
     seed: int | None = None,
     fills: bool = False,
 ) -> GlobalBatches:
-    """Return the batches of the arguments of ``fit``, ``evaluate`` or ``predict``.
-
-    Args:
-        strategy: The strategy that they are cut for.
-        x, y, sample_weight, batch_size, steps: Those of Keras.
-        seed, fills: Those of :class:`GlobalBatches`.
-
-    Raises:
-        TypeError: ``x`` is something else than these take.
-        ValueError: Arrays with unequal numbers of rows; ``y``, ``sample_weight`` or ``batch_size`` beside a dataset; a
-            DataLoader that forks; a dataset of unknown length without ``steps``.
-    """
+    """Return the batches of the arguments of ``fit``, ``evaluate`` or ``predict``."""
     if isinstance(x, Sharded):
         if fills:
             raise TypeError("predict() of sharded(x) has no order of rows. Pass the rows of all ranks on every rank.")
         x, y, sample_weight, batch_size = _of_shards(strategy, x.data, y, sample_weight, batch_size, seed)
-    given = {"y": y, "sample_weight": sample_weight, "batch_size": batch_size}
     if isinstance(x, (Dataset, DistributedDataset, keras.utils.PyDataset)) or _is_data_loader(x):
+        given = {"y": y, "sample_weight": sample_weight, "batch_size": batch_size}
         named = [name for name, value in given.items() if value is not None]
         if named:
             raise ValueError(f"{', '.join(named)} beside a {type(x).__name__}, which gives batches of its own")
         batches = _batches_of(strategy, x, seed, fills)
         if isinstance(batches, StreamBatches) and batches.num_batches is None and not steps:
             raise ValueError(
-                f"nobody knows of how many batches {x!r} is; expected steps_per_epoch=... in fit(), which needs no "
-                ".repeat(), validation_steps=... for validation_data, and steps=... in evaluate() and predict()"
+                f"The number of batches of {x!r} is unknown; expected steps_per_epoch=... in fit(), which needs no "
+                ".repeat(), validation_steps=... for validation_data, and steps=... in evaluate() and predict()."
             )
         return batches
-    arrays = tuple(keras.tree.map_structure(_as_floatx, value) for value in (x, y, sample_weight) if value is not None)
     if y is None and sample_weight is not None:
         raise ValueError("sample_weight was given without y")
+    arrays = _as_arrays(x, y, sample_weight)
     leaves = [leaf for leaf in keras.tree.flatten(arrays) if leaf is not None]
     if not leaves or any(not getattr(leaf, "shape", ()) for leaf in leaves):
         raise TypeError(f"x is a {type(x).__name__}; {_KINDS}")
@@ -294,19 +257,12 @@ def global_batches(
 
 
 def _of_shards(
-    strategy: Strategy,
-    data: Tensors,
-    y: Tensors,
-    sample_weight: Tensors,
-    batch_size: int | None,
-    seed: int | None,
-) -> tuple[Tensors, Tensors, Tensors, int | None]:
+    strategy: Strategy, data: object, y: object, sample_weight: object, batch_size: int | None, seed: int | None
+) -> tuple[object, object, object, int | None]:
     """Return the arguments of ``global_batches`` for sharded data."""
     if isinstance(data, Dataset) or _is_data_loader(data):
         return strategy.distribute_datasets_from_function(lambda _: data), y, sample_weight, batch_size
-    arrays = tuple(
-        keras.tree.map_structure(_as_floatx, value) for value in (data, y, sample_weight) if value is not None
-    )
+    arrays = _as_arrays(data, y, sample_weight)
     rows = Dataset.from_tensor_slices(arrays)
     if seed is not None:
         rows = rows.shuffle(rows_of(arrays), seed=seed)
@@ -316,7 +272,7 @@ def _of_shards(
     return dataset, None, None, None
 
 
-def _batches_of(strategy: Strategy, x: Tensors, seed: int | None, fills: bool) -> GlobalBatches:
+def _batches_of(strategy: Strategy, x: object, seed: int | None, fills: bool) -> GlobalBatches:
     if isinstance(x, keras.utils.PyDataset):
         return PyDatasetBatches(strategy, x, seed, fills)
     if _is_data_loader(x):
@@ -324,40 +280,48 @@ def _batches_of(strategy: Strategy, x: Tensors, seed: int | None, fills: bool) -
     if _is_data_loader(x) or (fills and isinstance(x, Dataset)):
         return StreamBatches(strategy, x, fills=fills)
     if fills:
-        raise TypeError(f"predict() of {x!r}, of whose rows no order is known; expected the mpidist.Dataset itself")
-    source = strategy.experimental_distribute_dataset(x) if isinstance(x, Dataset) else x
-
-    def part(_: int, batch: Tensors) -> Tensors:
-        locals_ = strategy.experimental_local_results(batch)
-        return keras.tree.map_structure(lambda *leaves: np.concatenate(leaves), *locals_)
-
-    contents = ""
+        raise TypeError(f"predict() of {x!r}, because no order is known of its rows. Pass the mpidist.Dataset itself.")
+    contents, source = "", cast("Iterable[object]", x)
     if isinstance(x, Dataset):
         samples = zlib.crc32(str([*array_samples(graph_and_options(x)[0])]).encode())
         contents = f" of arrays with the checksum {samples:08x} ({_ROWS_OF_ITS_OWN})"
+        source = strategy.experimental_distribute_dataset(x)
+
+    def part(_: int, batch: object) -> object:
+        replicas = strategy.experimental_local_results(batch)
+        return keras.tree.map_structure(lambda *leaves: np.concatenate(leaves), *replicas)
+
     return StreamBatches(strategy, source, part, contents=contents)
 
 
-def split(arrays: tuple[Tensors, ...], share: float) -> tuple[tuple[Tensors, ...], tuple[Tensors, ...]]:
+def split(arrays: tuple[object, ...], share: float) -> tuple[tuple[object, ...], tuple[object, ...]]:
     """Return the first rows of arrays, and a share of them at their end."""
     if isinstance(arrays[0], Sharded):
         (x, *others), (tested, *others_tested) = split((arrays[0].data, *arrays[1:]), share)
         return (Sharded(x), *others), (Sharded(tested), *others_tested)
-    arrays = keras.tree.map_structure(_as_floatx, arrays)
+    arrays = tuple(keras.tree.map_structure(_as_floatx, arrays))
     at = math.floor(rows_of(arrays) * (1 - share))
-
-    def rows(which: slice) -> tuple[Tensors, ...]:
-        return tuple(keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[which], arrays))
-
-    return rows(slice(at)), rows(slice(at, None))
+    return tuple(_rows(arrays, slice(at))), tuple(_rows(arrays, slice(at, None)))
 
 
-def rows_of(batch: Tensors) -> int:
+def rows_of(batch: object) -> int:
     """Return how many rows a batch has."""
     return int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
 
 
-def _as_floatx(value: Tensors) -> Tensors:
+def _rows(nest: object, picked: slice | Array) -> Any:
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[picked], nest)
+
+
+def _as_tuple(batch: object) -> tuple[object, ...]:
+    return tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
+
+
+def _as_arrays(*values: object) -> tuple[object, ...]:
+    return tuple(keras.tree.map_structure(_as_floatx, value) for value in values if value is not None)
+
+
+def _as_floatx(value: object) -> object:
     if value is None or not hasattr(value, "__array__"):
         return value
     array = to_array(value)
@@ -365,18 +329,17 @@ def _as_floatx(value: Tensors) -> Tensors:
     return array.astype(keras.config.floatx()) if is_real else array
 
 
-def _is_data_loader(value: object) -> bool:
+def _is_data_loader(value: object) -> TypeGuard[DataLoader[object]]:
     return any(kind.__module__ == "torch.utils.data.dataloader" for kind in type(value).__mro__)
 
 
-def _require_no_fork(loader: KerasObject) -> None:
+def _require_no_fork(loader: DataLoader[object]) -> None:
     """Raise ValueError if a DataLoader forks this process for its workers."""
     context = loader.multiprocessing_context
-    if context is not None:
-        method = context.get_start_method()
-    else:
-        # The first of all is the one that is taken where none is set.
-        method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    # If the program has set no start method, multiprocessing uses the first one.
+    method = (context or multiprocessing).get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[
+        0
+    ]
     if loader.num_workers and method == "fork":
         raise ValueError(
             f"the DataLoader has num_workers={loader.num_workers}, which it forks, and a process in which MPI runs "
@@ -384,7 +347,7 @@ def _require_no_fork(loader: KerasObject) -> None:
         )
 
 
-def _checksum(batch: Tensors) -> int:
+def _checksum(batch: object) -> int:
     code = 0
     for leaf in keras.tree.flatten(batch):
         if leaf is not None:

@@ -12,29 +12,28 @@ from weakref import WeakKeyDictionary
 import keras
 
 from mpidist.core.context import StrategyLike, get_strategy, has_strategy, in_scope_of
-from mpidist.keras.untyped import KerasObject
 
-_scope_of: WeakKeyDictionary[KerasObject, StrategyLike] = WeakKeyDictionary()
+_scope_of: WeakKeyDictionary[keras.Model, StrategyLike] = WeakKeyDictionary()
 
 
-def _note_scope(model: KerasObject) -> None:
-    """Remember the scope that a model is made in: it may be compiled outside."""
+def _note_scope(model: keras.Model) -> None:
+    """Record the scope in which a model is created. It may be compiled outside."""
     if has_strategy():
         _scope_of[model] = get_strategy()
 
 
-def _adopt(model: KerasObject) -> None:
-    """Have a compiled model trained by the strategy of its scope."""
+def _adopt(model: keras.Model) -> None:
+    """Let the strategy of its scope train a compiled model."""
     strategy = get_strategy() if has_strategy() else _scope_of.get(model)
     if strategy is not None:
-        # Raises ImportError for backends of Keras that it does not support.
+        # An ImportError for other backends of Keras.
         from mpidist.keras.adopting import adopt
 
         with in_scope_of(strategy):
             adopt(model)
 
 
-def _require_adoption(model: KerasObject) -> None:
+def _require_adoption(model: keras.Model) -> None:
     """Raise RuntimeError if a model is trained in a scope that has not adopted it."""
     strategy = get_strategy()
     owner = getattr(getattr(model, "_mpidist", None), "strategy", None)
@@ -46,13 +45,13 @@ def _require_adoption(model: KerasObject) -> None:
         )
 
 
-def _hook(owner_of: str, method: str, hook: Callable[[KerasObject], None], calls_before: bool = False) -> None:
-    """Call ``hook`` beside a method of the class of Keras that defines ``owner_of``."""
+def _hook(owner_of: str, method: str, hook: Callable[[keras.Model], None], calls_before: bool = False) -> None:
+    """Call ``hook`` before or after a method of the class of Keras that defines ``owner_of``."""
     owner = next(kind for kind in keras.Model.__mro__ if owner_of in vars(kind))
     original = getattr(owner, method)
 
     @wraps(original)
-    def hooked(self: KerasObject, *args: object, **kwargs: object) -> None:
+    def hooked(self: keras.Model, *args: object, **kwargs: object) -> None:
         if calls_before:
             hook(self)
         original(self, *args, **kwargs)

@@ -1,70 +1,75 @@
-"""A step with Keras' PyTorch backend: gradients are averaged as the optimizer gets them."""
+"""A step with Keras' PyTorch backend: the optimizer averages gradients over the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from mpidist.arrays.convert import to_array
 from mpidist.keras.replica_model import Adoption, ReplicaModel, ReplicaOptimizer
-from mpidist.keras.untyped import Tensors
+
+if TYPE_CHECKING:
+    import keras
+    from torch import Tensor
 
 
 class TorchModel(ReplicaModel):
     """A model whose steps Keras calls as they are written."""
 
-    def train_step(self, data: Tensors) -> Tensors:
-        """See Keras: a rank without rows takes part in the sums."""
-        if self.begin_step(data):
+    def train_step(self, data: object) -> object:
+        """See Keras. A rank without rows takes part in the sums."""
+        if self.begin_step(data, "train_step"):
             with self._mpidist.step():
                 return super().train_step(data)
-        self.require_own_step("train_step")
         weights = self.trainable_weights[:]
         with torch.no_grad():
             self.optimizer.apply([None] * len(weights), weights)
         return self.get_metrics_result()
 
-    def test_step(self, data: Tensors) -> Tensors:
-        """See Keras: nothing to do without rows."""
-        if self.begin_step(data):
-            return super().test_step(data)
-        self.require_own_step("test_step")
-        return self.get_metrics_result()
+    def test_step(self, data: object) -> object:
+        """See Keras. Does nothing without rows."""
+        return super().test_step(data) if self.begin_step(data, "test_step") else self.get_metrics_result()
 
 
 class TorchOptimizer(ReplicaOptimizer):
     """An optimizer that applies the gradients of all ranks."""
 
-    def apply(self, grads: Sequence[Tensors], trainable_variables: Tensors = None) -> None:
+    def apply(
+        self, grads: Sequence[Tensor | None], trainable_variables: Sequence[keras.Variable] | None = None
+    ) -> None:
         """See Keras (collective)."""
-        if self._mpidist.sums.are_needed:
-            variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
-            # The ranks meet where torch.compile does not look.
-            _outside_report(self._mpidist, [*variables, *self.variables])
-            grads = _outside_of_compilation(self._mpidist, grads, variables)
+        if not self._mpidist.sums.are_needed:
+            super().apply(grads, trainable_variables)
+            return
+        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        values = [variable.value for variable in (*variables, *self.variables)]
+        grads = _before(self._mpidist, grads, variables, values)
         super().apply(grads, trainable_variables)
-        if self._mpidist.sums.are_needed:
-            _outside_note(self._mpidist, [*variables, *self.variables])
+        _after(self._mpidist, [variable.value for variable in (*variables, *self.variables)])
 
 
-def _report_changes(adoption: Adoption, variables: Sequence[Tensors]) -> None:
-    adoption.report_changes([variable.value for variable in variables])
+# torch.compile must not trace the ranks' communication.
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+def _before(
+    adoption: Adoption, grads: Sequence[Tensor | None], variables: Sequence[keras.Variable], values: Sequence[Tensor]
+) -> list[Tensor | None]:
+    adoption.report_changes(values)
+    return mean_gradients(adoption, grads, variables)
 
 
-def _note(adoption: Adoption, variables: Sequence[Tensors]) -> None:
-    adoption.note([variable.value for variable in variables])
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+def _after(adoption: Adoption, values: Sequence[Tensor]) -> None:
+    adoption.note(values)
 
 
-def mean_gradients(adoption: Adoption, grads: Sequence[Tensors], variables: Sequence[Tensors]) -> list[Tensors]:
-    """Return the gradients of the global batch (collective).
+def mean_gradients(
+    adoption: Adoption, grads: Sequence[Tensor | None], variables: Sequence[keras.Variable]
+) -> list[Tensor | None]:
+    """Return the gradients of the global batch, in the memory of ``grads`` (collective).
 
-    A variable that has none on any rank has None, as in one process: the optimizer leaves it alone.
-
-    Args:
-        adoption: Of the model.
-        grads: Of the variables; those of the step alone, in whose memory the results are.
-        variables: Of the model.
+    A variable without a gradient on any rank has None, as in one process: the optimizer skips it.
     """
     statistics, rows = adoption.statistics, adoption.rows
     with torch.no_grad():
@@ -73,7 +78,7 @@ def mean_gradients(adoption: Adoption, grads: Sequence[Tensors], variables: Sequ
         if (factor := adoption.factor) != 1:
             for gradient in found:
                 gradient.mul_(factor)
-        # Those of a rank without rows may be anything, also NaN.
+        # Statistics of a rank without rows are arbitrary, for example NaN.
         found += [_wide(s.value) * rows if rows else torch.zeros_like(_wide(s.value)) for s in statistics]
         marks = [g is not None for g in grads]
         rows_of_all, *marks = adoption.sums.add_up([*map(to_array, found)], rows, marks).tolist()
@@ -87,13 +92,13 @@ def mean_gradients(adoption: Adoption, grads: Sequence[Tensors], variables: Sequ
     ]
 
 
-def _wide(tensor: Tensors) -> Tensors:
+def _wide(tensor: Tensor) -> Tensor:
     """Return a tensor that has room for its products with numbers of rows."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _apart(tensors: Sequence[Tensors]) -> list[Tensors]:
-    """Return tensors, copies of those whose elements would be multiplied twice."""
+def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors, with copies of those whose elements would be multiplied twice."""
     seen: set[int] = set()
     apart = []
     for tensor in tensors:
@@ -102,7 +107,3 @@ def _apart(tensors: Sequence[Tensors]) -> list[Tensors]:
         seen.add(tensor.data_ptr())
         apart.append(tensor.clone(memory_format=torch.contiguous_format) if is_shared else tensor)
     return apart
-
-
-_outside_of_compilation = torch.compiler.disable(mean_gradients)
-_outside_report, _outside_note = map(torch.compiler.disable, (_report_changes, _note))

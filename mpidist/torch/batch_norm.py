@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from mpidist.core.context import ReplicaContextLike, get_replica_context, has_strategy
 from mpidist.core.options import ReduceOp
-from mpidist.torch.foreign import Foreign
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.autograd.function import FunctionCtx
 
-_BatchNorm: Foreign = torch.nn.BatchNorm1d
 _KINDS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
-_Function: Foreign = torch.autograd.Function
 
 
-class SyncBatchNorm(_BatchNorm):  # type: ignore[misc, unused-ignore]
+class SyncBatchNorm(torch.nn.BatchNorm1d):  # type: ignore[misc, unused-ignore]
     """BatchNorm with mean and variance of the rows of all replicas.
 
-    The numbers are those of one process with the global batch, of images and volumes, too.
+    The results equal those of one process with the global batch. Inputs may be rows, images or volumes.
 
-    In training inside ``strategy.run`` it is collective in forward and in backward: every replica calls both, also one
-    without rows. Elsewhere, and in evaluation, it is as ``torch.nn.BatchNorm2d``.
+    In training inside ``strategy.run``, forward and backward are collective: every replica must call both, also one
+    without rows. Elsewhere, and in evaluation, it works like ``torch.nn.BatchNorm2d``.
 
     Args:
         num_features: Channels, along axis 1.
@@ -41,23 +39,23 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc, unused-ignore]
     """
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: Foreign) -> Foreign:
-        """Return the module with a SyncBatchNorm in the place of each BatchNorm layer.
+    def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
+        """Replace each BatchNorm layer of a module by a SyncBatchNorm, and return the module.
 
-        Call it before ``adopt``, or in the function that makes the module.
+        Call it before ``adopt``, or in the function that creates the module.
         """
         if isinstance(module, _KINDS) and not isinstance(module, cls):
-            twin = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
+            layer = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                setattr(twin, name, tensor)
-            return twin.train(module.training)
+                setattr(layer, name, tensor)
+            return layer.train(module.training)
         for name, inner in module.named_children():
             setattr(module, name, cls.convert_sync_batchnorm(inner))
         return module
 
     def _check_input_dim(self, given: Tensor) -> None:
         if given.dim() < 2:
-            raise ValueError(f"SyncBatchNorm was given an input of {given.dim()} axes; expected (rows, channels, ...)")
+            raise ValueError(f"The input of SyncBatchNorm has {given.dim()} axes. Pass (rows, channels, ...).")
 
     def forward(self, given: Tensor) -> Tensor:
         """Return the input with mean 0 and variance 1 in each channel, scaled and shifted."""
@@ -85,11 +83,11 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc, unused-ignore]
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
 
 
-class _Normalized(_Function):  # type: ignore[misc, unused-ignore]
-    """The input with the mean and the variance of all replicas taken out."""
+class _Normalized(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    """The input, normalized by the mean and the variance of all replicas."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, eps: float, context: ReplicaContextLike) -> tuple[Tensor, ...]:
+    def forward(ctx: FunctionCtx, given: Tensor, eps: float, context: ReplicaContextLike) -> tuple[Tensor, ...]:
         wide = given if given.dtype == torch.float64 else given.float()
         axes = [axis for axis in range(given.dim()) if axis != 1]
         shape = [1, -1, *[1] * (given.dim() - 2)]
@@ -100,8 +98,7 @@ class _Normalized(_Function):  # type: ignore[misc, unused-ignore]
         mean, count = sums[:-1] / sums[-1], sums[-1]
         if count <= 1:
             raise ValueError(
-                f"SyncBatchNorm was given {int(count)} values per channel on all replicas together; expected more than "
-                "1 in training"
+                f"SyncBatchNorm got {int(count)} values per channel from all replicas. It needs at least 2 in training."
             )
         deviation = wide - mean.view(shape)
         variance = context.all_reduce(ReduceOp.SUM, deviation.square().sum(axes)) / count
@@ -114,7 +111,7 @@ class _Normalized(_Function):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
-    def backward(ctx: Any, upstream: Tensor, *_: object) -> tuple[Tensor, None, None]:
+    def backward(ctx: FunctionCtx, upstream: Tensor, *_: object) -> tuple[Tensor, None, None]:
         normal, scale, count = ctx.saved_tensors
         wide = upstream.to(normal.dtype)
         both = torch.stack([wide.sum(ctx.axes), (wide * normal).sum(ctx.axes)])

@@ -1,7 +1,7 @@
-"""Gradients of one replica in flat buckets, which are summed while backward still computes.
+"""Gradients of one replica in flat buckets, which are summed while backward computes.
 
-A bucket has a mark for each gradient, which is summed, too: how many replicas had one. A replica without rows, or one
-that did not use a parameter, takes part with zeros; where no replica had a gradient it is None, as in one process.
+A bucket also sums a mark for each gradient: the number of replicas that have one. A replica without rows, or one that
+did not use a parameter, contributes zeros. If no replica has a gradient, it is None, as in one process.
 """
 
 from __future__ import annotations
@@ -10,89 +10,106 @@ import contextlib
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 
-from mpidist.core.context import ReplicaContextLike, StrategyLike, get_replica_context
+from mpidist.core.context import StrategyLike, get_replica_context
 from mpidist.core.options import ReduceOp
 from mpidist.topology import cores_are_short
-from mpidist.torch.foreign import Foreign
 from mpidist.torch.tensors import array_of
-from mpidist.torch.works import LARGE_BYTES, LONGEST_START_SECONDS
+from mpidist.torch.works import BRIEF_WAIT_SECONDS, LARGE_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mpidist.strategies import ReplicaContext
+
 BUCKET_BYTES = 25 << 20
-# So that something is on its way soon after backward has begun.
+# Small, so that a transfer starts soon after backward.
 _FIRST_BUCKET_BYTES = 1 << 20
+# Number of optimizers that sum gradients under each strategy. Not the number of those that are alive: garbage is
+# collected at other times on each rank, and all ranks must have the same number.
+_optimizers: WeakKeyDictionary[StrategyLike, int] = WeakKeyDictionary()
 
 
-class Slot:
-    """The place of a gradient in a bucket.
+def count_optimizers(strategy: StrategyLike, change: int) -> None:
+    """Record that a strategy has more optimizers, or fewer."""
+    _optimizers[strategy] = _optimizers.get(strategy, 0) + change
 
-    Attributes:
-        parameter: Whose gradient it is.
-        view: The part of the bucket.
-        bucket: The bucket.
-        is_added: Whether the gradient of this step is in its place.
-    """
 
-    def __init__(self, parameter: Tensor, view: Tensor, bucket: Bucket) -> None:
-        self.parameter, self.view, self.bucket = parameter, view, bucket
-        self.is_added = False
+def changes_of(tensor: Tensor) -> int:
+    """Return how often torch has changed a tensor. Collectives are not counted."""
+    count: int = tensor._version
+    return count
+
+
+def _changed() -> RuntimeError:
+    return RuntimeError(
+        "Gradients were changed before their sum over the replicas was complete, so the change would be lost. Call "
+        "optimizer.synchronize() first: loss.backward(); optimizer.synchronize(); "
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0); optimizer.step()"
+    )
 
 
 class Bucket:
-    """Gradients of one dtype that travel together.
-
-    Args:
-        parameters: In the order in which backward comes to them.
-    """
+    """Gradients of one dtype that are summed together. ``parameters`` are in the order of backward."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         ends = [0, *accumulate(parameter.numel() for parameter in parameters)]
+        self.parameters = parameters
         self.flat = torch.zeros(ends[-1] + len(parameters), dtype=parameters[0].dtype)
-        self._marks = self.flat[ends[-1] :]
-        self._array = array_of(self.flat)
-        self.slots = [
-            Slot(parameter, _like(self.flat[start:end], parameter), self)
+        self.views = [
+            _like(self.flat[start:end], parameter)
             for parameter, start, end in zip(parameters, ends, ends[1:], strict=False)
         ]
-        self.missing = len(self.slots)
+        # Positions of the gradients that are in their views in this step.
+        self.added: set[int] = set()
         self.is_started = False
-        # Of its memory, when it was last known to hold gradients as backward has left them.
+        self._marks = self.flat[ends[-1] :]
+        self._array = array_of(self.flat)
+        # Of the memory, when backward last changed it.
         self._version: int | None = None
-        self._work: Foreign = None
+        self._work: Any = None
 
-    def start(self, context: ReplicaContextLike, waits: bool) -> None:
-        """Start the sum over the replicas.
+    @property
+    def is_full(self) -> bool:
+        """Whether all gradients are in their views."""
+        return len(self.added) == len(self.views)
 
-        Args:
-            context: The replica.
-            waits: Whether the progress thread could only take the core from the program.
-        """
-        if self.missing:
-            self._marks.copy_(torch.tensor([slot.is_added for slot in self.slots]))
-        else:
+    def add(self, position: int) -> None:
+        """Move a gradient into its view."""
+        parameter, view = self.parameters[position], self.views[position]
+        gradient = parameter.grad
+        if gradient is not view:
+            if gradient.layout is not torch.strided:
+                raise TypeError(
+                    f"A gradient is {gradient.layout}. Use dense ones: torch.nn.Embedding(..., sparse=False)"
+                )
+            view.copy_(gradient.detach())
+            parameter.grad = view
+        self.added.add(position)
+
+    def start(self, context: ReplicaContext, waits: bool) -> None:
+        """Start the sum over the replicas. With ``waits``, wait for it briefly: no core is left for progress."""
+        if self.is_full:
             self._marks.fill_(1)
+        else:
+            self._marks.copy_(torch.tensor([position in self.added for position in range(len(self.views))]))
         self.is_started = True
         self.note()
-        context_: Foreign = context
-        self._work = context_.all_reduce_async(ReduceOp.SUM, self._array, out=self._array)
+        self._work = context.all_reduce_async(ReduceOp.SUM, self._array, out=self._array)
         if waits and self._array.nbytes >= LARGE_BYTES:
-            # It goes on in the background if another rank is late.
             with contextlib.suppress(TimeoutError):
-                self._end(LONGEST_START_SECONDS)
+                self._end(BRIEF_WAIT_SECONDS)
 
     def note(self) -> None:
-        """Remember its memory as it is now, so that changes show."""
+        """Record the version of the memory, to detect changes."""
         self._version = changes_of(self.flat)
 
     def check(self) -> None:
-        """Raise RuntimeError if gradients have changed since they were taken up."""
+        """Raise RuntimeError if gradients have changed since backward."""
         if self._version is not None and changes_of(self.flat) != self._version:
             raise _changed()
 
@@ -102,57 +119,32 @@ class Bucket:
             self._work = None
 
     def finish(self) -> None:
-        """Wait for the sums, and make them the gradients of the parameters."""
+        """Wait for the sums, which become the gradients of the parameters."""
         self._end()
         self.check()
-        if any(slot.is_added and slot.parameter.grad is not slot.view for slot in self.slots):
+        if any(self.parameters[position].grad is not self.views[position] for position in self.added):
             raise _changed()
-        for slot, replicas in zip(self.slots, self._marks.tolist(), strict=True):
-            gradient = slot.view if replicas else None
-            if slot.parameter.grad is not gradient:
-                slot.parameter.grad = gradient
+        for parameter, view, replicas in zip(self.parameters, self.views, self._marks.tolist(), strict=True):
+            gradient = view if replicas else None
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
 
     def reset(self) -> None:
-        """Be ready for the gradients of the next step."""
+        """Prepare for the gradients of the next step."""
         self._end()
-        self.is_started, self.missing, self._version = False, len(self.slots), None
-        for slot in self.slots:
-            slot.is_added = False
-
-
-def _changed() -> RuntimeError:
-    return RuntimeError(
-        "gradients were changed between backward() and the end of their sum over the replicas, which would be lost; "
-        "call optimizer.synchronize() first, as in: loss.backward(); optimizer.synchronize(); "
-        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0); optimizer.step()"
-    )
-
-
-def changes_of(tensor: Tensor) -> int:
-    """Return how often torch has changed a tensor; collectives are not counted."""
-    count: int = tensor._version
-    return count
+        self.is_started, self._version = False, None
+        self.added.clear()
 
 
 def _like(part: Tensor, parameter: Tensor) -> Tensor:
-    """Return a part of a bucket in the shape of a parameter.
-
-    It has the order in memory of a parameter without gaps.
-    """
+    """Return a part of a bucket with a parameter's shape and, if possible, strides."""
     sizes, strides = parameter.shape, parameter.stride()
     span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    if parameter.numel() == span:
-        return part.as_strided(sizes, strides)
-    return part.view(sizes)
+    return part.as_strided(sizes, strides) if parameter.numel() == span else part.view(sizes)
 
 
 def packed(parameters: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:
-    """Return buckets for parameters, those of the last layers first.
-
-    Args:
-        parameters: In the order of the module.
-        bucket_bytes: About how large a bucket is.
-    """
+    """Return buckets of about ``bucket_bytes``, last layers first, for parameters in module order."""
     buckets: list[Bucket] = []
     of_dtype: dict[torch.dtype, list[Tensor]] = {}
     limit = min(_FIRST_BUCKET_BYTES, bucket_bytes)
@@ -166,37 +158,16 @@ def packed(parameters: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:
     return [*buckets, *(Bucket(waiting) for waiting in of_dtype.values() if waiting)]
 
 
-# How many optimizers sum gradients under each strategy. Not those that are alive: garbage is collected at another time
-# on each rank, and all have to count alike.
-_optimizers: WeakKeyDictionary[StrategyLike, int] = WeakKeyDictionary()
-
-
-def count_optimizers(strategy: StrategyLike, change: int) -> None:
-    """Note that a strategy has more optimizers, or fewer.
-
-    Args:
-        strategy: Of the optimizers.
-        change: 1 for one that was made, -1 for one that sums no more.
-    """
-    _optimizers[strategy] = _optimizers.get(strategy, 0) + change
-
-
 class SummedGradients:
     """The gradients of one replica and their sums.
 
-    Hooks of the parameters add each gradient as backward has computed it. Buckets are started in one order on all
-    replicas, whatever the order in which they fill. Where the strategy has several optimizers backward starts none: it
-    comes to their parameters in an order that the rows of a replica decide, and calls of ``step`` are in that of the
-    program.
-
-    Args:
-        strategy: The strategy of the replica.
-        parameters: Of its module, those that have gradients.
-        bucket_bytes: About how large a bucket is.
+    Hooks move each gradient into its bucket when backward has computed it. Buckets start in one order on all replicas,
+    whatever the order in which they fill. If the strategy has several optimizers, backward starts none: the rows of a
+    replica decide in which order backward reaches their parameters, but the program decides the order of ``step``.
 
     Attributes:
-        accumulates: Whether gradients stay where they are for now.
-        are_summed: Whether they are the sums over all replicas, which no step has taken yet.
+        accumulates: Whether gradients stay on the replica for now.
+        are_summed: Whether they are sums over all replicas that no step has used yet.
     """
 
     def __init__(self, strategy: StrategyLike, parameters: Sequence[Tensor], bucket_bytes: int) -> None:
@@ -204,105 +175,109 @@ class SummedGradients:
         self._buckets = packed(parameters, bucket_bytes)
         self._started = 0
         self._is_short_of_cores = cores_are_short(2)
-        self.accumulates = False
-        self.are_summed = False
-        # Whether the buckets have sums, of a step that may have been taken.
+        self.accumulates = self.are_summed = False
+        # Whether the buckets have the sums of a step, which zero_grad() has not dropped yet.
         self._holds_sums = False
         self._handles = [
-            slot.parameter.register_post_accumulate_grad_hook(partial(self._add, slot))
+            parameter.register_post_accumulate_grad_hook(partial(self._add, bucket, position))
             for bucket in self._buckets
-            for slot in bucket.slots
+            for position, parameter in enumerate(bucket.parameters)
         ]
 
-    def _add(self, slot: Slot, parameter: Tensor) -> None:
-        """Take up a gradient that backward has computed."""
-        if self.accumulates:
-            return
+    def _add(self, bucket: Bucket, position: int, parameter: Tensor) -> None:
+        """Move a gradient that backward has computed into its bucket."""
         context = get_replica_context()
-        if context is None or context.strategy is not self._strategy:
-            # Gradients of this rank alone, which nobody sums.
+        if self.accumulates or context is None or context.strategy is not self._strategy:
+            # Outside of run(), gradients are this rank's alone.
             return
-        bucket, overlaps = slot.bucket, self._overlaps()
         if bucket.is_started:
             raise RuntimeError(
-                "backward() came to a gradient whose sum over the replicas is on its way already; to add up several "
-                "batches have all but the last inside `with optimizer.no_sync():`, and call optimizer.zero_grad() "
-                "before each first one"
+                "backward() computed a gradient again while its sum over the replicas is in flight. To add up several "
+                "batches, call backward() for all but the last inside `with optimizer.no_sync():`. Call "
+                "optimizer.zero_grad() before the first."
             )
-        if not slot.is_added:
-            if not overlaps and self._holds_sums and not self.are_summed and parameter.grad is slot.view:
-                # The loss of another optimizer, as a GAN's generator sends through its discriminator after the
-                # discriminator's step. It is an error only if a step takes it: start_all() finds it.
+        is_in_view, overlaps = parameter.grad is bucket.views[position], self._overlaps()
+        if position not in bucket.added or not is_in_view:
+            if is_in_view and self._holds_sums and not overlaps and not self.are_summed:
+                # The loss of another optimizer, such as the generator's of a GAN through its discriminator after the
+                # discriminator's step. It is an error only if a step uses it: start_all() detects that.
                 return
-            self._put(slot)
-            bucket.missing -= 1
-            if not bucket.missing and overlaps:
-                self._start(context, all_of_them=False)
-        elif not overlaps and parameter.grad is not slot.view:
-            # The model has dropped that of another optimizer's loss.
-            self._put(slot)
-        if not bucket.is_started:
-            bucket.note()
+            self._move(bucket, position)
+        bucket.note()
+        if overlaps and bucket.is_full:
+            self._start(cast("ReplicaContext", context), all_of_them=False)
 
     def _overlaps(self) -> bool:
         return _optimizers.get(self._strategy, 0) < 2
 
-    def _put(self, slot: Slot) -> None:
-        """Bring the gradient of a parameter into its place, and let it be there."""
-        gradient: Foreign = slot.parameter.grad
-        if gradient is slot.view:
-            if self._holds_sums:
-                raise RuntimeError(
-                    "a gradient still has the sum over all replicas of the step before in it; call "
-                    "optimizer.zero_grad() before backward()"
-                )
-        else:
-            if gradient.layout is not torch.strided:
-                raise TypeError(
-                    f"a gradient is {gradient.layout}; expected a dense one: torch.nn.Embedding(..., sparse=False)"
-                )
-            slot.view.copy_(gradient.detach())
-            slot.parameter.grad = slot.view
-        slot.is_added = True
+    def _move(self, bucket: Bucket, position: int) -> None:
+        if self._holds_sums and bucket.parameters[position].grad is bucket.views[position]:
+            raise RuntimeError(
+                "A gradient still has the sum over all replicas of the step before in it. You must "
+                "call optimizer.zero_grad() before backward()."
+            )
+        bucket.add(position)
 
-    def _start(self, context: ReplicaContextLike, all_of_them: bool) -> None:
-        """Start the buckets that are full, or all, in their order."""
-        while self._started < len(self._buckets) and (all_of_them or not self._buckets[self._started].missing):
+    def _start(self, context: ReplicaContext, all_of_them: bool) -> None:
+        """Start all buckets, or the full ones, in their order."""
+        while self._started < len(self._buckets) and (all_of_them or self._buckets[self._started].is_full):
             self._buckets[self._started].start(context, self._is_short_of_cores)
             self._started += 1
 
-    def start_all(self, context: ReplicaContextLike) -> None:
-        """Start the buckets that backward did not fill, with zeros for missing gradients."""
+    def start_all(self, context: ReplicaContext) -> None:
+        """Start the buckets that backward has not started, with zeros for missing gradients."""
         overlaps = self._overlaps()
         for bucket in self._buckets[self._started :]:
             bucket.check()
-            for slot in bucket.slots:
-                if slot.is_added and slot.parameter.grad is not slot.view and not overlaps:
+            for position, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
+                if not overlaps and parameter.grad is not view:
                     # Dropped or replaced before anything was sent.
-                    slot.is_added = False
-                    bucket.missing += 1
-                if not slot.is_added and slot.parameter.grad is not None:
-                    self._put(slot)
-                    bucket.missing -= 1
-                elif not slot.is_added:
-                    slot.view.zero_()
+                    bucket.added.discard(position)
+                if position not in bucket.added:
+                    if parameter.grad is None:
+                        view.zero_()
+                    else:
+                        self._move(bucket, position)
         self._start(context, all_of_them=True)
 
     def finish(self) -> None:
-        """Wait for the sums, which are the gradients then."""
+        """Wait for the sums, which become the gradients."""
         for bucket in self._buckets:
             bucket.finish()
         self.reset()
         self.are_summed = self._holds_sums = True
 
     def reset(self) -> None:
-        """Be ready for the next step; sums on their way are waited for."""
+        """Prepare for the next step. Waits for sums in flight."""
         for bucket in self._buckets:
             bucket.reset()
         self._started = 0
         self.are_summed = self._holds_sums = False
 
     def detach(self) -> None:
-        """Take no more gradients."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+
+
+class OwnGradients:
+    """The gradients of the only replica. Changes before ``synchronize`` are errors, as with several replicas."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._versions: dict[Tensor, tuple[Tensor, int]] = {}
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, parameter: Tensor) -> None:
+        self._versions[parameter] = (parameter.grad, changes_of(parameter.grad))
+
+    def check(self) -> None:
+        """Raise RuntimeError if a gradient was changed since backward. The next changes are allowed."""
+        for parameter, (gradient, version) in self._versions.items():
+            if parameter.grad is gradient and changes_of(gradient) != version:
+                raise _changed()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the gradients so far."""
+        self._versions.clear()

@@ -1,28 +1,22 @@
-"""Keeps torch.compile out of the process group, and tells where it is at work."""
+"""Keeps torch.compile out of the process group, and detects compiled code."""
 
 from __future__ import annotations
 
 import torch
-
-from mpidist.torch.foreign import Foreign
-
-# torch.compiler.disable would import the compiler, which takes a second, in programs that never compile.
-_frames: Foreign = torch._C._dynamo.eval_frame
+from torch._C._dynamo import eval_frame
 
 
 def keep_compiler_out(kind: type) -> None:
-    """Have the compiler skip the methods of a class, and all that they call.
-
-    Only where this torch can be told so.
-    """
-    if not hasattr(_frames, "set_code_exec_strategy"):
+    """Let the compiler skip the methods of a class, and all functions that they call."""
+    # torch.compiler.disable would import the compiler, which takes a second, in programs that never compile.
+    if not hasattr(eval_frame, "set_code_exec_strategy"):
         return
-    skip = _frames._FrameAction.SKIP
+    skip = eval_frame._FrameAction.SKIP
     for method in vars(kind).values():
         if hasattr(method, "__code__"):
-            _frames.set_code_exec_strategy(method.__code__, _frames._FrameExecStrategy(skip, skip))
+            eval_frame.set_code_exec_strategy(method.__code__, eval_frame._FrameExecStrategy(skip, skip))
 
 
 def is_compiled() -> bool:
-    """Return whether the caller is traced by torch.compile, or called by what it has made."""
-    return torch.compiler.is_compiling() or callable(_frames.get_eval_frame_callback())
+    """Return whether torch.compile traces or has compiled the caller."""
+    return torch.compiler.is_compiling() or callable(eval_frame.get_eval_frame_callback())

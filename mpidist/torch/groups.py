@@ -1,17 +1,22 @@
-"""The communicators of process groups."""
+"""Process groups: the functions by which torch creates them, and their communicators."""
 
 from __future__ import annotations
 
 import json
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
-import torch.distributed
+import torch.distributed as dist
 
 from mpidist.collectives import Advice, Communicator
 from mpidist.core.errors import LaunchError
 from mpidist.core.options import CommunicationOptions
 from mpidist.topology import import_mpi, trains_alone, world_topology
 from mpidist.topology.start import check_world, create_group
-from mpidist.torch.foreign import Foreign
+from mpidist.torch.backend import HAS_BACKENDS, MpidistBackend, MpidistProcessGroup
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import _DistributedBackendOptions as GroupOptions
 
 _ADVICE = Advice(
     "Make this call on every rank. Put only the printing under `if dist.get_rank() == 0:`. If ranks have different "
@@ -26,17 +31,29 @@ _LIST = "MPI ranks"
 _default_options = [CommunicationOptions()]
 
 
-def new_communicator(given: Foreign, options: CommunicationOptions) -> Communicator:
-    """Return the communicator of a new group (collective over the group).
+def create(name: str, given: GroupOptions, pg_options: object) -> MpidistBackend | MpidistProcessGroup:
+    """Create the backend or process group ``name`` (collective over its ranks)."""
+    options = _options(given.timeout, pg_options)
+    comm = _new_communicator(given, options)
+    # Calls without options are the fastest. The communicator of the default group has them already.
+    own = options if given.global_ranks_in_group and options != CommunicationOptions() else None
+    return MpidistBackend(comm, name, own) if HAS_BACKENDS else MpidistProcessGroup(comm, name, given.store, own)
 
-    Args:
-        given: torch's _DistributedBackendOptions of the group.
-        options: Options of the group's collectives.
 
-    Raises:
-        LaunchError: torch and MPI disagree about the ranks, or the members' installations or settings differ.
-        DistStoreError: A member did not arrive within the group's timeout.
-    """
+def _options(timeout: timedelta, given: object) -> CommunicationOptions:
+    # torch passes the same options to all backends of a group.
+    if given is None or (HAS_BACKENDS and isinstance(given, MpidistBackend.Options)):
+        given = CommunicationOptions()
+    if not isinstance(given, CommunicationOptions):
+        raise TypeError(f"pg_options is {given!r}; expected None or mpidist.experimental.CommunicationOptions(...)")
+    if given.timeout_seconds is not None or timeout == dist.default_pg_timeout:
+        # If the program passes no timeout, MPIDIST_TIMEOUT applies.
+        return given
+    return given.merge(CommunicationOptions(timeout_seconds=timeout.total_seconds()))
+
+
+def _new_communicator(given: GroupOptions, options: CommunicationOptions) -> Communicator:
+    """Create the communicator of a new group (collective over the group)."""
     if not given.global_ranks_in_group:
         check_place(given.group_rank, given.group_size)
         comm = Communicator(options=options, advice=_ADVICE)
@@ -53,7 +70,7 @@ def new_communicator(given: Foreign, options: CommunicationOptions) -> Communica
     return comm
 
 
-def _mpi_ranks(given: Foreign) -> list[int]:
+def _mpi_ranks(given: GroupOptions) -> list[int]:
     """Return the rank in MPI.COMM_WORLD of each member of a group (collective over the group).
 
     The default group may be another backend's, and its ranks in any order. Each member writes its own rank to the
@@ -71,9 +88,9 @@ def _mpi_ranks(given: Foreign) -> list[int]:
     ranks, sizes = zip(*json.loads(store.get(_LIST)), strict=True)
     if len(set(ranks)) == size and len(set(sizes)) == 1:
         return list(ranks)
-    place = f"rank {torch.distributed.get_rank()} of {torch.distributed.get_world_size()} of torch.distributed"
+    place = f"rank {dist.get_rank()} of {dist.get_world_size()} of torch.distributed"
     if set(sizes) == {1}:
-        raise trains_alone(place, torch.distributed.get_world_size())
+        raise trains_alone(place, dist.get_world_size())
     raise LaunchError(
         f"{place} is rank {world.Get_rank()} of {world.Get_size()} of MPI, but the ranks of this group belong to "
         f"several MPI jobs: they are the ranks {list(ranks)} of worlds of {list(sizes)}. Start all ranks with one "
@@ -86,7 +103,7 @@ def _key(rank: int) -> str:
 
 
 def _default_is_mpidist() -> bool:
-    backends = torch.distributed.get_backend_config().replace(",", ":").split(":")
+    backends = dist.get_backend_config().replace(",", ":").split(":")
     return not _NAMES.isdisjoint(backends)
 
 

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 import torch
+from torch.nn import Module
 
 from mpidist.arrays.dtypes import Array
 from mpidist.core.context import get_replica_context, get_strategy, has_strategy, in_cross_replica_context
-from mpidist.strategies import Strategy, check_adopts_in_scope
+from mpidist.core.options import ReduceOp
+from mpidist.strategies import ReplicaContext, Strategy, check_adopts_in_scope
 from mpidist.strategies.central_storage import CentralStorageExtended
 from mpidist.torch.compiling import is_compiled
-from mpidist.torch.foreign import Foreign
 from mpidist.torch.step_checks import adopted
 from mpidist.torch.tensors import array_of, fill
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_Module: Foreign = torch.nn.Module
-ModuleOrFactory: TypeAlias = Callable[..., Foreign]
+ModuleOrFactory: TypeAlias = "Module | Callable[[], Module]"
 
 
 def adopt(module: ModuleOrFactory) -> ReplicatedModule:
@@ -31,10 +32,10 @@ def adopt(module: ModuleOrFactory) -> ReplicatedModule:
     ``mpidist.torch.Optimizer`` keeps equal to the others. Call it inside ``with strategy.scope():``.
 
     Args:
-        module: A module, which becomes the first replica's copy, or a function or class that makes one.
+        module: A module, which becomes the first replica's copy, or a function or class that creates one.
 
     Raises:
-        TypeError: Neither a module nor a function that returns one.
+        TypeError: Neither a module nor a function that returns one; a module with torch's SyncBatchNorm.
         RuntimeError: Called inside ``strategy.run``, or outside of the scope although a strategy has several ranks.
         ValueError: A strategy without replicas in sync, or one of GPUs; a module whose copies have other names.
         MismatchError: Modules of other shapes on other ranks.
@@ -47,40 +48,91 @@ def adopt(module: ModuleOrFactory) -> ReplicatedModule:
     (2, (2, 3))
     """
     check_adopts_in_scope("mpidist.torch.adopt()")
-    strategy: Foreign = get_strategy()
+    strategy = cast("Strategy", get_strategy())
     if has_strategy() and not in_cross_replica_context():
         raise RuntimeError(
-            "adopt() was called inside strategy.run(), where every replica would have other copies; call it once, "
-            "before, inside `with strategy.scope():`"
+            "adopt() was called inside strategy.run(). Call it once, before, inside `with strategy.scope():`."
         )
     extended = strategy.extended
     with extended.shared_errors("adopt()"):
         check_strategy(strategy)
-        first = module if isinstance(module, _Module) else _made(module)
-        if isinstance(first, ReplicatedModule):
-            raise TypeError("adopt() was given what adopt() has returned; expected a module of PyTorch")
-        copies = [first]
-        if len(extended.local_replica_ids) > 1:
-            _check_not_compiled(first)
-    _take_first_ranks(strategy, first, "adopt()")
+        first = module if isinstance(module, Module) else _made(module)
+        _check_module(first, strategy)
+    _copy_from_first_rank(strategy, first, "adopt()")
     with extended.shared_errors("adopt()"):
-        # After the values have come: what is derived from them is copied as it is.
-        copies += [copy.deepcopy(first) for _ in extended.local_replica_ids[1:]]
-        _check_names(copies)
+        # After the broadcast, so that derived values are copied, too.
+        copies = [first, *[copy.deepcopy(first) for _ in extended.local_replica_ids[1:]]]
+        names = [[*_tensors_of(each)] for each in copies]
+        if any(other != names[0] for other in names):
+            raise ValueError(
+                f"{type(first).__name__} gives its copies parameters of other names, as Keras models do. Use one "
+                "replica per rank (mpirun -n N, without devices=), or for a Keras model mpidist.keras.adopt(model)."
+            )
     return ReplicatedModule(strategy, copies)
 
 
-def _check_names(copies: list[Foreign]) -> None:
-    names = [[*_tensors_of(module)] for module in copies]
-    if any(other != names[0] for other in names):
+def _made(factory: Callable[[], Module]) -> Module:
+    if not callable(factory):
+        raise TypeError(
+            f"adopt() was given {factory!r}. Pass a torch.nn.Module, or a class or function that creates one: "
+            "mpidist.torch.adopt(Net)."
+        )
+    module = factory()
+    if not isinstance(module, Module):
+        raise TypeError(f"{factory!r} made {module!r} of type {type(module).__name__}, not a torch.nn.Module.")
+    return module
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Raise ValueError for a strategy whose replicas cannot have modules."""
+    name, extended = type(strategy).__name__, strategy.extended
+    if extended.is_central and not isinstance(extended, CentralStorageExtended):
         raise ValueError(
-            f"{type(copies[0]).__name__} gives its copies parameters of other names, as Keras models do; expected one "
-            "replica per rank (mpirun -n N, without devices=), for a Keras model mpidist.keras.adopt(model) and fit()"
+            f"{name} keeps variables on parameter servers. A module of PyTorch has parameters of its own, which no "
+            "server reaches. Use mpidist.MultiWorkerMirroredStrategy()."
+        )
+    if extended.first_gpu is not None:
+        raise ValueError(
+            f"{name} has the devices {list(extended.worker_devices)}, but modules are adopted in host memory. Use "
+            "mpidist.MultiWorkerMirroredStrategy(devices=['cpu:0']), or on GPUs DistributedDataParallel over "
+            'torch.distributed.init_process_group("mpidist").'
         )
 
 
-def _take_first_ranks(strategy: Strategy, module: Foreign, name: str) -> None:
-    """Give a module the parameters and buffers of the first rank (collective)."""
+def _check_module(module: Module, strategy: Strategy) -> None:
+    if isinstance(module, ReplicatedModule):
+        raise TypeError("The module is what adopt() has returned. Pass a module of PyTorch.")
+    inner = dict(module.named_modules())
+    if strategy.num_replicas_in_sync > 1:
+        for name, each in inner.items():
+            if isinstance(each, torch.nn.SyncBatchNorm):
+                raise TypeError(
+                    f"Layer {name!r} is a torch.nn.SyncBatchNorm, which synchronizes a process group, not the "
+                    "replicas. Use mpidist.torch.SyncBatchNorm.convert_sync_batchnorm(module) with torch.nn.BatchNorm "
+                    "layers."
+                )
+    if len(strategy.extended.local_replica_ids) > 1:
+        for name, each in inner.items():
+            # Attributes that only torch.compile sets.
+            if hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) is not None:
+                name = name or "the module"
+                raise _several_compiled(f"adopt() was given a module that torch.compile has made ({name})")
+
+
+def _several_compiled(problem: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{problem}, and this rank has several replicas, which run in threads. torch.compile keeps one state for the "
+        "process. Use one replica per rank (one device, and mpirun -n 4 python train.py), or no torch.compile."
+    )
+
+
+def _tensors_of(module: Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by name, including those that state_dict omits."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _copy_from_first_rank(strategy: Strategy, module: Module, name: str) -> None:
+    """Copy the parameters and buffers of the first rank to all ranks (collective)."""
     tensors = _tensors_of(module)
     note = f"{name} of {type(module).__name__}: " + ", ".join(
         f"{name} {tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()
@@ -91,80 +143,50 @@ def _take_first_ranks(strategy: Strategy, module: Foreign, name: str) -> None:
             fill(tensor, array)
 
 
-def _made(factory: ModuleOrFactory) -> Foreign:
-    if not callable(factory):
+# Methods of ReplicatedModule ----------------------------------------------------------------------------------------
+
+
+def _reading(name: str) -> Callable[..., object]:
+    """Return a method that calls the copy of the running replica."""
+
+    @wraps(getattr(Module, name))
+    def method(self: ReplicatedModule, *args: object, **kwargs: object) -> object:
+        return getattr(self.here, name)(*args, **kwargs)
+
+    return method
+
+
+def _changing(name: str) -> Callable[..., object]:
+    """Return a method that calls all copies outside of replicas. It returns the module if torch's does."""
+
+    @wraps(getattr(Module, name))
+    def method(self: ReplicatedModule, *args: object, **kwargs: object) -> object:
+        first, *_ = [(module, getattr(module, name)(*args, **kwargs)) for module in self.changed()]
+        return self if first[1] is first[0] else first[1]
+
+    return method
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    """Return a method that raises TypeError: the copies have their parts."""
+
+    @wraps(getattr(Module, name))
+    def method(_: ReplicatedModule, part: str, *_args: object, **_kwargs: object) -> NoReturn:
         raise TypeError(
-            f"adopt() was given {factory!r}; expected a torch.nn.Module, or a class or function that makes one, as in "
-            "mpidist.torch.adopt(Net)"
-        )
-    module = factory()
-    if not isinstance(module, _Module):
-        raise TypeError(f"{factory!r} made {module!r} of type {type(module).__name__}; expected a torch.nn.Module")
-    return module
-
-
-def check_strategy(strategy: Strategy) -> None:
-    """Raise ValueError for a strategy whose replicas cannot have modules."""
-    name, extended = type(strategy).__name__, strategy.extended
-    if extended.is_central and not isinstance(extended, CentralStorageExtended):
-        raise ValueError(
-            f"{name} keeps variables on parameter servers, which change them whenever a worker sends a gradient, and a "
-            "module of PyTorch computes with parameters of its own, which no server reaches; expected a strategy whose "
-            "replicas step together: mpidist.MultiWorkerMirroredStrategy()"
-        )
-    if extended.first_gpu is not None:
-        raise ValueError(
-            f"{name} has the devices {list(extended.worker_devices)}, and modules are adopted in host memory; expected "
-            "CPUs, as in mpidist.MultiWorkerMirroredStrategy(devices=['cpu:0']); on GPUs DistributedDataParallel runs "
-            'over torch.distributed.init_process_group("mpidist")'
+            f"{name}({part!r}, ...) was called on an adopted module. Call it before the copies exist: "
+            f"module.{name}({part!r}, ...); model = mpidist.torch.adopt(module)"
         )
 
-
-def _check_not_compiled(module: Foreign) -> None:
-    """Raise NotImplementedError for a module that torch.compile has made."""
-    compiled = [
-        name or "the module"
-        for name, inner in module.named_modules()
-        # Kept apart from the module's state, so that only these two say so.
-        if hasattr(inner, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None
-    ]
-    if compiled:
-        raise several_compiled(f"adopt() was given a module that torch.compile has made ({compiled[0]})")
+    return method
 
 
-def several_compiled(beginning: str) -> NotImplementedError:
-    """Return the error for compiled code of several replicas of one rank.
-
-    Args:
-        beginning: Of the message.
-    """
-    return NotImplementedError(
-        f"{beginning}, and this rank has several replicas, which run in threads: torch.compile keeps one state for the "
-        "process. Expected one replica per rank: give the strategy one device, and type mpirun -n 4 python train.py; "
-        "or leave torch.compile out"
-    )
-
-
-def _tensors_of(module: Foreign) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, those that state_dict leaves out as well."""
-    tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return tensors
-
-
-def _too_late(method: str, name: str) -> TypeError:
-    return TypeError(
-        f"{method}({name!r}, ...) was called on a module that mpidist.torch.adopt has returned, whose copies would not "
-        f"get it; call it on the module before: module.{method}({name!r}, ...); model = mpidist.torch.adopt(module)"
-    )
-
-
-class ReplicatedModule(_Module):  # type: ignore[misc, unused-ignore]
+class ReplicatedModule(Module):  # type: ignore[misc, unused-ignore]
     """A module with a copy for each replica of this rank; made by :func:`adopt`.
 
     Inside ``strategy.run`` it stands for the replica's own copy, outside for the first one: calls, attributes,
-    parameters, ``state_dict``. A change outside of ``run`` is one of all copies: ``train``, ``eval``,
-    ``requires_grad_``, ``load_state_dict``, ``to``, ``apply``, ``zero_grad`` and attributes that are set. Changes of
-    its parts, as ``torch.nn.init`` of ``model.weight`` or ``model.body.eval()``, are made before :func:`adopt`.
+    parameters, ``state_dict``. A change outside of ``run`` changes all copies: ``train``, ``eval``,
+    ``requires_grad_``, ``load_state_dict``, ``to``, ``apply``, ``zero_grad`` and attributes that are set. Change its
+    parts, as by ``torch.nn.init`` of ``model.weight`` or ``model.body.eval()``, before :func:`adopt`.
 
     Args:
         strategy: The strategy of the replicas.
@@ -173,24 +195,21 @@ class ReplicatedModule(_Module):  # type: ignore[misc, unused-ignore]
     Attributes:
         copies: The modules.
         strategy: The strategy.
-        optimizers: Those that sum gradients of the copies.
+        optimizers: The optimizers that sum gradients of the copies.
     """
 
-    def __init__(self, strategy: Strategy, copies: list[Foreign]) -> None:
+    def __init__(self, strategy: Strategy, copies: list[Module]) -> None:
         super().__init__()
-        # A question to the copies.
+        # Read from the copies.
         del self.__dict__["training"]
-        # Not as attributes of a module, which would make submodules of the copies.
+        # Module.__setattr__ would register the copies as submodules.
         self.__dict__.update(strategy=strategy, copies=tuple(copies), optimizers=[])
         adopted.add(self)
 
     @property
-    def here(self) -> Foreign:
-        """The copy of the replica that runs; outside of ``run`` the first one."""
-        context = get_replica_context()
-        if context is None or context.strategy is not self.strategy:
-            return self.copies[0]
-        return self.copies[context.local_replica_id]
+    def here(self) -> Module:
+        """The copy of the running replica; outside of ``run`` the first one."""
+        return self.changed()[0]
 
     @property
     def distribute_strategy(self) -> Strategy:
@@ -198,190 +217,92 @@ class ReplicatedModule(_Module):  # type: ignore[misc, unused-ignore]
         strategy: Strategy = self.strategy
         return strategy
 
-    def changed(self) -> tuple[Foreign, ...]:
+    def changed(self) -> tuple[Module, ...]:
         """Return the copies that a change is for: in a replica its own, outside all."""
         context = get_replica_context()
         if context is None or context.strategy is not self.strategy:
             return tuple(self.copies)
         return (self.copies[context.local_replica_id],)
 
-    def forward(self, *args: object, **kwargs: object) -> Foreign:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Call the copy of this replica."""
         if len(self.copies) > 1 and is_compiled():
-            raise several_compiled("torch.compile has come to a module that mpidist has adopted")
+            raise _several_compiled("torch.compile has come to a module that mpidist has adopted")
         return self.here(*args, **kwargs)
 
-    # Questions, to the copy of this replica -------------------------------------------------------------------------
-
-    def __getattr__(self, name: str) -> Foreign:
+    def __getattr__(self, name: str) -> Tensor | Module:
         if "copies" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.here, name)
 
-    def __getitem__(self, index: object) -> Foreign:
+    def __getitem__(self, index: object) -> Module:
         return self.here[index]
-
-    def named_modules(self, *args: object, **kwargs: object) -> Foreign:
-        """Yield the modules in the copy, with their names."""
-        return self.here.named_modules(*args, **kwargs)
-
-    def named_children(self) -> Foreign:
-        """Yield the modules directly in the copy, with their names."""
-        return self.here.named_children()
-
-    def named_parameters(self, *args: object, **kwargs: object) -> Foreign:
-        """Yield the parameters of the copy, with their names."""
-        return self.here.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: object, **kwargs: object) -> Foreign:
-        """Yield the buffers of the copy, with their names."""
-        return self.here.named_buffers(*args, **kwargs)
-
-    def get_submodule(self, target: str) -> Foreign:
-        """Return a module in the copy by its name."""
-        return self.here.get_submodule(target)
-
-    def state_dict(self, *args: object, **kwargs: object) -> Foreign:
-        """Return parameters and buffers of the copy by name."""
-        return self.here.state_dict(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<ReplicatedModule with {len(self.copies)} of {self.strategy.num_replicas_in_sync} copies: {self.here}>"
 
-    # Changes, of all copies outside of replicas ---------------------------------------------------------------------
+    named_modules, named_children = map(_reading, ("named_modules", "named_children"))
+    named_parameters, named_buffers = map(_reading, ("named_parameters", "named_buffers"))
+    get_submodule, state_dict = map(_reading, ("get_submodule", "state_dict"))
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in self.__dict__:
             self.__dict__[name] = value
             return
         copies = self.changed()
-        if len(copies) > 1 and isinstance(value, (_Module, torch.Tensor)):
+        if len(copies) > 1 and isinstance(value, (Module, torch.Tensor)):
             raise TypeError(
-                f"attribute {name!r} was set to a {type(value).__name__}, which the {len(copies)} copies would share; "
-                "set it on the module before mpidist.torch.adopt(module)"
+                f"attribute {name!r} was set to a {type(value).__name__}, which the {len(copies)} copies would share. "
+                "Set it on the module before mpidist.torch.adopt(module)."
             )
         for module in copies:
             setattr(module, name, value)
 
-    def train(self, mode: bool = True) -> ReplicatedModule:
-        """Set the copies to training, or with False to evaluation."""
-        for module in self.changed():
-            module.train(mode)
-        return self
+    train, requires_grad_, zero_grad = map(_changing, ("train", "requires_grad_", "zero_grad"))
+    # torch's type(), double(), to_empty() and the like call _apply().
+    to, _apply, load_state_dict = map(_changing, ("to", "_apply", "load_state_dict"))
 
-    def requires_grad_(self, requires_grad: bool = True) -> ReplicatedModule:
-        """Say of all parameters whether they have gradients."""
-        for module in self.changed():
-            module.requires_grad_(requires_grad)
-        return self
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
-        for module in self.changed():
-            module.zero_grad(set_to_none)
-
-    def apply(self, fn: Callable[[Foreign], None]) -> ReplicatedModule:
-        """Call a function with each module of each copy.
-
-        Outside of replicas the copies are equal afterwards.
-        """
+    def apply(self, fn: Callable[[Module], None]) -> ReplicatedModule:
+        """Call a function with each module of each copy. Outside of replicas the copies are equal afterwards."""
         copies = self.changed()
         for module in copies:
             module.apply(fn)
         if len(copies) > 1:
-            # A function that draws numbers draws others for each copy.
+            # A function may draw other random numbers for each copy.
             self.make_equal()
         return self
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ReplicatedModule:
-        # By which torch's own methods change dtypes and memory: type, to_empty, share_memory.
-        for module in self.changed():
-            module._apply(fn, recurse)
-        return self
-
-    def load_state_dict(self, *args: object, **kwargs: object) -> Foreign:
-        """Give the copies parameters and buffers by name."""
-        first, *_ = [module.load_state_dict(*args, **kwargs) for module in self.changed()]
-        return first
-
-    def to(self, *args: object, **kwargs: object) -> ReplicatedModule:
-        """Give the copies another dtype, or order in memory."""
-        for module in self.changed():
-            module.to(*args, **kwargs)
-        return self
-
-    def double(self) -> ReplicatedModule:
-        """Give the copies float64."""
-        return self.to(torch.float64)
-
-    def float(self) -> ReplicatedModule:
-        """Give the copies float32."""
-        return self.to(torch.float32)
-
-    def half(self) -> ReplicatedModule:
-        """Give the copies float16."""
-        return self.to(torch.float16)
-
-    def bfloat16(self) -> ReplicatedModule:
-        """Give the copies bfloat16."""
-        return self.to(torch.bfloat16)
-
     def compile(self, *args: object, **kwargs: object) -> None:
-        """Have torch.compile make the copy's calls faster.
-
-        With several replicas on this rank it is an error.
-        """
+        """Compile the copy's calls by torch.compile. An error if this rank has several replicas."""
         if len(self.copies) > 1:
-            raise several_compiled("compile() of a module that mpidist has adopted was called")
+            raise _several_compiled("compile() of a module that mpidist has adopted was called")
         self.copies[0].compile(*args, **kwargs)
 
-    def register_buffer(self, name: str, *args: object, **kwargs: object) -> NoReturn:
-        """Raise TypeError: parts are those of the copies."""
-        raise _too_late("register_buffer", name)
+    register_buffer, register_parameter = map(_refusing, ("register_buffer", "register_parameter"))
+    register_module, add_module = map(_refusing, ("register_module", "add_module"))
 
-    def register_parameter(self, name: str, *args: object, **kwargs: object) -> NoReturn:
-        """Raise TypeError: parts are those of the copies."""
-        raise _too_late("register_parameter", name)
-
-    def register_module(self, name: str, *args: object, **kwargs: object) -> NoReturn:
-        """Raise TypeError: parts are those of the copies."""
-        raise _too_late("register_module", name)
-
-    def add_module(self, name: str, *args: object, **kwargs: object) -> NoReturn:
-        """Raise TypeError: parts are those of the copies."""
-        raise _too_late("add_module", name)
-
-    # Copies of it ---------------------------------------------------------------------------------------------------
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Foreign:
+    def __deepcopy__(self, memo: dict[int, object]) -> Module:
         """Return a copy of this replica's module, which is not adopted."""
         return copy.deepcopy(self.here, memo)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            "a module that mpidist.torch.adopt has returned cannot be pickled, as it has a strategy; save "
-            "model.state_dict(), as in torch.save(model.state_dict(), path), or use mpidist.Checkpoint(model=model)"
+            "An adopted module cannot be pickled, because it has a strategy. With torch.save, save model.state_dict(). "
+            "Or use mpidist.Checkpoint(model=model)."
         )
-
-    # Checkpoints ----------------------------------------------------------------------------------------------------
 
     def _checkpoint_children(self) -> dict[str, object]:
         return dict(self.copies[0].state_dict())
 
     def _checkpoint_defer(self, values: dict[str, Array]) -> None:
-        # The first copy has its values by now; nothing is taken, as a module makes no parts later.
-        del values
+        # The first copy is restored. ``values`` are for parts that are created later: a module has none.
         self.make_equal()
 
     def make_equal_on_ranks(self, name: str) -> None:
-        """Give all copies the parameters and buffers of the first rank's first copy (collective).
+        """Copy parameters and buffers of the first rank's first copy to all copies (collective).
 
-        Args:
-            name: Of the call, for errors.
-
-        Raises:
-            ValueError: Copies of this rank differ in which parameters have gradients.
-            MismatchError: Modules of other shapes on other ranks.
+        ``name`` is the call's, for errors. ValueError is raised if copies of this rank differ in which parameters have
+        gradients, MismatchError if ranks have other modules.
         """
         first = {name: parameter.requires_grad for name, parameter in self.copies[0].named_parameters()}
         with self.strategy.extended.shared_errors(name):
@@ -390,17 +311,62 @@ class ReplicatedModule(_Module):  # type: ignore[misc, unused-ignore]
                 if found != first:
                     differing = sorted(key for key, _ in found.items() ^ first.items())
                     raise ValueError(
-                        f"copies of the module differ in which parameters have gradients: {differing[0]}; call "
-                        "model.requires_grad_() outside of strategy.run(), or of a part of the module before "
-                        "mpidist.torch.adopt(module)"
+                        f"copies of the module differ in which parameters have gradients: {differing[0]}. Call "
+                        "model.requires_grad_() outside of strategy.run(), or a part's before mpidist.torch.adopt()."
                     )
-        _take_first_ranks(self.strategy, self.copies[0], name)
+        _copy_from_first_rank(self.strategy, self.copies[0], name)
         self.make_equal()
 
     def make_equal(self) -> None:
-        """Give all copies the parameters and buffers of the first."""
+        """Copy the parameters and buffers of the first copy to the others."""
         first = _tensors_of(self.copies[0])
         with torch.no_grad():
             for module in self.copies[1:]:
                 for name, tensor in _tensors_of(module).items():
                     tensor.copy_(first[name])
+
+
+class SharedBuffers:
+    """Copies buffers of the first replica's module, such as statistics of BatchNorm, to another.
+
+    The replicas combine bytes by BOR, to which all but the first contribute zeros, so any dtype arrives unchanged.
+    """
+
+    def __init__(self, module: Module) -> None:
+        # Modules may share a buffer, or replace theirs.
+        found = {
+            id(buffer): (owner, name)
+            for owner in module.modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+            if buffer.numel()
+        }
+        self._places = [*found.values()]
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._work: Any = None
+
+    def _buffers(self) -> list[Tensor]:
+        return [getattr(owner, name) for owner, name in self._places]
+
+    def start(self, context: ReplicaContext) -> None:
+        """Start to fetch the buffers of the first replica (collective)."""
+        if not self._places:
+            return
+        if context.replica_id_in_sync_group == 0:
+            flat = [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in self._buffers()]
+            self._bytes = torch.cat(flat)
+        else:
+            self._bytes = torch.zeros(sum(each.nbytes for each in self._buffers()), dtype=torch.uint8)
+        array = array_of(self._bytes)
+        self._work = context.all_reduce_async(ReduceOp.BOR, array, out=array)
+
+    def finish(self, context: ReplicaContext) -> None:
+        """Wait for the buffers, and copy them into the module."""
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
+        if context.replica_id_in_sync_group:
+            buffers = self._buffers()
+            for buffer, part in zip(buffers, self._bytes.split([each.nbytes for each in buffers]), strict=True):
+                # A copy is aligned for any dtype.
+                buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))

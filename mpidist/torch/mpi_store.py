@@ -1,229 +1,244 @@
-"""A store of torch over MPI: the dictionary that all ranks share, without a socket.
+"""Rendezvous by MPI, without MASTER_ADDR, and torch's store over MPI, without sockets.
 
-The first rank keeps it; the others ask by small messages beside the collectives, which a thread of the first answers.
+Rank 0 keeps the contents of all stores. Other ranks send it small messages, which a thread of rank 0 answers.
 """
 
 from __future__ import annotations
 
+import multiprocessing.process
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
+from urllib.parse import parse_qs, urlparse
 
-import torch.distributed
+import torch.distributed as dist
 
 from mpidist.collectives.channel.progress import mpi_takes_threads
 from mpidist.collectives.channel.shutdown import after_shutdown
 from mpidist.collectives.mpi.exchange import Mailbox
 from mpidist.core import message_tags
 from mpidist.core.concurrency import DaemonThread, Deadline, Stopwatch
-from mpidist.topology import world_topology
+from mpidist.core.errors import LaunchError
+from mpidist.topology import trains_alone, world_topology
 from mpidist.topology.start import duplicate
-from mpidist.torch.foreign import Foreign
+from mpidist.torch.groups import check_place
+from mpidist.torch.variables import set_missing
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-dist: Foreign = torch.distributed
-_Store: Foreign = dist.Store
-# Requests come in rows; between them the thread leaves the core to the program.
+# Requests often follow each other. Otherwise the thread leaves the core to the program.
 _BUSY_SECONDS, _IDLE_SECONDS, _BUSY_FOR_SECONDS = 2e-4, 1e-2, 0.2
 _SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 5e-5, 2e-3
-# In place of the number of a request.
-_LEFT = -1
+# Stands for the number of a request.
+_SHUTDOWN = -1
+# Key of an address at which programs may open a store of their own.
+_ADDRESS = "mpidist/address"
 
 
-class Shelf:
-    """The dictionaries of all stores of a job, on the first rank.
+def meet(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tuple[dist.Store, int, int]]:
+    """Yield a store, rank and number of ranks (collective); the handler of ``env://`` for torch.
 
-    A store is told apart by its number.
+    Args:
+        url: URL with the rank and the number of ranks, if the program passed them.
+        timeout: Timeout of the store.
+
+    Raises:
+        LaunchError: The program passed another rank or number of ranks than MPI has.
     """
+    world = world_topology()
+    query = parse_qs(urlparse(url).query)
+    rank, size = [int(query.get(name, ["-1"])[0]) for name in ("rank", "world_size")]
+    check_place(rank, size)
+    if (world.size, size) == (1, -1) and multiprocessing.process.parent_process() is not None:
+        error = trains_alone("no rank and world_size", "N")
+        raise LaunchError(f"{error} If one process alone is intended, pass rank=0 and world_size=1.")
+    set_missing(RANK=world.rank, WORLD_SIZE=world.size, LOCAL_RANK=world.local_rank, LOCAL_WORLD_SIZE=world.local_size)
+    store = _open_store(timeout or dist.default_pg_timeout)
+    if world.rank == 0:
+        store.set(_ADDRESS, f"{'localhost' if world.num_nodes == 1 else socket.gethostname()} {_free_port()}")
+    address, port = store.get(_ADDRESS).decode().split()
+    set_missing(MASTER_ADDR=address, MASTER_PORT=port)
+    yield store, world.rank, world.size
+    raise RuntimeError("torch has called the rendezvous handler again. Ranks of MPI have one rendezvous.")
 
-    def __init__(self) -> None:
-        self._items: dict[tuple[int, str], bytes] = {}
-        self._lock = threading.Lock()
 
-    def do(self, number: int, name: str, *args: Any) -> Any:
-        """Carry out one request, which is the name of a method and its arguments."""
-        method: Callable[..., Any] = getattr(self, f"_{name}")
-        with self._lock:
-            return method(number, *args)
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
-    def _set(self, number: int, key: str, value: bytes) -> None:
-        self._items[number, key] = value
 
-    def _get(self, number: int, key: str) -> bytes | None:
-        return self._items.get((number, key))
-
-    def _add(self, number: int, key: str, amount: int) -> int:
-        total = int(self._items.get((number, key), b"0")) + amount
-        self._items[number, key] = str(total).encode()
-        return total
-
-    def _append(self, number: int, key: str, value: bytes) -> None:
-        self._items[number, key] = self._items.get((number, key), b"") + value
-
-    def _compare_set(self, number: int, key: str, expected: bytes, desired: bytes) -> bytes:
-        present = self._items.get((number, key))
-        if present == expected or (present is None and not expected):
-            self._items[number, key] = present = desired
-        return expected if present is None else present
-
-    def _delete(self, number: int, key: str) -> bool:
-        return self._items.pop((number, key), None) is not None
-
-    def _check(self, number: int, keys: Sequence[str]) -> bool:
-        return all((number, key) in self._items for key in keys)
-
-    def _keys(self, number: int) -> list[str]:
-        return [key for store, key in self._items if store == number]
+def _open_store(timeout: timedelta) -> dist.Store:
+    """Return a new store of all ranks (collective). Without MPI_THREAD_MULTIPLE it is a TCPStore."""
+    world = world_topology().world
+    if mpi_takes_threads("the ranks of torch.distributed share a TCPStore"):
+        if not _lines:
+            _lines.append(StoreLine(duplicate(world, "making a store for torch.distributed")))
+        stores = _lines[0].stores
+        stores.append(MpiStore(_lines[0], len(stores), timeout))
+        return stores[-1]
+    size, is_first = world.Get_size(), world.Get_rank() == 0
+    host, port = world.bcast(None) if not is_first else (socket.gethostname(), 0)
+    store = dist.TCPStore(host, port, size, is_first, timeout, wait_for_workers=False)
+    if is_first:
+        world.bcast((store.host, store.port))
+    return store
 
 
 class StoreLine:
-    """The way to the shelf from one rank."""
+    """The connection of a rank to the contents of all stores, which rank 0 keeps."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self.mailbox = Mailbox(comm, message_tags.TORCH_STORE)
-        self.shelf = Shelf() if comm.Get_rank() == 0 else None
-        # C++ keeps its own half of a store alive, and not the Python object.
+        self._mailbox = Mailbox(comm, message_tags.TORCH_STORE)
+        self._rank, self._size = comm.Get_rank(), comm.Get_size()
+        # C++ keeps its half of a store alive, but not the Python object.
         self.stores: list[MpiStore] = []
-        self._size = comm.Get_size()
+        self._contents: defaultdict[int, dist.HashStore] = defaultdict(_contents)
         self._lock, self._asked = threading.Lock(), 0
-        if self.shelf is not None and self._size > 1:
-            store_thread.watch(self)
-            after_shutdown(store_thread.stop)
+        if self._rank == 0 and self._size > 1:
+            _store_thread.watch(self)
+            after_shutdown(_store_thread.stop)
 
-    def ask(self, *request: Any) -> Any:
-        """Return the answer to a request."""
-        if self.shelf is not None:
-            return self.shelf.do(*request)
+    def ask(self, number: int, name: str, *args: object) -> object:
+        """Return the result of a method of store ``number``, called on rank 0."""
+        if self._rank == 0:
+            return getattr(self._contents[number], name)(*args)
         with self._lock:
             self._asked += 1
-            self.mailbox.send(0, (self._asked, request))
-            nap, deadline = _SHORTEST_NAP_SECONDS, Deadline(None, _no_answer)
-            while True:
-                deadline.check()
-                for _, (number, answer) in self.mailbox.received():
-                    if number == _LEFT:
-                        raise dist.DistNetworkError("rank 0, which keeps the store, has left the program")
-                    # One that was interrupted has left its answer behind.
-                    if number == self._asked:
-                        # Forgets those that have gone.
-                        self.mailbox.all_sent()
-                        return answer
-                time.sleep(nap)
-                nap = min(1.5 * nap, _LONGEST_NAP_SECONDS)
+            self._mailbox.send(0, (self._asked, (number, name, *args)))
+            answer = self._next_answer()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _next_answer(self) -> object:
+        deadline, naps = Deadline(None, _no_answer), _naps()
+        while True:
+            deadline.check()
+            for _, (request, answer) in self._mailbox.received():
+                if request == _SHUTDOWN:
+                    raise dist.DistNetworkError("Rank 0, which keeps the store, has shut down.")
+                # An interrupted request has left its answer behind.
+                if request == self._asked:
+                    # Forget the messages that have been sent.
+                    self._mailbox.all_sent()
+                    return answer
+            next(naps)
 
     def answer(self) -> bool:
-        """Answer other ranks; return whether there was anything to do."""
-        assert self.shelf is not None, "only the first rank is asked"
+        """Answer other ranks, on rank 0. Return whether there was anything to do."""
         was_asked = False
-        for source, (number, request) in self.mailbox.received():
-            self.mailbox.send(source, (number, self.shelf.do(*request)))
+        for source, (request, call) in self._mailbox.received():
+            try:
+                result = self.ask(*call)
+            except Exception as error:  # of the rank that asks, such as add() to text
+                result = error
+            self._mailbox.send(source, (request, result))
             was_asked = True
-        return not self.mailbox.all_sent() or was_asked
+        return not self._mailbox.all_sent() or was_asked
 
-    def leave(self) -> None:
-        """Tell all other ranks that nobody answers any more."""
+    def shutdown(self) -> None:
+        """Tell other ranks that they get no more answers."""
         for rank in range(1, self._size):
-            self.mailbox.send(rank, (_LEFT, None))
+            self._mailbox.send(rank, (_SHUTDOWN, None))
+
+
+def _contents() -> dist.HashStore:
+    store = dist.HashStore()
+    # The rank that asks for a key waits. The thread must not, if the key was deleted since.
+    store.set_timeout(timedelta(milliseconds=1))
+    return store
+
+
+def _naps() -> Iterator[None]:
+    """Sleep between the iterations of a loop that polls."""
+    nap = _SHORTEST_NAP_SECONDS
+    while True:
+        time.sleep(nap)
+        yield
+        nap = min(1.5 * nap, _LONGEST_NAP_SECONDS)
 
 
 def _no_answer(waited: float) -> dist.DistNetworkError:
     return dist.DistNetworkError(
-        f"Rank 0, which keeps the store, gave no answer for {waited:.0f} s. Look for a process that was stopped; set "
+        f"Rank 0, which keeps the store, has not answered for {waited:.0f} s. Find out if it was stopped, or set "
         "MPIDIST_TIMEOUT=SECONDS to allow more time."
     )
 
 
 class StoreThread(DaemonThread[StoreLine]):
-    """The thread that answers the ranks that ask."""
+    """The thread of rank 0 that answers requests."""
 
     def __init__(self) -> None:
         super().__init__("store")
         self._busy_until = 0.0
 
     def look(self) -> float:
-        """Answer all requests; return the seconds until the next look."""
+        """Answer all requests, and return the seconds until the next poll."""
         now = time.monotonic()
         if any([line.answer() for line in self.watched]):
             self._busy_until = now + _BUSY_FOR_SECONDS
         return _BUSY_SECONDS if now < self._busy_until else _IDLE_SECONDS
 
     def stop(self) -> None:
-        """Tell the other ranks, and end."""
+        """End the thread, and tell the other ranks."""
         lines = list(self.watched)
         super().stop()
         for line in lines:
-            line.leave()
+            line.shutdown()
 
 
-store_thread = StoreThread()
-# The one of this process, once there is one.
+_store_thread = StoreThread()
+# The line of this process, when it has one.
 _lines: list[StoreLine] = []
 
 
-class MpiStore(_Store):
-    """torch's Store over the messages of a StoreLine.
+def _forwarded(name: str) -> Callable[..., object]:
+    """Return the method of MpiStore that calls torch's method of this name on rank 0."""
 
-    Args:
-        line: To the first rank.
-        number: Of the store, in the order in which the ranks make them.
-        timeout: Of a wait for a key.
-    """
+    def method(self: MpiStore, *args: object) -> object:
+        return self.ask(name, *args)
+
+    method.__doc__, method.__name__ = getattr(dist.Store, name).__doc__, name
+    return method
+
+
+class MpiStore(dist.Store):
+    """torch's Store over MPI. ``number`` tells the stores of a job apart, ``timeout`` limits waits for keys."""
 
     def __init__(self, line: StoreLine, number: int, timeout: timedelta) -> None:
         super().__init__()
         self._line, self._number = line, number
         self.set_timeout(timeout)
 
-    def set(self, key: str, value: str | bytes) -> None:
-        """Set a value."""
-        self._ask("set", key, _bytes(value))
+    def ask(self, name: str, *args: object) -> object:
+        """Return the result of a method, called on rank 0."""
+        return self._line.ask(self._number, name, *args)
+
+    set, add, append, compare_set = map(_forwarded, ("set", "add", "append", "compare_set"))
+    check, delete_key, list_keys, num_keys = map(_forwarded, ("check", "delete_key", "list_keys", "num_keys"))
 
     def get(self, key: str) -> bytes:
-        """Return a value once it is there."""
+        """Return a value when it is set."""
         self.wait([key])
-        value: bytes = self._ask("get", key)
-        return value
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number, which is 0 at first, and return it."""
-        total: int = self._ask("add", key, amount)
-        return total
-
-    def append(self, key: str, value: str | bytes) -> None:
-        """Add bytes behind a value."""
-        self._ask("append", key, _bytes(value))
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a value if it is as expected, and return the present one."""
-        value: bytes = self._ask("compare_set", key, _bytes(expected), _bytes(desired))
-        return value
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are there."""
-        are_there: bool = self._ask("check", list(keys))
-        return are_there
+        return cast("bytes", self.ask("get", key))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return once all keys are there.
-
-        Raises:
-            DistStoreError: They did not come in time.
-        """
-        seconds = (self.timeout if timeout is None else timeout).total_seconds()
-        stopwatch, nap = Stopwatch(), _SHORTEST_NAP_SECONDS
-        while not self.check(keys):
+        """Return when all keys are set. DistStoreError is raised after the timeout."""
+        seconds, stopwatch, naps = (timeout or self.timeout).total_seconds(), Stopwatch(), _naps()
+        while not self.ask("check", list(keys)):
+            next(naps)
             if stopwatch.seconds > seconds:
                 raise dist.DistStoreError(f"wait timeout after {1e3 * seconds:.0f}ms, keys: {', '.join(keys)}")
-            time.sleep(nap)
-            nap = min(1.5 * nap, _LONGEST_NAP_SECONDS)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return several values once they are there."""
+        """Return several values when they are set."""
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
@@ -231,22 +246,8 @@ class MpiStore(_Store):
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
-    def delete_key(self, key: str) -> bool:
-        """Remove a key, and return whether it was there."""
-        was_there: bool = self._ask("delete", key)
-        return was_there
-
-    def list_keys(self) -> list[str]:
-        """Return all keys."""
-        keys: list[str] = self._ask("keys")
-        return keys
-
-    def num_keys(self) -> int:
-        """Return how many keys there are."""
-        return len(self.list_keys())
-
     def has_extended_api(self) -> bool:
-        """Return True: there are append, multi_get and multi_set."""
+        """Return True: the store has append, multi_get and multi_set."""
         return True
 
     def clone(self) -> MpiStore:
@@ -255,35 +256,3 @@ class MpiStore(_Store):
 
     # The names that C++ looks up.
     deleteKey, getNumKeys, hasExtendedApi = delete_key, num_keys, has_extended_api  # noqa: N815
-
-    def _ask(self, name: str, *args: Any) -> Any:
-        return self._line.ask(self._number, name, *args)
-
-
-def open_store(timeout: timedelta | None) -> Foreign:
-    """Return a new store that all ranks share (collective).
-
-    It is torch's TCPStore where MPI was started without MPI_THREAD_MULTIPLE.
-    """
-    world = world_topology()
-    timeout = dist.default_pg_timeout if timeout is None else timeout
-    if not mpi_takes_threads("the ranks of torch.distributed share a TCPStore"):
-        return _tcp_store(world.world, timeout)
-    if not _lines:
-        _lines.append(StoreLine(duplicate(world.world, "making a store for torch.distributed")))
-    line = _lines[0]
-    line.stores.append(MpiStore(line, len(line.stores), timeout))
-    return line.stores[-1]
-
-
-def _tcp_store(world: MPI.Intracomm, timeout: timedelta) -> Foreign:
-    if world.Get_rank() == 0:
-        store = dist.TCPStore(socket.gethostname(), 0, world.Get_size(), True, timeout, wait_for_workers=False)
-        world.bcast((store.host, store.port))
-        return store
-    host, port = world.bcast(None)
-    return dist.TCPStore(host, port, world.Get_size(), False, timeout, wait_for_workers=False)
-
-
-def _bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)

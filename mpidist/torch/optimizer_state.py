@@ -1,7 +1,7 @@
 """The state of PyTorch's optimizers and schedulers in checkpoints.
 
-Tensors are parts of a checkpoint under the names of their parameters; settings and plain numbers are states that JSON
-has. Optimizers make their tensors when they first step, so a checkpoint may bring some that are not there yet.
+Tensors are saved under the names of their parameters, settings and numbers as JSON. Optimizers create their tensors in
+the first step, so a checkpoint may have tensors that an optimizer does not have yet.
 """
 
 from __future__ import annotations
@@ -14,18 +14,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpidist.arrays.dtypes import Array
-from mpidist.torch.foreign import Foreign
 from mpidist.torch.tensors import fill
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _PREFIX = "state/"
-# In the place of what JSON has not: tuples, and dicts whose keys are no strings.
+# Mark types that JSON lacks: tuples, and dicts whose keys are not strings.
 _TUPLE, _ITEMS, _COUNTER = "(tuple)", "(items)", "(counter)"
 
 
-def held_tensors(optimizer: Foreign, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def settings_of(group: dict[str, object]) -> dict[str, object]:
+    """Return the settings of a group, with numbers instead of tensors."""
+    return {
+        name: value.tolist() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def held_tensors(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
     """Return the tensors of an optimizer's state by key."""
     return {
         f"{_PREFIX}{names[parameter]}/{name}": value
@@ -35,8 +48,8 @@ def held_tensors(optimizer: Foreign, names: Mapping[Tensor, str]) -> dict[str, T
     }
 
 
-def take(optimizer: Foreign, names: Mapping[Tensor, str], values: dict[str, Array]) -> None:
-    """Take tensors that the optimizer has not made yet out of restored values."""
+def take(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], values: dict[str, Array]) -> None:
+    """Move restored values that the optimizer has no tensors for yet into its state."""
     by_name = {name: parameter for parameter, name in names.items()}
     for key in [key for key in values if key.startswith(_PREFIX)]:
         owner, _, name = key.removeprefix(_PREFIX).rpartition("/")
@@ -47,13 +60,12 @@ def take(optimizer: Foreign, names: Mapping[Tensor, str], values: dict[str, Arra
             optimizer.state[by_name[owner]][name] = tensor
 
 
-def make_equal(optimizers: Sequence[Foreign]) -> None:
-    """Give all optimizers the state of the first."""
+def make_equal(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Copy the state of the first optimizer to the others."""
     first = optimizers[0]
     for other in optimizers[1:]:
-        pairs = zip(_parameters_of(first), _parameters_of(other), strict=True)
         other.state.clear()
-        for source, parameter in pairs:
+        for source, parameter in zip(parameters_of(first), parameters_of(other), strict=True):
             if source in first.state:
                 other.state[parameter] = {
                     name: value.clone() if isinstance(value, torch.Tensor) else value
@@ -61,32 +73,15 @@ def make_equal(optimizers: Sequence[Foreign]) -> None:
                 }
 
 
-def _parameters_of(optimizer: Foreign) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 class OptimizerSettings:
-    """Settings of an optimizer, and its state without the tensors.
+    """Settings of the optimizers of a rank's replicas, and their state without tensors. The first one's are saved."""
 
-    Args:
-        optimizers: Of the replicas of this rank; the first one's are saved.
-        names: Of the first one's parameters.
-    """
-
-    def __init__(self, optimizers: Sequence[Foreign], names: Mapping[Tensor, str]) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[Tensor, str]) -> None:
         self._optimizers, self._names = optimizers, names
 
     def state(self) -> object:
         """Return the settings."""
         first = self._optimizers[0]
-        groups = [
-            {
-                name: encoded(value.tolist() if isinstance(value, torch.Tensor) else value)
-                for name, value in group.items()
-                if name != "params"
-            }
-            for group in first.param_groups
-        ]
         values = {
             self._names[parameter]: {
                 name: encoded(value) for name, value in state.items() if not isinstance(value, torch.Tensor)
@@ -95,7 +90,7 @@ class OptimizerSettings:
         }
         return {
             "class": type(first).__name__,
-            "groups": groups,
+            "groups": [encoded(settings_of(group)) for group in first.param_groups],
             "values": values,
             "tensors": sorted(held_tensors(first, self._names)),
         }
@@ -110,11 +105,7 @@ class OptimizerSettings:
                 raise ValueError(f"it has {reprlib.repr(part)}, which is no settings of an optimizer")
 
     def restore(self, state: Any) -> None:
-        """Take over settings; drop tensors that were not there when they were saved.
-
-        Raises:
-            ValueError: Those of another optimizer.
-        """
+        """Set the settings, and drop tensors that did not exist when they were saved."""
         first = self._optimizers[0]
         if (state["class"], len(state["groups"])) != (type(first).__name__, len(first.param_groups)):
             raise ValueError(
@@ -124,40 +115,31 @@ class OptimizerSettings:
         for optimizer in self._optimizers:
             for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
                 for name, value in saved.items():
-                    _set(group, name, decoded(value))
+                    if isinstance(group.get(name), torch.Tensor):
+                        group[name].fill_(decoded(value))
+                    else:
+                        group[name] = decoded(value)
         kept = set(state["tensors"])
-        for parameter, held in first.state.items():
-            name = self._names[parameter]
-            for part in [part for part in held if f"{_PREFIX}{name}/{part}" not in kept]:
-                del held[part]
-        by_name = {name: parameter for parameter, name in self._names.items()}
-        for name, values in state["values"].items():
-            if name in by_name:
-                first.state[by_name[name]].update({part: decoded(value) for part, value in values.items()})
-        for parameter in [parameter for parameter, held in first.state.items() if not held]:
-            # Which the optimizer takes for new.
-            del first.state[parameter]
-
-
-def _set(group: dict[str, Any], name: str, value: Any) -> None:
-    if isinstance(group.get(name), torch.Tensor):
-        group[name].fill_(value)
-    else:
-        group[name] = value
+        for parameter, name in self._names.items():
+            held = {
+                part: value
+                for part, value in first.state.pop(parameter, {}).items()
+                if f"{_PREFIX}{name}/{part}" in kept
+            }
+            held.update({part: decoded(value) for part, value in state["values"].get(name, {}).items()})
+            if held:
+                # Optimizers initialize parameters without state.
+                first.state[parameter] = held
 
 
 class SchedulerState:
-    """The state of a scheduler of ``torch.optim.lr_scheduler``.
+    """The state of a scheduler of ``torch.optim.lr_scheduler``."""
 
-    Args:
-        scheduler: It.
-    """
-
-    def __init__(self, scheduler: Foreign) -> None:
+    def __init__(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
         self._scheduler = scheduler
 
     def state(self) -> object:
-        """Return ``state_dict()``, in types that JSON has."""
+        """Return ``state_dict()`` in JSON's types."""
         return encoded(self._scheduler.state_dict())
 
     def _checkpoint_check(self, state: object) -> None:
@@ -165,13 +147,13 @@ class SchedulerState:
         if not isinstance(decoded(state), dict):
             raise ValueError(f"it is {reprlib.repr(state)}, which is no state of a scheduler")
 
-    def restore(self, state: Any) -> None:
-        """Go on from a state."""
+    def restore(self, state: object) -> None:
+        """Set the state."""
         self._scheduler.load_state_dict(decoded(state))
 
 
-def encoded(value: Any) -> Any:
-    """Return a value in types that JSON has; with :func:`decoded` it comes back.
+def encoded(value: object) -> object:
+    """Return a value in JSON's types; :func:`decoded` restores it.
 
     >>> encoded({"betas": (0.9, 0.99), "at": {3: 1}})
     {'betas': {'(tuple)': [0.9, 0.99]}, 'at': {'(items)': [[3, 1]]}}
@@ -191,7 +173,7 @@ def encoded(value: Any) -> Any:
     return value
 
 
-def decoded(value: Any) -> Any:
+def decoded(value: object) -> object:
     """Return a value as it was before :func:`encoded`.
 
     >>> decoded(encoded({"betas": (0.9, 0.99), "at": {3: 1}}))

@@ -6,23 +6,15 @@ import copy
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
 
 import torch
 
 from mpidist.arrays.dtypes import Array
-from mpidist.core.context import (
-    ReplicaContextLike,
-    StrategyLike,
-    get_replica_context,
-    has_strategy,
-    in_cross_replica_context,
-)
-from mpidist.torch.buckets import BUCKET_BYTES, SummedGradients, changes_of, count_optimizers
-from mpidist.torch.buffers import SharedBuffers
-from mpidist.torch.foreign import Foreign
-from mpidist.torch.modules import ReplicatedModule
-from mpidist.torch.optimizer_state import OptimizerSettings, held_tensors, make_equal, take
+from mpidist.core.context import StrategyLike, get_replica_context, has_strategy, in_cross_replica_context
+from mpidist.torch.buckets import BUCKET_BYTES, OwnGradients, SummedGradients, changes_of, count_optimizers
+from mpidist.torch.modules import ReplicatedModule, SharedBuffers
+from mpidist.torch.optimizer_state import OptimizerSettings, held_tensors, make_equal, parameters_of, settings_of, take
 from mpidist.torch.step_checks import independent
 from mpidist.torch.tensors import array_of
 from mpidist.values.placement import checksum
@@ -30,21 +22,22 @@ from mpidist.values.placement import checksum
 if TYPE_CHECKING:
     from torch import Tensor
 
-_Optimizer: Foreign = torch.optim.Optimizer
-OptimizerOrFactory: TypeAlias = Callable[..., Foreign]
+    from mpidist.strategies import ReplicaContext, Strategy
+
+OptimizerOrFactory: TypeAlias = "Callable[..., torch.optim.Optimizer]"
 
 
-class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
+class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-ignore]
     """An optimizer of ``torch.optim`` for an adopted module (collective to make).
 
-    Inside ``strategy.run`` ``step`` is collective: call it on every replica. Gradients are *summed* over all replicas,
-    so divide losses by the global batch size (``mpidist.compute_average_loss``). Sums are formed in buckets while
-    ``backward`` still computes, or in ``step`` where the strategy has several optimizers. A replica without rows takes
-    part with zeros, whether it calls ``backward`` or not. A parameter that no replica has used keeps ``grad`` None.
-    After the step the buffers of all replicas are those of the first.
+    Inside ``strategy.run``, ``step`` is collective: call it on every replica. Gradients are *summed* over all replicas,
+    so divide losses by the global batch size (``mpidist.compute_average_loss``). Sums are computed in buckets while
+    ``backward`` runs, or in ``step`` if the strategy has several optimizers. A replica without rows contributes zeros,
+    whether it calls ``backward`` or not. A parameter that no replica has used keeps ``grad`` None. After the step, the
+    buffers of all replicas are those of the first.
 
-    ``param_groups`` and ``state`` are those of the replica that runs, outside of ``run`` of the first, from which the
-    others take their settings, so schedulers of ``torch.optim.lr_scheduler`` work with it: call their ``step`` outside
+    ``param_groups`` and ``state`` are those of the running replica, and outside of ``run`` those of the first, whose
+    settings the others use. So schedulers of ``torch.optim.lr_scheduler`` work with it: call their ``step`` outside
     of ``strategy.run``.
 
     Args:
@@ -55,7 +48,7 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         settings: Keyword arguments of the class, such as ``lr=1e-3``.
 
     Raises:
-        TypeError: A module that was not adopted, something that makes no optimizer, or LBFGS, whose steps call the
+        TypeError: A module that was not adopted, something that creates no optimizer, or LBFGS, whose steps call the
             model.
         ValueError: Parameters of another module, or none, or copies that differ in which parameters have gradients.
         MismatchError: Other modules on other ranks.
@@ -82,53 +75,53 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         optimizer: OptimizerOrFactory,
         *,
         bucket_bytes: int = BUCKET_BYTES,
-        **settings: Any,
+        **settings: object,
     ) -> None:
         if has_strategy() and not in_cross_replica_context():
             raise RuntimeError(
-                "mpidist.torch.Optimizer was made inside strategy.run(), where every step would start with new state; "
-                "make it once, before, inside `with strategy.scope():`"
+                "mpidist.torch.Optimizer was made inside strategy.run(), where every step would start with new state. "
+                "Create it once, before, inside `with strategy.scope():`."
             )
         if not isinstance(model, ReplicatedModule):
             raise TypeError(
-                f"the model is a {type(model).__name__}; expected an adopted one: model = mpidist.torch.adopt(model)"
+                f"The model is a {type(model).__name__}. Adopt it first: model = mpidist.torch.adopt(model)"
             )
-        if model.strategy.num_replicas_in_sync > 1:
-            # What was changed since adopt() may have reached one rank or one copy.
+        is_alone = model.strategy.num_replicas_in_sync == 1
+        if not is_alone:
+            # Changes since adopt() may have reached only one rank or copy.
             model.make_equal_on_ranks("Optimizer()")
         self.inner = tuple(independent(_made(optimizer, module, settings)) for module in model.copies)
         first = self.inner[0]
         super().__init__([{**group, "params": list(group["params"])} for group in first.param_groups], first.defaults)
-        self._taken = self._nothing_taken()
         self._model = model
+        # The settings that each copy has copied from the first.
+        self._copied = self._nothing_copied()
+        # The settings that all ranks have, and how often torch has changed the parameters of each copy, as of the last
+        # step. Whether step number n must compare the parameters, by n, and the number of each copy's step.
         self._agreed: list[dict[str, object]] | None = None
-        # How often torch has changed the parameters of each copy, as of the last step.
         self._changes: list[int | None] = [None for _ in self.inner]
-        # Steps of each copy, and whether the parameters must be compared in a step.
-        self._steps = [0 for _ in self.inner]
         self._decisions: dict[int, bool] = {}
+        self._steps = [0 for _ in self.inner]
         self._is_replaced = False
         self._gradients: tuple[SummedGradients, ...] = ()
-        self._buffers: tuple[SharedBuffers, ...] = ()
-        if model.strategy.num_replicas_in_sync > 1:
+        if is_alone:
+            self._own_gradients = OwnGradients([each for each in parameters_of(first) if each.requires_grad])
+        else:
             self._take_over(bucket_bytes)
 
     def _take_over(self, bucket_bytes: int) -> None:
-        """Sum the gradients of the parameters, in the place of an earlier optimizer of theirs."""
-        strategy, copies = self._model.strategy, self._model.copies
-        mine = set(_parameters_of(self.inner[0]))
-        for before in [other for other in self._model.optimizers if mine & set(_parameters_of(other.inner[0]))]:
+        """Sum the gradients of the parameters. An earlier optimizer of theirs stops."""
+        strategy, mine = self._model.strategy, set(parameters_of(self.inner[0]))
+        for before in [other for other in self._model.optimizers if mine & set(parameters_of(other.inner[0]))]:
             before.detach()
             self._model.optimizers.remove(before)
         self._model.optimizers.append(self)
-        self._frozen = [
-            [parameter for parameter in _parameters_of(inner) if not parameter.requires_grad] for inner in self.inner
-        ]
+        self._frozen = [[each for each in parameters_of(inner) if not each.requires_grad] for inner in self.inner]
         self._gradients = tuple(
-            SummedGradients(strategy, [each for each in _parameters_of(inner) if each.requires_grad], bucket_bytes)
+            SummedGradients(strategy, [each for each in parameters_of(inner) if each.requires_grad], bucket_bytes)
             for inner in self.inner
         )
-        self._buffers = tuple(SharedBuffers(module) for module in copies)
+        self._buffers = tuple(map(SharedBuffers, self._model.copies))
         count_optimizers(strategy, 1)
 
     # Steps ----------------------------------------------------------------------------------------------------------
@@ -137,7 +130,7 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         """Change the parameters by the sums of the gradients of all replicas (collective).
 
         Args:
-            closure: Not taken.
+            closure: Not supported.
 
         Raises:
             TypeError: A closure.
@@ -149,39 +142,41 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         """
         if closure is not None:
             raise TypeError(
-                "step() was given a closure, which calls the model again, as often as each replica likes, while the "
-                "others wait for its gradients; expected loss.backward() before optimizer.step()"
+                "step() was given a closure. Replicas could call it differently often. Call loss.backward() before "
+                "optimizer.step()."
             )
         if not self._gradients:
+            self._own_gradients.check()
             self.inner[0].step()
             return
         context = self._replica("step()")
-        gradients = self._gradients[context.local_replica_id]
+        number = context.local_replica_id
+        gradients = self._gradients[number]
         if not gradients.are_summed:
             self.synchronize()
-        inner = self._followed(context.local_replica_id)
+        inner = self._with_first_settings(number)
         self._agree(context, inner)
         inner.step()
-        self._changes[context.local_replica_id] = self._count_changes(context.local_replica_id)
+        self._changes[number] = self._count_changes(number)
         gradients.are_summed = False
 
     def synchronize(self) -> None:
         """Wait until the gradients are the sums over all replicas (collective).
 
-        ``step`` does so itself. Call it before, on every replica, where the sums are looked at or changed first, as by
+        ``step`` does so itself. Call it before, on every replica, to read or change the sums, as by
         ``torch.nn.utils.clip_grad_norm_``.
         """
         if not self._gradients:
+            self._own_gradients.check()
             return
         context = self._replica("synchronize()")
         number = context.local_replica_id
         gradients, buffers = self._gradients[number], self._buffers[number]
-        for parameter in self._frozen[number]:
-            if parameter.grad is not None:
-                raise RuntimeError(
-                    "a parameter that took no gradients when the optimizer was made has one now; make the optimizer "
-                    "after requires_grad_() has been called"
-                )
+        if any(parameter.grad is not None for parameter in self._frozen[number]):
+            raise RuntimeError(
+                "A parameter that took no gradients when the optimizer was made has one now. Call requires_grad_() "
+                "before you create the optimizer."
+            )
         gradients.start_all(context)
         buffers.start(context)
         gradients.finish()
@@ -189,6 +184,8 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this replica, or outside of ``run`` of all on this rank."""
+        if not self._gradients:
+            self._own_gradients.reset()
         for number in self._here():
             if self._gradients:
                 self._gradients[number].reset()
@@ -199,7 +196,7 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         """Keep gradients on their replicas in the block.
 
         For batches in several parts: all but the last inside of the block. They are added up, and summed over replicas
-        with those of the last. Nothing is communicated.
+        with the last part's. Nothing is communicated.
 
         >>> import mpidist, torch
         >>> model = mpidist.torch.adopt(torch.nn.Linear(1, 1))
@@ -217,17 +214,17 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
             for each, accumulates in zip(gradients, before, strict=True):
                 each.accumulates = accumulates
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise NotImplementedError once the optimizer is made: all copies need the group."""
+    def add_param_group(self, param_group: dict[str, object]) -> None:
+        """Raise NotImplementedError once the optimizer is created: all copies need the group."""
         if hasattr(self, "_model"):
             raise NotImplementedError(
-                "add_param_group() would know the parameters of one replica; expected all groups from the start: "
+                "add_param_group() would add parameters of one replica only. Pass all groups from the start: "
                 "mpidist.torch.Optimizer(model, lambda module: torch.optim.SGD([{'params': ...}, {'params': ...}]))"
             )
         super().add_param_group(param_group)
 
     def detach(self) -> None:
-        """Sum no more gradients: another optimizer has taken the parameters."""
+        """Stop summing gradients: another optimizer has the parameters."""
         if self._gradients and not self._is_replaced:
             count_optimizers(self._model.strategy, -1)
         self._is_replaced = True
@@ -241,41 +238,42 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         return strategy
 
     def _here(self) -> range:
-        """Return the numbers of the local replicas that a call is for."""
+        """Return the local numbers of the replicas that a call is for."""
         context = get_replica_context()
         if context is None or context.strategy is not self._model.strategy:
             return range(len(self.inner))
         return range(context.local_replica_id, context.local_replica_id + 1)
 
-    def _replica(self, method: str) -> ReplicaContextLike:
+    def _replica(self, method: str) -> ReplicaContext:
         context = get_replica_context()
         if self._is_replaced:
-            raise RuntimeError(f"{method} of an optimizer whose parameters a later one has taken; use that one")
+            raise RuntimeError(f"{method}: a later one has taken the optimizer's parameters. Use the later optimizer.")
         if context is None or context.strategy is not self._model.strategy:
             raise RuntimeError(
-                f"{method} was called outside of strategy.run(), where there are no gradients of replicas to sum; call "
-                "it in the function that is given to strategy.run()"
+                f"{method} was called outside of strategy.run(). Call it in the function that you pass to "
+                "strategy.run(), where the replicas have gradients to sum."
             )
-        return context
+        return cast("ReplicaContext", context)
 
-    def _agree(self, context: ReplicaContextLike, inner: Foreign) -> None:
+    def _agree(self, context: ReplicaContext, inner: torch.optim.Optimizer) -> None:
         """Compare changed settings and parameters between ranks and copies."""
-        settings = [_settings_of(group) for group in inner.param_groups]
+        settings = [settings_of(group) for group in inner.param_groups]
         # Replicas take turns, and one may change its copy before another checks. The first check of a step counts.
         self._steps[context.local_replica_id] += 1
         step = self._steps[context.local_replica_id]
         if step not in self._decisions:
-            self._decisions[step] = any(map(self._is_changed, range(len(self.inner))))
+            numbers = range(len(self.inner))
+            self._decisions[step] = any(self._changes[number] != self._count_changes(number) for number in numbers)
             self._decisions.pop(step - 2, None)
         if settings != self._agreed or self._decisions[step]:
             context.merge_call(lambda strategy: self._agree_on(strategy, settings))
 
-    def _agree_on(self, strategy: Foreign, settings: list[dict[str, object]]) -> None:
-        first, *others = [_checksum_of(_parameters_of(inner)) for inner in self.inner]
+    def _agree_on(self, strategy: Strategy, settings: list[dict[str, object]]) -> None:
+        first, *others = [_checksum_of(parameters_of(inner)) for inner in self.inner]
         if any(other != first for other in others):
             raise ValueError(
-                "the parameters of the copies on this rank differ, because one copy alone was changed. Change all "
-                "copies by model.apply(fn) outside of strategy.run(), or change the module before it is adopted."
+                "the parameters of the copies on this rank differ, because only one copy was changed. Change all "
+                "copies by model.apply(fn) outside of strategy.run(), or change the module before you adopt it."
             )
         name = type(self.inner[0]).__name__
         strategy.extended.agree_on(
@@ -285,68 +283,60 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         self._changes = [*map(self._count_changes, range(len(self.inner)))]
 
     def _count_changes(self, number: int) -> int:
-        return sum(map(changes_of, _parameters_of(self.inner[number])))
+        return sum(map(changes_of, parameters_of(self.inner[number])))
 
-    def _is_changed(self, number: int) -> bool:
-        return self._changes[number] != self._count_changes(number)
-
-    # Groups and state, those of the replica that runs ---------------------------------------------------------------
+    # Groups and state of the running replica ------------------------------------------------------------------------
 
     @property
-    def param_groups(self) -> Foreign:
-        """The groups of parameters of the replica that runs.
-
-        Outside of ``run`` those of the first.
-        """
+    def param_groups(self) -> list[dict[str, object]]:
+        """The groups of parameters of the running replica; outside of ``run`` those of the first."""
         if "_model" not in self.__dict__:
             return self._unused_groups
-        return self._followed(self._here()[0]).param_groups
+        groups: list[dict[str, object]] = self._with_first_settings(self._here()[0]).param_groups
+        return groups
 
     @param_groups.setter
-    def param_groups(self, groups: Foreign) -> None:
-        # Set by the base class, which has no use for its own here.
+    def param_groups(self, groups: list[dict[str, object]]) -> None:
+        # The base class sets it. Its groups are not used.
         self._unused_groups = groups
 
     @property
-    def state(self) -> Foreign:
-        """The state of the replica that runs; outside of ``run`` that of the first."""
+    def state(self) -> object:
+        """The state of the running replica; outside of ``run`` that of the first."""
         return self.inner[self._here()[0]].state
 
     @state.setter
-    def state(self, state: Foreign) -> None:
-        # As above.
+    def state(self, state: object) -> None:
+        # The base class sets it.
         del state
 
-    def _nothing_taken(self) -> list[list[dict[str, object]]]:
+    def _nothing_copied(self) -> list[list[dict[str, object]]]:
         return [[{} for _ in inner.param_groups] for inner in self.inner]
 
-    def _followed(self, number: int) -> Foreign:
-        """Return a replica's optimizer with the settings of the first.
-
-        But for those that the replica has set itself.
-        """
+    def _with_first_settings(self, number: int) -> torch.optim.Optimizer:
+        """Return a replica's optimizer with the first one's settings, except those that it has set."""
         inner = self.inner[number]
         if number:
-            groups = zip(inner.param_groups, self.inner[0].param_groups, self._taken[number], strict=True)
-            for group, of_first, taken in groups:
+            groups = zip(inner.param_groups, self.inner[0].param_groups, self._copied[number], strict=True)
+            for group, of_first, copied in groups:
                 for name, value in list(of_first.items()):
-                    if name != "params" and group.get(name) is taken.get(name, group.get(name)):
+                    if name != "params" and group.get(name) is copied.get(name, group.get(name)):
                         group[name] = value
-                taken.update({name: value for name, value in group.items() if name != "params"})
+                copied.update({name: value for name, value in group.items() if name != "params"})
         return inner
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the state of the first replica's optimizer."""
-        state: dict[str, Any] = self.inner[0].state_dict()
+        state: dict[str, object] = self.inner[0].state_dict()
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give the optimizers of all replicas of this rank a state."""
-        self._taken = self._nothing_taken()
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        """Set the state of the optimizers of all replicas of this rank."""
+        self._copied = self._nothing_copied()
         for inner in self.inner:
-            # torch keeps the tensors that it is given, and each replica needs state of its own.
+            # torch keeps the tensors of the argument, and each replica needs state of its own.
             inner.load_state_dict(copy.deepcopy(state_dict))
 
     def __getstate__(self) -> NoReturn:
@@ -364,49 +354,36 @@ class ReplicatedOptimizer(_Optimizer):  # type: ignore[misc, unused-ignore]
         make_equal(self.inner)
 
 
-def _made(optimizer: OptimizerOrFactory, module: Foreign, settings: dict[str, Any]) -> Foreign:
+def _made(optimizer: OptimizerOrFactory, module: torch.nn.Module, settings: dict[str, object]) -> torch.optim.Optimizer:
     """Return the optimizer of one copy."""
-    if isinstance(optimizer, type) and issubclass(optimizer, _Optimizer):
-        made: Foreign = optimizer(module.parameters(), **settings)
+    if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+        made = optimizer(module.parameters(), **settings)
     elif callable(optimizer):
         made = optimizer(module, **settings)
     else:
         raise TypeError(
             f"the optimizer is {optimizer!r}; expected a class, as in mpidist.torch.Optimizer(model, torch.optim.Adam, "
-            "lr=1e-3), or a function of a module that returns an optimizer"
+            "lr=1e-3), or a function of a module that returns an optimizer."
         )
-    if not isinstance(made, _Optimizer) or isinstance(made, ReplicatedOptimizer):
+    if not isinstance(made, torch.optim.Optimizer) or isinstance(made, ReplicatedOptimizer):
         raise TypeError(f"{optimizer!r} made a {type(made).__name__}; expected an optimizer of torch.optim")
     if isinstance(made, torch.optim.LBFGS):
         raise TypeError(
-            "LBFGS calls the model several times in a step, as often as each replica likes, while the others wait for "
-            "its gradients; expected an optimizer that takes gradients once, such as torch.optim.SGD"
+            "LBFGS calls the model several times in a step, and replicas differently often. Use an optimizer that "
+            "needs gradients once, such as torch.optim.SGD."
         )
     known = set(module.parameters())
-    if any(parameter not in known for parameter in _parameters_of(made)):
+    if any(parameter not in known for parameter in parameters_of(made)):
         raise ValueError(
-            "the optimizer has parameters that its module has not; expected those of the module that the function is "
-            "called with, once for each replica"
+            "The optimizer has parameters that its module has not. The function is called once for each replica: use "
+            "the parameters of its argument."
         )
     return made
-
-
-def _parameters_of(optimizer: Foreign) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _checksum_of(tensors: list[Tensor]) -> int:
     return zlib.crc32(str([checksum(array_of(tensor)) for tensor in tensors]).encode())
 
 
-def _settings_of(group: dict[str, Any]) -> dict[str, object]:
-    """Return the settings of a group, with numbers in the place of tensors."""
-    return {
-        name: value.tolist() if isinstance(value, torch.Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }
-
-
 Optimizer: TypeAlias = ReplicatedOptimizer
-"""Its name for programs; mpidist's own is in another room."""
+"""The name for programs. The class has another one, because mpidist has optimizers, too."""

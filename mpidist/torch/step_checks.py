@@ -6,22 +6,21 @@ from functools import wraps
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mpidist.core.context import StrategyLike, get_replica_context, get_strategy, has_strategy
 from mpidist.torch.compiling import keep_compiler_out
-from mpidist.torch.foreign import Foreign
 
-_independent: WeakSet[Foreign] = WeakSet()
-_scope_of: WeakKeyDictionary[Foreign, StrategyLike] = WeakKeyDictionary()
+_independent: WeakSet[Optimizer] = WeakSet()
+_scope_of: WeakKeyDictionary[Optimizer, StrategyLike] = WeakKeyDictionary()
 # The replica that steps the first parameter of an optimizer.
 _replica_of = WeakIdKeyDictionary()
 # Modules that adopt() has returned.
-adopted: WeakSet[Foreign] = WeakSet()
+adopted: WeakSet[torch.nn.Module] = WeakSet()
 
 
-def independent(optimizer: Foreign) -> Foreign:
+def independent(optimizer: Optimizer) -> Optimizer:
     """Declare that mpidist must not check the steps of an optimizer of PyTorch.
 
     Use it for a model that each replica trains alone, or if the program sums the gradients itself. Local, not
@@ -40,7 +39,7 @@ def independent(optimizer: Foreign) -> Foreign:
     >>> probe = torch.nn.Linear(1, 1)
     >>> optimizer = independent(torch.optim.SGD(probe.parameters(), lr=0.1))
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}. Pass an optimizer of torch.optim.")
     _independent.add(optimizer)
     return optimizer
@@ -48,7 +47,7 @@ def independent(optimizer: Foreign) -> Foreign:
 
 class _Checks:
     @staticmethod
-    def before_step(optimizer: Foreign, _args: object, _kwargs: object) -> None:
+    def before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         """Raise RuntimeError if replicas in sync would train apart by this step."""
         if optimizer in _independent:
             _check_not_shared(optimizer)
@@ -79,7 +78,7 @@ class _Checks:
             )
 
 
-def _check_not_shared(optimizer: Foreign) -> None:
+def _check_not_shared(optimizer: Optimizer) -> None:
     """Raise RuntimeError if replicas of this process step one module and share its gradients."""
     replica = get_replica_context() if has_strategy() else None
     if replica is None or len(replica.strategy.extended.local_replica_ids) == 1:
@@ -96,7 +95,7 @@ def _check_not_shared(optimizer: Foreign) -> None:
         )
 
 
-def _has_adopted(optimizer: Foreign) -> bool:
+def _has_adopted(optimizer: Optimizer) -> bool:
     copies = [copy for module in adopted if module.strategy.num_replicas_in_sync > 1 for copy in module.copies]
     known = {id(parameter) for copy in copies for parameter in copy.parameters()}
     return any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"])
@@ -104,20 +103,19 @@ def _has_adopted(optimizer: Foreign) -> bool:
 
 def _has_process_group() -> bool:
     """Return whether the program may sum gradients by DDP, FSDP or the like."""
-    distributed: Foreign = torch.distributed
-    return bool(distributed.is_available() and distributed.is_initialized())
+    return bool(torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
-_make: Foreign = torch.optim.Optimizer.__init__
+_make = Optimizer.__init__
 
 
 @wraps(_make)
-def _make_in_scope(self: Foreign, *args: object, **kwargs: object) -> None:
+def _make_in_scope(self: Optimizer, *args: object, **kwargs: object) -> None:
     _make(self, *args, **kwargs)
     if has_strategy():
         _scope_of[self] = get_strategy()
 
 
-torch.optim.Optimizer.__init__ = _make_in_scope
+Optimizer.__init__ = _make_in_scope
 keep_compiler_out(_Checks)
 register_optimizer_step_pre_hook(_Checks.before_step)

@@ -175,9 +175,9 @@ def test_another_reduction_in_a_jitted_function(jax: Any) -> None:
 
 @pytest.mark.one_rank
 def test_where_jax_has_started_before(jax: Any, all_reduce: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpidist.jax import dispatch
+    from mpidist.jax import startup
 
-    monkeypatch.setattr(dispatch._Dispatch, "is_in_order", False)
+    monkeypatch.setattr(startup._Status, "is_in_order", False)
     with pytest.raises(RuntimeError, match="before mpidist.jax was imported.*JAX_CPU_ENABLE_ASYNC_DISPATCH=0"):
         jax.jit(lambda x: all_reduce("SUM", x))(1.0)
     assert all_reduce("SUM", 1.0) == 1.0

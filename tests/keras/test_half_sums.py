@@ -18,7 +18,7 @@ VALUES = np.array([300.0, -2.0, 60000.0])
 def mean_of(strategy: Any, keras: ModuleType, values: Any, rows: int) -> Any:
     """Return the mean over ranks of a gradient, by their rows."""
     if keras.backend.backend() == "jax":
-        from mpidist.keras.jax_packs import pack, room_for, unpack
+        from mpidist.keras.jax_step import pack, room_for, unpack
         from mpidist.keras.rank_sums import RankSums
 
         arrays = [*map(np.asarray, pack([values], [rows]))]

@@ -346,6 +346,29 @@ def test_coalesced(dist: Any) -> None:
     assert all((tensor == sum(range(1, size + 1))).all() for tensor in tensors)
 
 
+def test_several_tensors_are_gathered_by_rank(dist: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = [of_rank(rank), of_rank(rank, (5,))]
+    lists = [[torch.empty(3, 2), torch.empty(5)] for _ in range(size)]
+    dist.all_gather_coalesced(lists, mine)
+    assert all(torch.equal(lists[other][1], of_rank(other, (5,))) for other in range(size))
+    with pytest.raises(ValueError, match=r"output_tensor_lists\[rank\]\[i\]"):
+        dist.all_gather_coalesced([[torch.empty(3, 2)] * size, [torch.empty(5)] * size], mine)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("op", ["SUM", "AVG"])
+def test_several_tensors_are_reduced_in_parts(dist: Any, op: str) -> None:
+    size = dist.get_world_size()
+    inputs = [torch.arange(2 * size), torch.ones(3 * size, dtype=torch.int64)]
+    outputs = [torch.empty(2, dtype=torch.int64), torch.empty(3, dtype=torch.int64)]
+    with dist._coalescing_manager():
+        for output, given in zip(outputs, inputs, strict=True):
+            dist.reduce_scatter_tensor(output, given, getattr(dist.ReduceOp, op))
+    factor, first = size if op == "SUM" else 1, 2 * dist.get_rank()
+    assert [output.tolist() for output in outputs] == [[factor * first, factor * (first + 1)], [factor] * 3]
+
+
 def test_functional_collectives(dist: Any) -> None:
     import torch.distributed._functional_collectives as functional
 

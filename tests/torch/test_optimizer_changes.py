@@ -87,6 +87,24 @@ def test_changes_before_the_sum_are_not_lost(optimizers: int, how: str) -> None:
             assert same_on_all(strategy, step) == {"dropped": 1.0, "replaced": 10.0}[how]
 
 
+def test_early_clipping_raises_on_one_replica() -> None:
+    with mpidist.OneDeviceStrategy("cpu:0").scope():
+        model = mpidist.torch.adopt(linear)
+        optimizer = mpidist.torch.Optimizer(model, torch.optim.SGD, lr=1.0)
+    for synchronizes in (False, True):
+        optimizer.zero_grad()
+        model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+        if synchronizes:
+            optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if synchronizes:
+            optimizer.step()
+        else:
+            with pytest.raises(RuntimeError, match=r"optimizer.synchronize\(\) first"):
+                optimizer.step()
+    assert model.weight.item() == pytest.approx(0.5)
+
+
 def test_gradients_of_another_loss_may_be_dropped_by_the_model(strategy: Any) -> None:
     model, optimizer = opened(strategy, linear)
     other, _ = opened(strategy, linear)

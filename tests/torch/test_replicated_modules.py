@@ -204,6 +204,13 @@ def test_what_reaches_no_copy_is_refused(strategy: Any) -> None:
             getattr(model, method)("extra", None)
 
 
+def test_batch_norm_of_a_process_group_is_refused() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
+    scope = mpidist.MirroredStrategy(["cpu:0", "cpu:1"], communicator=None).scope()
+    with scope, pytest.raises(TypeError, match=r"Layer '1' is a torch.nn.SyncBatchNorm.*convert_sync_batchnorm"):
+        mpidist.torch.adopt(net)
+
+
 def test_gpus_are_refused() -> None:
     from mpidist.torch.modules import check_strategy
 
