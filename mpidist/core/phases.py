@@ -31,10 +31,19 @@ class Phase(ContextDecorator):
 
 
 class Counts:
-    """Counts of this process. ``steps``: calls of ``strategy.run``, or of ``step`` of a torch optimizer."""
+    """Counts of this process: ``steps`` are calls of ``strategy.run``, or else steps of torch optimizers."""
 
-    steps = 0
-    rows = 0
+    steps = rows = 0
+    has_runs = False
+
+    def add_run(self) -> None:
+        """Count a call of ``strategy.run``."""
+        self.steps += 1
+        self.has_runs = True
+
+    def add_optimizer_step(self, *_: object) -> None:
+        """Count a step of an optimizer, unless the program calls ``strategy.run``."""
+        self.steps += not self.has_runs
 
 
 INPUT, CHECKPOINT = Phase(), Phase()

@@ -143,7 +143,7 @@ class Strategy:
             raise
         if whole_elements.watch.pending and self._extended.communicator is not None:
             whole_elements.watch.look_at((args, kwargs), self._extended.input_workers())
-        counts.steps += 1
+        counts.add_run()
         return self._extended.run(fn, tuple(args), kwargs or {})
 
     def reduce(self, reduce_op: ReduceOp | str, value: Value, axis: int | tuple[int, ...] | None) -> Value:

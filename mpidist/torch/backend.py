@@ -14,10 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mpidist.arrays.dtypes import Array
 from mpidist.collectives import Communicator
 from mpidist.core.options import CommunicationOptions
+from mpidist.core.phases import counts
 from mpidist.core.text import skip_frames_of
 from mpidist.torch.compiling import keep_compiler_out
 from mpidist.torch.tensors import Finish, array_of, fill, filling, joined, nothing, outputs_of, sparse_parts
@@ -50,6 +52,7 @@ _NAMES = {
 # Of bools, as bytes 0 and 1: a sum is whether any is true, a product whether all are.
 _OF_BOOLS = {"SUM": "MAX", "MAX": "MAX", "BOR": "MAX", "PROD": "MIN", "MIN": "MIN", "BAND": "MIN", "BXOR": "BXOR"}
 skip_frames_of(torch.__file__)
+register_optimizer_step_post_hook(counts.add_optimizer_step)
 
 
 def _listed(tensors: Tensor | Tensors) -> Tensors:
