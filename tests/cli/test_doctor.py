@@ -148,7 +148,7 @@ def test_a_rank_that_hangs_later_is_reported() -> None:
     (finding,) = document_of(done)["findings"]
     assert finding["text"].startswith("rank 0 of 2 on ")
     assert "has not finished measuring messages with rank 1 on " in finding["text"]
-    assert f"mpidist doctor: {finding['text']} Type: gdb " in done.stderr
+    assert f"mpidist doctor: {finding['text']} Type: python -m mpidist doctor " in done.stderr
 
 
 # As if launcher and MPI library waited for each other.
@@ -180,7 +180,7 @@ def test_a_killed_rank_leaves_one_document(rank: int) -> None:
     done = doctor(2, "--json", "--deadline", "5", before=kill)
     assert done.returncode != 0
     (finding,) = document_of(done)["findings"]
-    assert finding["text"] == "The process of rank 0 was ended before it could report."
+    assert finding["text"].startswith("The process of rank 0 was ended before it could report.")
 
 
 NO_LIBRARY = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}

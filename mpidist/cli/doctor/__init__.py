@@ -15,7 +15,7 @@ from pathlib import Path
 from mpidist.cli.doctor.burn import run_loads
 from mpidist.cli.doctor.checks import findings
 from mpidist.cli.doctor.facts import ERROR, Finding, JobFacts, RankFacts
-from mpidist.cli.doctor.gather import UnreachableError, gather_job
+from mpidist.cli.doctor.gather import HOST_BY_HOST, UnreachableError, gather_job
 from mpidist.cli.doctor.machine import facts_of_this_rank
 from mpidist.cli.doctor.report import findings_text, report_text
 from mpidist.cli.json_output import add_json_argument, json_text, seconds
@@ -30,7 +30,6 @@ from mpidist.topology.watchdog import Stage, Watchdog
 
 HELP = "look at launcher, ranks, cores, memory, GPUs and network, and say what is wrong; also under mpirun or srun"
 _FOUND_SOMETHING = 1
-_HOST_BY_HOST = "python -m mpidist doctor   # on one process of each host, then under the launcher on two at a time"
 _OWN_LAUNCHER = "python -m mpidist launch -n 2 -m mpidist doctor   # uses the launcher that belongs to the MPI library"
 # Ranks start at different times, and connect to the launcher's daemons first.
 _STAGE_FACTOR = 6
@@ -120,7 +119,8 @@ class _Output:
             slow = dataclasses.replace(slow, text=f"{slow.text} Limit: {limit:g} s.")
             stages.append(Stage(limit, (self._early_document(slow), _line(slow))))
         # The launcher ends all ranks when one fails, so only rank 0 reports an unexpected end.
-        unexpected = Finding(ERROR, "MPI", "The process of rank 0 was ended before it could report.", _HOST_BY_HOST)
+        text = "The process of rank 0 was ended before it could report. The reason may be on stderr."
+        unexpected = Finding(ERROR, "MPI", text, HOST_BY_HOST)
         self._watch.begin(stages, (self._early_document(ended or unexpected), _line(ended) if ended else ""))
 
     def _early_document(self, finding: Finding) -> str:
@@ -168,7 +168,7 @@ def _bad_starts(launcher: LauncherInfo | None) -> tuple[Finding, Finding]:
         "another, or launcher and MPI library wait for each other."
     )
     ended = f"MPI ended {where} while it started. Its own message is on stderr."
-    return Finding(ERROR, "MPI", slow, _HOST_BY_HOST), Finding(ERROR, "MPI", ended, _OWN_LAUNCHER)
+    return Finding(ERROR, "MPI", slow, HOST_BY_HOST), Finding(ERROR, "MPI", ended, _OWN_LAUNCHER)
 
 
 def _torn(launcher: LauncherInfo | None, me: RankFacts, error: LaunchError) -> Finding:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,6 +29,7 @@ Begin = Callable[[Finding, Finding | None, float], None]
 """Begins a stage. The findings are for a late stage, and for an end of the process. The seconds extend the limit."""
 Burn = Callable[["MPI.Intracomm"], BurnFacts]
 
+HOST_BY_HOST = "python -m mpidist doctor   # on one process of each host, then under the launcher on two at a time"
 _SMALL_BYTES, _LARGE_BYTES = 8, 4 << 20
 _FIRST_PINGS, _PINGS = 20, 200
 # About how long large messages are sent for, and how many at most.
@@ -60,15 +60,16 @@ def gather_job(
     """
     comm: MPI.Intracomm = import_mpi().COMM_WORLD
     rank, size = comm.Get_rank(), comm.Get_size()
-    who, stacks = f"rank {rank} of {size} on {me.host}", f"gdb -batch -ex 'thread apply all bt' -p {os.getpid()}"
+    who = f"rank {rank} of {size} on {me.host}"
+    stacks = f"gdb -batch -ex 'thread apply all bt' -p $(pgrep -nf 'mpidist doctor')   # on {me.host}, while it hangs"
 
     def stage(
         doing: str,
         cause: str = "Either a rank has died, or the MPI library is broken on these hosts.",
+        command: str = stacks,
         more: float = 0.0,
     ) -> None:
-        slow = f"{who} has not finished {doing}. {cause}"
-        begin(Finding(ERROR, "MPI", slow, f"{stacks}   # on its host, while it hangs"), None, more)
+        begin(Finding(ERROR, "MPI", f"{who} has not finished {doing}. {cause}", command), None, more)
 
     def reach(partners: list[int]) -> JobFacts | None:
         if size == 1:
@@ -86,7 +87,7 @@ def gather_job(
             0.0,
         )
         report = PairReport(me, partners, exchange(comm, partners, me.host, seconds))
-        stage("waiting for the reports of first messages", "The network to rank 0 has failed.")
+        stage("waiting for the reports of first messages", "The network to rank 0 has failed.", HOST_BY_HOST)
         all_reached, job = share(comm, report, seconds)
         if not all_reached:
             raise UnreachableError(job)
@@ -195,7 +196,7 @@ def rounds_between(nodes: Sequence[Sequence[int]]) -> list[list[Pair]]:
 
 
 def _links(
-    comm: MPI.Intracomm, hosts: Sequence[str], node_of_rank: Sequence[int], stage: Callable[[str], None]
+    comm: MPI.Intracomm, hosts: Sequence[str], node_of_rank: Sequence[int], stage: Callable[[str, str, str], None]
 ) -> tuple[list[LinkSpeed], tuple[str, ...]]:
     """Return the links that begin at this rank, and the interfaces in use between nodes."""
     nodes: list[list[int]] = [[] for _ in range(max(node_of_rank) + 1)]
@@ -207,7 +208,8 @@ def _links(
             before = machine.traffic()
         pair = next((pair for pair in pairs if own in pair), None)
         other = None if pair is None else sum(pair) - own
-        stage("measuring" if other is None else f"measuring messages with rank {other} on {hosts[other]}")
+        doing = "measuring" if other is None else f"measuring messages with rank {other} on {hosts[other]}"
+        stage(doing, "A rank, a host or the network has failed.", HOST_BY_HOST)
         if pair is not None and other is not None:
             figures = measure(comm, other, own == pair[0])
             if own == pair[0]:
