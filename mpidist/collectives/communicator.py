@@ -37,7 +37,6 @@ from mpidist.collectives.reduce.tuning_file import agreed_table
 from mpidist.collectives.step_agreement import StepAgreement
 from mpidist.collectives.world_channel import world_channel
 from mpidist.core.message_tags import TAGS_OF_PROGRAMS
-from mpidist.core.nest import flat_kind
 from mpidist.core.options import CommunicationOptions, ReduceOp, check_communication_options
 from mpidist.core.text import user_call_site
 from mpidist.topology import import_mpi, world_topology
@@ -702,7 +701,7 @@ class Communicator:
         ``more`` are the arrays of further replicas of this rank, in host memory. On one node, sums are formed in the
         order of ranks, and of replicas in each rank.
         """
-        kind = flat_kind(note) if options is None and not more and divisor == self.size else None
+        kind = self._planner.kind_of(note) if options is None and not more and divisor == self.size else None
         if kind is not None:
             is_one = len(arrays) == 1 and not kind and (out is None or len(out) == 1)
             given, outs = ([*arrays], out and [*out]) if not is_one else (arrays[0], out and out[0])

@@ -517,6 +517,13 @@ class ReplicaContext:
         reduced: Value = self._all_reduce(op, *_read_here(value), options, out)
         return reduced
 
+    def sums_of(self, like: dict[str, object]) -> Callable[[list[Any]], list[Any]] | None:
+        """Return a function that sums NumPy arrays of a dict like this one over all replicas (collective). Extension.
+
+        It checks nothing, and may return its arguments. None if replicas need more than a collective of the ranks.
+        """
+        return list if self.num_replicas_in_sync == 1 else None
+
     def _all_reduce(
         self, op: ReduceOp, value: object, leaves: Sequence[object], options: CallOptions, out: object
     ) -> Any:

@@ -204,7 +204,7 @@ class SharedComponent(ArrayComponent):
             array = as_value_of(self, value)
         with self._writer.write_block(doing) as writes:
             if writes:
-                how(self._array, array)
+                how(self.array, array)
         return self
 
     def scatter_by(self, how: scatter.ScatterOp, slices: object) -> SharedComponent:
@@ -214,7 +214,7 @@ class SharedComponent(ArrayComponent):
             checked = scatter.check_slices(slices, self)
         with self._writer.write_block(doing) as writes:
             if writes:
-                how.apply(self._array, checked)
+                how.apply(self.array, checked)
         return self
 
     def start_from(self, value: Array) -> None:
@@ -224,7 +224,7 @@ class SharedComponent(ArrayComponent):
 
     def copied(self) -> SharedComponent:
         """See ``Component``."""
-        return SharedComponent(self._writer, self._array, self.name, self._kind)
+        return SharedComponent(self._writer, self.array, self.name, self._kind)
 
     def shared_errors(self, doing: str) -> AbstractContextManager[None]:
         """See ``Component``."""

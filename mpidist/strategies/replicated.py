@@ -176,6 +176,11 @@ class LoneReplicaContext(ReplicaContext):
                 return result if out is None else cast(Value, out)
         return super().all_reduce(reduce_op, value, options, out=out)
 
+    def sums_of(self, like: dict[str, object]) -> Callable[[list[Any]], list[Any]] | None:
+        """See ``ReplicaContext``."""
+        note, size, options = nest.describe(like), self._comm.size, self._options
+        return lambda arrays: self._comm.reduce_arrays(ReduceOp.SUM, arrays, size, options=options, note=note)
+
     def all_reduce_async(
         self,
         reduce_op: ReduceOp | str,

@@ -108,11 +108,16 @@ def aggregate_gradients(grads_and_vars: GradientsAndVariables) -> list[tuple[Any
             "sum them with strategy.reduce('SUM', gradients, axis=None)"
         )
     if context.num_replicas_in_sync > 1 and has_strategy():
-        # The labels travel in the plan, so that replicas that list their variables in another order are told so.
-        named = {f"{i:06d} {variable.label}": gradient for i, (gradient, variable) in enumerate(pairs)}
+        named = labelled([variable for _, variable in pairs], [gradient for gradient, _ in pairs])
         sums = context.all_reduce(ReduceOp.SUM, named).values()
         return [(total, variable) for total, (_, variable) in zip(sums, pairs, strict=True)]
     return pairs
+
+
+def labelled(variables: Iterable[Variable], gradients: Iterable[object], first: int = 0) -> dict[str, Any]:
+    """Return gradients by keys that ranks compare, so that another order of the variables raises an error."""
+    names = (f"{i:06d} {variable.label}" for i, variable in enumerate(variables, first))
+    return dict(zip(names, gradients, strict=True))
 
 
 class Buckets:

@@ -288,7 +288,7 @@ class ArrayComponent(Component):
 
     def _hold(self, array: Array) -> None:
         """Let ``array``, in the same place, be the memory."""
-        self._array = array
+        self.array = array
         self._view: Array = array.view()
         if not is_device_array(array):
             # CuPy has no such flag; there only snapshots and results are given out.
@@ -300,7 +300,11 @@ class ArrayComponent(Component):
 
     def local_array(self) -> Array:
         """See ``Assignable``."""
-        return self._array
+        return self.array
+
+    def writable(self) -> Array:
+        """Return the memory, for an update in place."""
+        return self.array
 
     def local_place(self) -> Place:
         """See ``Assignable``."""
@@ -308,25 +312,25 @@ class ArrayComponent(Component):
 
     def assign_by(self, how: Assignment, value: object) -> ArrayComponent:
         """See ``Assignable``."""
-        self._place.calls(how, self._array, as_value_of(self, value))
+        self._place.calls(how, self.writable(), as_value_of(self, value))
         return self
 
     def scatter_by(self, how: scatter.ScatterOp, slices: object) -> ArrayComponent:
         """See ``Assignable``."""
-        self._place.calls(how.apply, self._array, scatter.check_slices(slices, self))
+        self._place.calls(how.apply, self.writable(), scatter.check_slices(slices, self))
         return self
 
     def shown(self) -> str:
         """See ``Component``."""
-        text = np.array2string(on_host(self._array), separator=", ", threshold=10, edgeitems=2)
+        text = np.array2string(on_host(self.array), separator=", ", threshold=10, edgeitems=2)
         return " ".join(text.split())
 
     def copied(self) -> ArrayComponent:
         """See ``Component``."""
-        return ArrayComponent(self._place.copies(self._array), self.name, self.device)
+        return ArrayComponent(self._place.copies(self.array), self.name, self.device)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r} on {self.device}: {on_host(self._array)!r}>"
+        return f"<{type(self).__name__} {self.name!r} on {self.device}: {on_host(self.array)!r}>"
 
 
 def _check_on_device(positions: Array, rows: int) -> None:

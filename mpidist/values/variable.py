@@ -31,7 +31,7 @@ from mpidist.values.placement import Place, checksum, place_at
 Instance = TypeVar("Instance")
 # Names of a variable that strategies, optimizers and checkpoints use, and programs do not.
 _FOR_LIBRARY = {
-    "as_array", "assemble", "assign_by", "differs", "is_copy", "is_named", "is_unused", "label", "local_array",
+    "as_array", "assemble", "assign_by", "differs", "here", "is_copy", "is_named", "is_unused", "label", "local_array",
     "local_place", "scatter_by", "whole",
 }  # fmt: skip
 
@@ -186,7 +186,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
     @property
     def device(self) -> str:
         """Where the copy is that the current context reads."""
-        return self._component(self._local_id() or 0).device
+        return self.here().device
 
     @property
     def initial_value(self) -> Any:
@@ -221,7 +221,11 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
 
     def local_place(self) -> Place:
         """See ``Assignable``."""
-        return self._component(self._local_id() or 0).local_place()
+        return self.here().local_place()
+
+    def here(self) -> Component:
+        """Return the copy that the context addresses, the first one in cross-replica context."""
+        return self._component(self._local_id() or 0)
 
     def _component(self, local_id: int) -> Component:
         """Return the copy of a local replica, or the one that all share."""
