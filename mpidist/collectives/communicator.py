@@ -751,19 +751,19 @@ class Communicator:
         return None if whole is None else whole[:nbytes]
 
     @contextmanager
-    def changing(self, label: str, what: str, checksum: Callable[[], int]) -> Iterator[None]:
+    def changing(self, label: str, what: str, content: Callable[[], bytes]) -> Iterator[None]:
         """Compare the change of this block with the other ranks' at the next collective.
 
         That collective raises MismatchError if the ranks have not made the same change. ``label`` names the variable,
-        and ``what`` the change. ``checksum`` returns the current checksum of the variable.
+        and ``what`` the change. ``content`` returns the bytes of the variable to compare.
         """
-        known = None if self._channel.executor.changes is None else self._channel.executor.changes.now(label)
-        before = checksum() if known is None else known
+        before = self._changes().before(label)
+        before = content() if before is None else before
         try:
             yield
         finally:
             # A collective in the block may have compared the earlier changes, so this makes new ones.
-            self._changes().change(label, before, checksum(), f"{what} at {user_call_site()}")
+            self._changes().change(label, before, content, f"{what} at {user_call_site()}")
 
     def done(self, label: str, what: str, checksum: int) -> None:
         """Compare an act with the other ranks at the next collective, as :meth:`changing` does."""

@@ -115,7 +115,7 @@ class ExtendedLike(Protocol):
     def step_agreement(self) -> Any:
         """Return the object by which ranks agree on a step (collective)."""
 
-    def changing(self, label: str, what: str, checksum: Callable[[], int]) -> AbstractContextManager[None]:
+    def changing(self, label: str, what: str, content: Callable[[], bytes]) -> AbstractContextManager[None]:
         """Return a block in which each rank changes its own copy. The ranks compare the copies afterwards."""
 
     def done(self, label: str, what: str, checksum: Callable[[], int]) -> None:
@@ -389,14 +389,18 @@ def require_cross_replica(strategy: StrategyLike, method: str, instead: str) -> 
 
     ``instead`` is the sentence on the call to use in replica context.
     """
-    frames = _stack.frames
-    if not frames:
+    if may_cross_replicas(strategy):
         return
-    top = frames[-1]
+    top = current_frame()
     if top.strategy is not strategy:
         raise _mixing(top.strategy, strategy)
-    if top.replica_context is not None:
-        raise RuntimeError(f"{method} was called in replica context, inside strategy.run(); {instead}")
+    raise RuntimeError(f"{method} was called in replica context, inside strategy.run(); {instead}")
+
+
+def may_cross_replicas(strategy: StrategyLike) -> bool:
+    """Return whether this is ``strategy``'s cross-replica context, or outside of all scopes."""
+    frames = _stack.frames
+    return not frames or (frames[-1].strategy is strategy and frames[-1].replica_context is None)
 
 
 def require_scope(strategy: StrategyLike, method: str) -> None:

@@ -180,6 +180,10 @@ class Strategy:
         >>> mpidist.get_strategy().reduce("MEAN", [1, 2, 3, 6], axis=None)
         [np.int64(1), np.int64(2), np.int64(3), np.int64(6)]
         """
+        if axis is None:
+            reduced: Value | None = self._extended.reduce_fast(reduce_op, value)
+            if reduced is not None:
+                return reduced
         with self._extended.shared_errors("reduce()"):
             self._require_cross_replica("reduce()", "use get_replica_context().all_reduce(op, value)")
             op = ReduceOp.of(reduce_op)

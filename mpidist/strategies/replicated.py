@@ -16,7 +16,7 @@ from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import Communicator, FinishedWork, PartOfWork, Work
 from mpidist.collectives.reading import restore
 from mpidist.core import nest
-from mpidist.core.context import Args, Kwargs, current_frame
+from mpidist.core.context import Args, Kwargs, current_frame, may_cross_replicas
 from mpidist.core.errors import DeviceError
 from mpidist.core.options import CallOptions, CommunicationOptions, ReduceOp, check_communication_options
 from mpidist.cross_device_ops import CrossDeviceOps, Pairs, select_cross_device_ops
@@ -29,6 +29,9 @@ from mpidist.strategies.value_checks import outputs_for
 from mpidist.values import IndexedSlices, Variable, select_replica
 from mpidist.values.placement import place_at
 from mpidist.values.synchronization import make_variable
+
+# Values that the fast path may reduce, whose results are arrays or NumPy numbers.
+_FAST_KINDS = (np.ndarray, float, int, np.float32, np.float64, np.int64)
 
 
 class ReplicatedExtended(StrategyExtended):
@@ -45,6 +48,8 @@ class ReplicatedExtended(StrategyExtended):
 
     local_replica_ids: tuple[int, ...] = ()
     worker_devices: tuple[str, ...] = ()
+    # The all-reduce of the fast path, if each rank has one replica and nothing else forms the sums.
+    _fast: Callable[..., Any] | None = None
 
     def __init__(
         self,
@@ -84,6 +89,8 @@ class ReplicatedExtended(StrategyExtended):
         self._contexts = [ReplicaContext(strategy, global_id, i) for i, global_id in enumerate(self.local_replica_ids)]
         if comm is not None and max(counts) == 1 and self._ops.leaves_all_to_engine:
             self._contexts = [LoneReplicaContext(strategy, comm, self._ops)]
+            if self._ops.with_algorithm(None) is None:
+                self._fast = comm.fast.all_reduce
         self.threads = ReplicaThreads([context.frame for context in self._contexts], self._places)
 
     def input_workers(self) -> InputWorkers:
@@ -109,6 +116,13 @@ class ReplicatedExtended(StrategyExtended):
     def reduce(self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, note: str) -> list[object]:
         """See ``StrategyExtended``."""
         return self._ops.reduce_pairs(op, pairs, divisor, options, note)
+
+    def reduce_fast(self, reduce_op: ReduceOp | str, value: object) -> Any:
+        """See ``StrategyExtended``."""
+        if self._fast is None or type(value) not in _FAST_KINDS or not may_cross_replicas(self.strategy):
+            return None
+        result = self._fast(reduce_op, np.asarray(value), None, 0)
+        return result[()] if result is not None and result.ndim == 0 else result
 
     def reduce_async(
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, note: str
@@ -143,6 +157,7 @@ class ReplicatedExtended(StrategyExtended):
         """See ``StrategyExtended``."""
         self.threads.close()
         self._ops.close()
+        self._fast = None
         super().close()
 
 

@@ -134,6 +134,10 @@ class StrategyExtended(ABC):
         """Start :meth:`reduce` and return its handle (collective); by default it is done at once. Extension."""
         return FinishedWork(self.reduce(op, pairs, divisor, options, note))
 
+    def reduce_fast(self, reduce_op: ReduceOp | str, value: object) -> Any:
+        """Return the reduction of a number or array by the fast path of the collectives, or None. Extension."""
+        return None
+
     @abstractmethod
     def gather(self, arrays: list[Array], axis: int, options: CallOptions, note: str) -> list[Array]:
         """Concatenate each array with those of the other ranks, in rank order (collective). Extension."""
@@ -655,7 +659,7 @@ class StrategyExtended(ABC):
         """Return the means by which the ranks agree on a step (collective). Extension."""
         return StepAgreement(None) if self.communicator is None else self.communicator.step_agreement()
 
-    def changing(self, label: str, what: str, checksum: Callable[[], int]) -> AbstractContextManager[None]:
+    def changing(self, label: str, what: str, content: Callable[[], bytes]) -> AbstractContextManager[None]:
         """Return a block in which each rank changes a copy of its own. Extension.
 
         The ranks compare the copies afterwards.
@@ -663,11 +667,11 @@ class StrategyExtended(ABC):
         Args:
             label: Name of the changed thing, the same on all ranks.
             what: The change, as in "assign of variable 'w'".
-            checksum: Called where other ranks have copies of their own.
+            content: Returns the bytes to compare, called if other ranks have copies of their own.
         """
         if self.communicator is None or self.is_central:
             return nullcontext()
-        return self.communicator.changing(label, what, checksum)
+        return self.communicator.changing(label, what, content)
 
     def done(self, label: str, what: str, checksum: Callable[[], int]) -> None:
         """Have the ranks compare changes that each made by itself, without their state. Extension."""

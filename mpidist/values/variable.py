@@ -6,8 +6,8 @@ import inspect
 import threading
 import weakref
 from abc import ABC, ABCMeta, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
@@ -26,13 +26,13 @@ from mpidist.values.component import Assignable, Assignment, Component, as_value
 from mpidist.values.creation import initial_array, variable_arguments
 from mpidist.values.distributed import DistributedValues, ReplicaValues
 from mpidist.values.indexed_slices import IndexedSlices
-from mpidist.values.placement import Place, checksum, place_at
+from mpidist.values.placement import Place, checksum, content, place_at
 
 Instance = TypeVar("Instance")
 # Names of a variable that strategies, optimizers and checkpoints use, and programs do not.
 _FOR_LIBRARY = {
-    "as_array", "assemble", "assign_by", "differs", "here", "is_copy", "is_named", "is_unused", "label", "local_array",
-    "local_place", "scatter_by", "whole",
+    "as_array", "assemble", "assign_by", "differs", "here", "is_compared", "is_copy", "is_named", "is_unused", "label",
+    "local_array", "local_place", "scatter_by", "whole",
 }  # fmt: skip
 
 
@@ -149,8 +149,9 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         """Take the copies and the properties of a new variable."""
         self._strategy = strategy
         self._components = tuple(components)
-        # Whatever the context.
         self._has_one_value = len(components) == 1 and strategy.num_replicas_in_sync == 1
+        # The copy that every context reads.
+        self._only = components[0] if len(components) == 1 and (self._has_one_value or not policy.combines) else None
         for component in self._components:
             component.container = self
         self._policy = policy
@@ -242,33 +243,30 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
             return frame.update_replica_id
         return None if frame.replica_context is None else frame.replica_context.local_replica_id
 
-    def as_array(self) -> Array:
-        """See ``ReadsAsArray``."""
+    def _source(self) -> Component | None:
+        """Return the copy that the context reads, or None if the copies are combined."""
         if self.is_unused:
             before_first_use(self)
+        if self._only is not None:
+            return self._only
         local_id = self._local_id()
-        if local_id is None and self._policy.combines:
-            return self._policy.read(self)
-        return self._component(local_id or 0).as_array()
+        return None if local_id is None and self._policy.combines else self._component(local_id or 0)
+
+    def as_array(self) -> Array:
+        """See ``ReadsAsArray``."""
+        source = self._source()
+        return self._policy.read(self) if source is None else source.as_array()
 
     def value(self) -> Array:
         """Return the value in the current context; see ``Assignable.value``."""
-        if self.is_unused:
-            before_first_use(self)
-        local_id = self._local_id()
-        if local_id is None and self._policy.combines:
-            return super().value()
-        return self._component(local_id or 0).value()
+        source = self._source()
+        return super().value() if source is None else source.value()
 
     def sparse_read(self, indices: object, name: str | None = None) -> Array:
         """Return the rows at ``indices``. From another process only these rows travel. ``name`` is ignored."""
         del name
-        if self.is_unused:
-            before_first_use(self)
-        local_id = self._local_id()
-        if local_id is None and self._policy.combines:
-            return super().sparse_read(indices)
-        return self._component(local_id or 0).sparse_read(indices)
+        source = self._source()
+        return super().sparse_read(indices) if source is None else source.sparse_read(indices)
 
     def assign_by(self, how: Assignment, value: object) -> Variable:
         """See ``Assignable``."""
@@ -309,10 +307,21 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
             if frame.replica_context is not None and frame.strategy is self._strategy:
                 self._policy.scatter_in_replica(self, frame.replica_context, how, slices)
             else:
-                with self._strategy.scope(), changing(self, f"{how.name} outside of strategy.run()", slices):
+                doing = f"{how.name} outside of strategy.run()"
+                with self._strategy.scope(), changing(self, doing):
                     for component in self._components:
                         component.scatter_by(how, slices)
+                if self.is_compared:
+                    # The rows by themselves: the pieces of a large variable may miss them.
+                    parts = checksum(slices.values), checksum(slices.indices)
+                    what = f"{doing} of variable {self.label!r}"
+                    self._strategy.extended.done(f"rows of {self.label}", what, lambda: hash(parts))
         return self
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether copies must be equal: not ON_READ, not assigned a PerReplica, and not copied by one rank alone."""
+        return not (self.synchronization == VariableSynchronization.ON_READ or self.is_copy or self.differs)
 
     def _check_belongs_here(self, frame: Frame) -> None:
         if frame.strategy is self._strategy or is_default(frame.strategy):
@@ -414,25 +423,12 @@ class Policy(ABC):
         """Scatter in replica context, after ``check_scatter`` has allowed it."""
 
 
-@contextmanager
-def changing(variable: Variable, how: str, rows: IndexedSlices | None = None) -> Iterator[None]:
-    """Run a block that changes this rank's copies alone; the ranks compare them afterwards.
-
-    Args:
-        variable: Of any synchronization: copies may differ that are ON_READ or were given a PerReplica, and variables
-            that one rank copied are its own.
-        how: The kind of change.
-        rows: That are scattered: compared by themselves, as few of them might be missed in a large variable.
-    """
-    if variable.synchronization == VariableSynchronization.ON_READ or variable.is_copy or variable.differs:
-        yield
-        return
-    extended, what = variable.distribute_strategy.extended, f"{how} of variable {variable.label!r}"
-    with extended.changing(variable.label, what, lambda: checksum(variable.values[0].local_array())):
-        yield
-    if rows is not None:
-        parts = (rows.values, rows.indices)
-        extended.done(f"rows of {variable.label}", what, lambda: hash(tuple(checksum(part) for part in parts)))
+def changing(variable: Variable, how: str) -> AbstractContextManager[None]:
+    """Return a block that changes this rank's copies alone. The ranks compare them at the next collective."""
+    if not variable.is_compared:
+        return nullcontext()
+    array, what = variable.local_array(), f"{how} of variable {variable.label!r}"
+    return variable.distribute_strategy.extended.changing(variable.label, what, lambda: content(array))
 
 
 def _weakly(value: object) -> Callable[[], object]:
