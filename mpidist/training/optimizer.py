@@ -79,6 +79,13 @@ class _Plan:
         return rows
 
 
+class _Plans(dict[tuple[object, tuple[Variable, ...]], _Plan]):
+    """The plans of one optimizer by replica context and variables. A copy of the optimizer makes its own."""
+
+    def __deepcopy__(self, memo: object) -> _Plans:
+        return _Plans()
+
+
 class Optimizer:
     """Updates variables by their gradients. Subclasses define the update of one variable.
 
@@ -118,8 +125,7 @@ class Optimizer:
         self._paths: Callable[[], Mapping[AnyVariable, str]] = dict
         # The settings that all ranks have agreed on.
         self._agreed = ""
-        # By replica context and variables.
-        self._plans: dict[tuple[object, tuple[Variable, ...]], _Plan] = {}
+        self._plans = _Plans()
 
     # Settings -------------------------------------------------------------------------------------------------
 
@@ -528,7 +534,7 @@ class Optimizer:
     def rule(self) -> Optimizer:
         """Return a copy without variables or schedule, for updates on a server."""
         twin = copy.copy(self)
-        fresh: dict[str, Any] = {"_numbers": {}, "_deferred": {}, "_slots": {}, "_plans": {}}
+        fresh: dict[str, Any] = {"_numbers": {}, "_deferred": {}, "_slots": {}, "_plans": _Plans()}
         vars(twin).update(fresh, _schedule=None, _paths=dict, _iterations=None)
         return twin
 
