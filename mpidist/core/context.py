@@ -330,8 +330,12 @@ def scope(strategy: Strategy) -> Iterator[Strategy]:
                 "scope() requires cross-replica context, and this is inside strategy.run(); "
                 "use get_replica_context().merge_call(fn) to get there"
             )
-    with entered(Frame(strategy)):
+    frame = Frame(strategy)
+    push(frame)
+    try:
         yield strategy
+    finally:
+        pop(frame)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import inspect
 import operator
 import warnings
 import zlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +18,7 @@ from mpidist.arrays.dtypes import Array, DType
 from mpidist.core.context import get_replica_context, has_strategy, in_cross_replica_context, in_scope_of
 from mpidist.core.options import VariableAggregation, VariableSynchronization
 from mpidist.training import gradients as gradient_tools
-from mpidist.training.gradients import Buckets, GradientsAndVariables, check_is_float, labelled, strategy_of
+from mpidist.training.gradients import GradientsAndVariables, Summed, check_is_float, labelled, strategy_of
 from mpidist.values import CompositeVariable, IndexedSlices, Variable
 from mpidist.values.component import ArrayComponent
 from mpidist.values.composite import AnyVariable, Slots, cut_for, parts_of, slot_keys, wholes_of
@@ -27,8 +27,6 @@ from mpidist.values.placement import variables_on_host
 if TYPE_CHECKING:
     from mpidist.strategies import ReplicaContext, Strategy
 
-# Gradients that have been summed, and their variables.
-Summed = tuple[list[Any], list[Variable]]
 LearningRate = float | Callable[[int], float]
 # Arrays of one shape and dtype: of a variable, its gradient and its slots, in the order of ``slot_names``.
 Row = Sequence[Array]
@@ -381,23 +379,27 @@ class Optimizer:
     ) -> None:
         """Sum gradients over the replicas, unless they are sums already, and update this one."""
         self._agree_in_replica(context)
-        buckets, sums, variables = Buckets(context), [], []
-        for gradient, variable in pairs:
-            if variable.distribute_strategy is not context.strategy:
-                strategy_of([variable])
-                raise ValueError(
-                    f"variable {variable.name!r} belongs to {type(variable.distribute_strategy).__name__}, and this is "
-                    f"a replica of {type(context.strategy).__name__}; create it inside `with strategy.scope():`"
-                )
-            if aggregates:
-                buckets.add(gradient, variable)
-            else:
-                sums.append(gradient)
-            variables.append(variable)
-        if not aggregates and context.strategy.num_replicas_in_sync > 1:
-            code = gradient_tools.checksum(sums)
-            context.merge_call(self._agree_on_sums_of_replicas, args=(code,))
-        summed: Iterable[Summed] = buckets.sums() if aggregates else [(sums, variables)]
+        variables: list[Variable] = []
+
+        def own() -> Iterator[tuple[Any, Variable]]:
+            for gradient, variable in pairs:
+                if variable.distribute_strategy is not context.strategy:
+                    strategy_of([variable])
+                    raise ValueError(
+                        f"variable {variable.name!r} belongs to {type(variable.distribute_strategy).__name__}, and "
+                        f"this is a replica of {type(context.strategy).__name__}; create it inside "
+                        "`with strategy.scope():`"
+                    )
+                variables.append(variable)
+                yield gradient, variable
+
+        if aggregates:
+            summed = gradient_tools.in_buckets(context, own())
+        else:
+            sums = [gradient for gradient, _ in own()]
+            if context.strategy.num_replicas_in_sync > 1:
+                context.merge_call(self._agree_on_sums_of_replicas, args=(gradient_tools.checksum(sums),))
+            summed = iter([(sums, variables)])
         self._build_in_replica(variables)
         # One update context for all. Inside it, variables and slots are this replica's copies.
         context.strategy.extended.update_in_replica(
@@ -440,11 +442,8 @@ class Optimizer:
 
     def _settings(self) -> str:
         """Return the text of the optimizer's settings, except for a function of the step."""
-        shown = [
-            f"{name}={value!r}"
-            for name, value in (self._numbers | vars(self)).items()
-            if name[0] != "_" and name not in _NO_SETTINGS and not callable(value)
-        ]
+        settings = self._numbers | self.public_attributes()
+        shown = [f"{k}={v!r}" for k, v in settings.items() if k not in _NO_SETTINGS and not callable(v)]
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def _agree_in_replica(self, context: ReplicaContext) -> None:
