@@ -89,7 +89,7 @@ class Planner:
         return operation.then(given.rebuild)
 
     def kind_of(self, structure: str) -> int | None:
-        """Return the number of a structure on the fast path, or None if this communicator has seen too many."""
+        """Return the fast path's number of a structure, or None after too many structures."""
         kind = self._kinds.get(structure)
         if kind is None and len(self._kinds) < _MOST_PLANS:
             flat = flat_kind(structure)

@@ -61,9 +61,6 @@ class ReplicaContextLike(Protocol):
     def all_reduce(self, reduce_op: ReduceOp | str, value: Value) -> Value:
         """Reduce over all replicas."""
 
-    def sums_of(self, like: dict[str, object]) -> Callable[[list[Any]], list[Any]] | None:
-        """Return a function that sums the arrays of a dict like this one, without checks (collective); or None."""
-
     def all_reduce_async(self, reduce_op: ReduceOp | str, value: object) -> Any:
         """Start to reduce over all replicas, and return a handle whose ``wait()`` returns the result."""
 

@@ -181,7 +181,7 @@ class Strategy:
         [np.int64(1), np.int64(2), np.int64(3), np.int64(6)]
         """
         if axis is None:
-            reduced: Value | None = self._extended.reduce_fast(reduce_op, value)
+            reduced = self._extended.reduce_fast(reduce_op, value)
             if reduced is not None:
                 return reduced
         with self._extended.shared_errors("reduce()"):
@@ -521,8 +521,8 @@ class ReplicaContext:
         reduced: Value = self._all_reduce(op, *_read_here(value), options, out)
         return reduced
 
-    def sums_of(self, like: dict[str, object]) -> Callable[[list[Any]], list[Any]] | None:
-        """Return a function that sums NumPy arrays of a dict like this one over all replicas (collective). Extension.
+    def sums_of(self, like: dict[str, object]) -> Callable[[list[Array]], list[Array]] | None:
+        """Return a function that sums the NumPy arrays of dicts like this one (collective). Extension.
 
         It checks nothing, and may return its arguments. None if replicas need more than a collective of the ranks.
         """

@@ -49,7 +49,7 @@ class ReplicatedExtended(StrategyExtended):
     local_replica_ids: tuple[int, ...] = ()
     worker_devices: tuple[str, ...] = ()
     # The all-reduce of the fast path, if each rank has one replica and nothing else forms the sums.
-    _fast: Callable[..., Any] | None = None
+    _fast: Callable[..., Array | None] | None = None
 
     def __init__(
         self,
@@ -117,12 +117,12 @@ class ReplicatedExtended(StrategyExtended):
         """See ``StrategyExtended``."""
         return self._ops.reduce_pairs(op, pairs, divisor, options, note)
 
-    def reduce_fast(self, reduce_op: ReduceOp | str, value: object) -> Any:
+    def reduce_fast(self, reduce_op: ReduceOp | str, value: Value) -> Value | None:
         """See ``StrategyExtended``."""
         if self._fast is None or type(value) not in _FAST_KINDS or not may_cross_replicas(self.strategy):
             return None
         result = self._fast(reduce_op, np.asarray(value), None, 0)
-        return result[()] if result is not None and result.ndim == 0 else result
+        return cast(Value, result[()]) if result is not None and result.ndim == 0 else cast("Value | None", result)
 
     def reduce_async(
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, note: str
@@ -191,7 +191,7 @@ class LoneReplicaContext(ReplicaContext):
                 return result if out is None else cast(Value, out)
         return super().all_reduce(reduce_op, value, options, out=out)
 
-    def sums_of(self, like: dict[str, object]) -> Callable[[list[Any]], list[Any]] | None:
+    def sums_of(self, like: dict[str, object]) -> Callable[[list[Array]], list[Array]] | None:
         """See ``ReplicaContext``."""
         note, size, options = nest.describe(like), self._comm.size, self._options
         return lambda arrays: self._comm.reduce_arrays(ReduceOp.SUM, arrays, size, options=options, note=note)

@@ -36,9 +36,8 @@ from mpidist.input import InputOptions, InputWorkers, distribute_dataset, distri
 from mpidist.strategies import value_checks
 from mpidist.values import IndexedSlices, Mirrored, PerReplica, ReplicaValues, Variable, regroup, select_replica
 from mpidist.values.component import Component
-from mpidist.values.creation import VariableNames
 from mpidist.values.placement import Place, place_at, place_of
-from mpidist.values.variable import changing, update_components
+from mpidist.values.variable import VariableNames, changing, update_components
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
@@ -134,8 +133,8 @@ class StrategyExtended(ABC):
         """Start :meth:`reduce` and return its handle (collective); by default it is done at once. Extension."""
         return FinishedWork(self.reduce(op, pairs, divisor, options, note))
 
-    def reduce_fast(self, reduce_op: ReduceOp | str, value: object) -> Any:
-        """Return the reduction of a number or array by the fast path of the collectives, or None. Extension."""
+    def reduce_fast(self, reduce_op: ReduceOp | str, value: Value) -> Value | None:
+        """Return the reduction of a number or array by the fast path, or None. Extension."""
         return None
 
     @abstractmethod

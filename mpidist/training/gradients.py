@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from mpidist.strategies import Strategy
 
 GradientsAndVariables = Iterable[tuple[object, AnyVariable]]
-# Gradients that have been summed, and their variables.
+# A checked gradient and its variable. Gradients that have been summed, and their variables.
+Pair = tuple[Any, Variable]
 Summed = tuple[list[Any], list[Variable]]
 # Large enough for the wire, small enough that there is something left to hide behind (benchmarks: step, overlap).
 BUCKET_BYTES = 16 << 20
@@ -32,7 +33,7 @@ _UNDER_ONE_STRATEGY = (
 )
 
 
-def each_checked(grads_and_vars: GradientsAndVariables) -> Iterator[tuple[Any, Variable]]:
+def each_checked(grads_and_vars: GradientsAndVariables) -> Iterator[Pair]:
     """Yield gradients and variables as they come, checked, without the pairs whose gradient is None.
 
     In the place of a ShardedVariable there are its shards, each with its part of the gradient.
@@ -79,7 +80,7 @@ def checksum(gradients: Iterable[object]) -> int:
     return found
 
 
-def aggregate_gradients(grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Variable]]:
+def aggregate_gradients(grads_and_vars: GradientsAndVariables) -> list[Pair]:
     """Return the pairs with the gradients summed over all replicas.
 
     Pairs without a gradient are left out.
@@ -117,13 +118,13 @@ def aggregate_gradients(grads_and_vars: GradientsAndVariables) -> list[tuple[Any
 
 
 def labelled(variables: Iterable[Variable], gradients: Iterable[object], first: int = 0) -> dict[str, Any]:
-    """Return gradients by keys that ranks compare, so that another order of the variables raises an error."""
+    """Return gradients by keys that ranks compare, to find another order of the variables."""
     names = (f"{i:06d} {variable.label}" for i, variable in enumerate(variables, first))
     return dict(zip(names, gradients, strict=True))
 
 
-def in_buckets(context: ReplicaContextLike, pairs: Iterable[tuple[Any, Variable]]) -> Iterator[Summed]:
-    """Return the summed gradients and their variables, a bucket at a time, after all pairs have been read.
+def in_buckets(context: ReplicaContextLike, pairs: Iterable[Pair]) -> Iterator[Summed]:
+    """Read all pairs, and return the summed gradients and their variables by buckets.
 
     Collective: every replica passes gradients of the same variables in the same order. The all-reduce of a full bucket
     is in flight while the next pairs are computed. Do not change a gradient before its sum is there.
@@ -132,7 +133,7 @@ def in_buckets(context: ReplicaContextLike, pairs: Iterable[tuple[Any, Variable]
         gradients, variables = zip(*pairs, strict=True)
         return iter([(list(gradients), list(variables))])
     started: list[tuple[Any, list[Variable]]] = []
-    bucket: list[tuple[Any, Variable]] = []
+    bucket: list[Pair] = []
     count = nbytes = 0
 
     def start(is_last: bool = False) -> None:

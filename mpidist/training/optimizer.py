@@ -1,4 +1,4 @@
-"""Optimizer: sums gradients, applies the rule of a subclass, and keeps slots, the step counter and saved state."""
+"""Optimizer: sums gradients, updates variables by a rule, and keeps slots and saved state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpidist.arrays.dtypes import Array, DType
 from mpidist.core.context import get_replica_context, has_strategy, in_cross_replica_context, in_scope_of
 from mpidist.core.options import VariableAggregation, VariableSynchronization
 from mpidist.training import gradients as gradient_tools
-from mpidist.training.gradients import GradientsAndVariables, Summed, check_is_float, labelled, strategy_of
+from mpidist.training.gradients import GradientsAndVariables, Pair, Summed, check_is_float, labelled, strategy_of
 from mpidist.values import CompositeVariable, IndexedSlices, Variable
 from mpidist.values.component import ArrayComponent
 from mpidist.values.composite import AnyVariable, Slots, cut_for, parts_of, slot_keys, wholes_of
@@ -45,14 +45,18 @@ class _Plan:
     """
 
     def __init__(
-        self, variables: Sequence[Variable], rows: Sequence[Sequence[Variable]], counter: Variable, summed: Any
+        self,
+        variables: Sequence[Variable],
+        rows: Sequence[Sequence[Variable]],
+        counter: Variable,
+        summed: Callable[[list[Array]], list[Array]],
     ) -> None:
         self._variables = variables
         self._components = [cast(ArrayComponent, each.values[0]) for row in (*rows, [counter]) for each in row]
         self._arrays = [component.array for component in self._components]
         self._rows = [[cast(ArrayComponent, each.values[0]).array for each in row] for row in rows]
         self._kinds = [row[0].dtype for row in self._rows], [row[0].shape for row in self._rows]
-        self._summed: Callable[[list[Array]], list[Array]] = summed
+        self._summed = summed
         self.counter = self._arrays[-1]
 
     def fits(self, gradients: Sequence[Any]) -> bool:
@@ -278,7 +282,7 @@ class Optimizer:
 
     # Updating -------------------------------------------------------------------------------------------------
 
-    def aggregate_gradients(self, grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Variable]]:
+    def aggregate_gradients(self, grads_and_vars: GradientsAndVariables) -> list[Pair]:
         """Return the pairs with the gradients summed over replicas: see ``mpidist.optimizers.aggregate_gradients``."""
         return gradient_tools.aggregate_gradients(grads_and_vars)
 
@@ -343,7 +347,7 @@ class Optimizer:
             )
 
     def _apply_planned(self, context: ReplicaContext, pairs: list[Any]) -> bool:
-        """Update by the plan of the variables, if there is one and nothing has changed since."""
+        """Update by a plan, if there is one and nothing has changed since."""
         try:
             gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
             plan = self._plans.get((context, tuple(variables)))
@@ -357,8 +361,8 @@ class Optimizer:
         plan.counter += 1
         return True
 
-    def _make_plan(self, context: ReplicaContext, gradients: list[Any], variables: list[Variable]) -> None:
-        """Plan the next updates of these variables, if each rank has one replica and copies of its own in NumPy."""
+    def _make_plan(self, context: ReplicaContext, gradients: list[object], variables: list[Variable]) -> None:
+        """Plan the next updates, if each rank has one replica with its own NumPy arrays."""
         kind, nbytes = type(self), sum(variable.size * variable.dtype.itemsize for variable in variables)
         summed = context.sums_of(labelled(variables, gradients))
         if (
@@ -374,14 +378,12 @@ class Optimizer:
         rows = [[variable, *map(self._slots[variable].__getitem__, self.slot_names)] for variable in variables]
         self._plans[context, tuple(variables)] = _Plan(variables, rows, self.iterations, summed)
 
-    def _apply_in_replica(
-        self, context: ReplicaContext, pairs: Iterable[tuple[Any, Variable]], aggregates: bool
-    ) -> None:
+    def _apply_in_replica(self, context: ReplicaContext, pairs: Iterable[Pair], aggregates: bool) -> None:
         """Sum gradients over the replicas, unless they are sums already, and update this one."""
         self._agree_in_replica(context)
         variables: list[Variable] = []
 
-        def own() -> Iterator[tuple[Any, Variable]]:
+        def own() -> Iterator[Pair]:
             for gradient, variable in pairs:
                 if variable.distribute_strategy is not context.strategy:
                     strategy_of([variable])
@@ -533,7 +535,7 @@ class Optimizer:
     def rule(self) -> Optimizer:
         """Return a copy without variables or schedule, for updates on a server."""
         twin = copy.copy(self)
-        fresh: dict[str, Any] = {"_numbers": {}, "_deferred": {}, "_slots": {}, "_plans": _Plans()}
+        fresh: dict[str, object] = {"_numbers": {}, "_deferred": {}, "_slots": {}, "_plans": _Plans()}
         vars(twin).update(fresh, _schedule=None, _paths=dict, _iterations=None)
         return twin
 

@@ -183,7 +183,7 @@ def checksum(array: Array) -> int:
 
 
 def content(array: Array) -> bytes:
-    """Return the bytes by which ranks compare their arrays: all of them up to 1 MiB, pieces of larger arrays."""
+    """Return the bytes by which ranks compare arrays: all up to 1 MiB, else pieces."""
     if array.nbytes <= _PIECES * _PIECE_BYTES:
         return on_host(array).tobytes()
     flat, size = array.reshape(-1), _PIECE_BYTES // array.dtype.itemsize

@@ -15,7 +15,7 @@ _MOST_LINES = 4
 
 
 class _Change(NamedTuple):
-    """The content of one variable before its first change, a function that returns its content, and the last act."""
+    """Old content of a variable, function that returns its content, and last act."""
 
     before: bytes
     content: Callable[[], bytes]
@@ -42,11 +42,11 @@ class LocalChanges:
         self._settled: dict[str, tuple[int, str]] = {}
 
     def before(self, label: str) -> bytes | None:
-        """Return the content of a variable before its first change, or None if it is unchanged."""
+        """Return the old content of a changed variable, or None."""
         return self._changes[label].before if label in self._changes else None
 
     def change(self, label: str, before: bytes, content: Callable[[], bytes], act: str) -> None:
-        """Record the content of a variable before an act, and a function that returns its content."""
+        """Record the content before an act, and a function that returns the content."""
         first = self.before(label)
         self._changes[label] = _Change(before if first is None else first, content, act)
 
