@@ -353,9 +353,12 @@ class Optimizer:
             plan = self._plans.get((context, tuple(variables)))
         except (TypeError, ValueError):  # the general path raises an error that shows the pairs
             return False
-        if plan is None or not plan.fits(gradients) or self._settings() != self._agreed:
+        if plan is None or not plan.fits(gradients):
             return False
-        self._agree_in_replica(context)
+        self._agree_on_settings(context)
+        if not self._plans:
+            return False
+        self._compare_rates(context)
         step = int(plan.counter)
         self.update_rows(plan.rows(gradients), self.rate_at(step), step)
         plan.counter += 1
@@ -380,7 +383,8 @@ class Optimizer:
 
     def _apply_in_replica(self, context: ReplicaContext, pairs: Iterable[Pair], aggregates: bool) -> None:
         """Sum gradients over the replicas, unless they are sums already, and update this one."""
-        self._agree_in_replica(context)
+        self._agree_on_settings(context)
+        self._compare_rates(context)
         variables: list[Variable] = []
 
         def own() -> Iterator[Pair]:
@@ -448,22 +452,24 @@ class Optimizer:
         shown = [f"{k}={v!r}" for k, v in settings.items() if k not in _NO_SETTINGS and not callable(v)]
         return f"{type(self).__name__}({', '.join(shown)})"
 
-    def _agree_in_replica(self, context: ReplicaContext) -> None:
+    def _agree_on_settings(self, context: ReplicaContext) -> None:
         """Compare changed settings with those of the other ranks, before anything else is sent."""
         settings = self._settings()
-        if settings != self._agreed and has_strategy():
-            context.merge_call(lambda strategy: self._agree_on(strategy, settings))
+        if settings == self._agreed:
+            return
+        if has_strategy():
+            context.merge_call(lambda strategy: strategy.extended.agree_on(lambda: f"apply_gradients() of {settings}"))
+        self._agreed = settings
+        # Settings decide which slots are used.
+        self._plans.clear()
+
+    def _compare_rates(self, context: ReplicaContext) -> None:
+        """Let the ranks compare the learning rate of a schedule."""
         if self._schedule is not None and context.local_replica_id == 0:
             # Travels with the gradients.
             rate = self.learning_rate
             what = f"the learning rate {rate!r} of step {self._step()} by the schedule"
             context.strategy.extended.done(f"rate of {self.name}", what, lambda: zlib.crc32(repr(rate).encode()))
-
-    def _agree_on(self, strategy: Strategy, settings: str) -> None:
-        strategy.extended.agree_on(lambda: f"apply_gradients() of {settings}")
-        self._agreed = settings
-        # Settings may decide which slots are used.
-        self._plans.clear()
 
     def _update_all(self, _: object, summed: Iterable[Summed]) -> None:
         """Let the strategy update the variables in this update context."""

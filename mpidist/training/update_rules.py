@@ -41,7 +41,11 @@ class SGD(Optimizer):
         super().__init__(learning_rate, name)
         self.momentum = _fraction("momentum", momentum)
         self.nesterov = bool(nesterov)
-        self.slot_names = ("momentum",) if self.momentum else ()
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See ``Optimizer``."""
+        return ("momentum",) if self.momentum else ()
 
     @property
     def touches_only_rows(self) -> bool:
@@ -113,8 +117,12 @@ class RMSprop(Optimizer):
         self.momentum = _fraction("momentum", momentum)
         self.epsilon = _positive("epsilon", epsilon)
         self.centered = bool(centered)
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See ``Optimizer``."""
         also = {"momentum": self.momentum, "average_gradient": self.centered}
-        self.slot_names = ("velocity", *(slot for slot, is_needed in also.items() if is_needed))
+        return ("velocity", *(slot for slot, is_needed in also.items() if is_needed))
 
     def update_rows(self, rows: Iterable[Row], learning_rate: float, step: int) -> None:
         """See ``Optimizer.update_rows``."""

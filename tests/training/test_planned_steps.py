@@ -146,6 +146,14 @@ def test_changes_between_steps_count(strategy: Any, tmp_path: Path) -> None:
     assert v.numpy().tolist() == [-100.0] * 3
 
 
+def test_momentum_needs_its_slots(strategy: Any) -> None:
+    variables, optimizer = made(strategy, lambda: SGD(0.1))
+    train(strategy, variables, optimizer, range(3))
+    optimizer.momentum = 0.5
+    with pytest.raises(ValueError, match="no slot 'momentum' for variable 'v0'"):
+        train(strategy, variables, optimizer, [3])
+
+
 def test_copies_have_plans_of_their_own(strategy: Any) -> None:
     (v,), optimizer = made(strategy, lambda: SGD(1.0), [(2,)])
     train(strategy, [v], optimizer, range(2))
