@@ -122,24 +122,13 @@ class ServedComponent(ArrayComponent):
 
     def change(self, how: Assignment, array: Array) -> None:
         """Change the value by ``how``, with an array of exactly the kind."""
-        self._make_writable()
-        how(self._array, array)
+        how(self.writable(), array)
 
-    def assign_by(self, how: Assignment, value: object) -> ServedComponent:
-        """See ``Assignable``."""
-        self._make_writable()
-        super().assign_by(how, value)
-        return self
-
-    def scatter_by(self, how: ScatterOp, slices: object) -> ServedComponent:
-        """See ``Assignable``."""
-        self._make_writable()
-        super().scatter_by(how, slices)
-        return self
-
-    def _make_writable(self) -> None:
+    def writable(self) -> Array:
+        """See ``ArrayComponent``."""
         if self._loan.count:
             self.take(self._loan.array.copy())
+        return self.array
 
 
 class Store:
