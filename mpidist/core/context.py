@@ -116,7 +116,9 @@ steps_made = 0
 
 def register_default_strategy(strategy: StrategyLike, replica_context: ReplicaContextLike) -> None:
     """Register the strategy that :func:`get_strategy` returns outside of scopes."""
-    _default[:] = [Frame(strategy, replica_context)]
+    if _default:
+        raise RuntimeError("there is one default strategy; mpidist.get_strategy() returns it outside any scope")
+    _default.append(Frame(strategy, replica_context))
 
 
 def current_frame() -> Frame:
