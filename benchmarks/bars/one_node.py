@@ -40,6 +40,13 @@ _OF_ONE_COPY = (("out=", 1.5), ("own", 0.75))
 _MOVED = ("out=", IN_PLACE, "new")
 _MOVEMENT_SHARE, _SMALL_MOVEMENT, _SMALL = 1.05, 1.5, 64
 _CONTEXT_US = 1.0
+# Whom parts of a training step are compared with, and at most how many times as long they take.
+_TRAINING = {
+    "step": (MPI, 1.10),
+    "apply_gradients": (MPI, 1.24),
+    "strategy.reduce": (MPI, 1.33),
+    "assign": (COPY, 1.58),
+}
 
 
 def verdicts(rows: Sequence[Row], figures: Sequence[Figure], ranks: int, reads_neighbours: bool) -> list[Verdict]:
@@ -55,6 +62,8 @@ def verdicts(rows: Sequence[Row], figures: Sequence[Figure], ranks: int, reads_n
         judged = _run(of_state)
         if ranks == 2 and reads_neighbours:
             judged = [*_movement(of_state), *judged]
+        if ranks == 2:
+            judged = [*_training(of_state), *judged]
         if ranks in (2, 4):
             judged = [*_all_reduce(of_state), *_in_context(of_state), *_resnet50(of_state), *judged]
         found += [each if state == "-" else replace(each, what=f"{state}: {each.what}") for each in judged]
@@ -116,6 +125,16 @@ def _resnet50(rows: Sequence[Row]) -> list[Verdict]:
     return found
 
 
+def _training(rows: Sequence[Row]) -> list[Verdict]:
+    found = []
+    for row in rows:
+        if row.by == OURS and row.operation in _TRAINING:
+            by, bar = _TRAINING[row.operation]
+            theirs = find_row(rows, row.operation, by, size=row.size, variant=row.variant if by == MPI else None)
+            found += share_of_time(f"{row.operation}, {row.variant}: time by hand", row, theirs, bar)
+    return found
+
+
 def _run(rows: Sequence[Row]) -> list[Verdict]:
     empty = find_row(rows, "run", OURS)
     return [] if empty is None else [Verdict("strategy.run of an empty function", empty.median, 5.0, False, "us", "-")]
@@ -127,6 +146,7 @@ _FIGURE_BARS = (
     ("memory", "central_storage", "CentralStorageStrategy: variables on all ranks, in copies of each", 1.1),
     ("memory", "growth", "growth of memory over all steps, MiB per rank", 1.0),
     ("memory", "dev_shm_growth", "growth of /dev/shm over all steps, MiB", 1.0),
+    ("step", "Python calls", "", 250.0),
     ("start", "import", "import mpidist, seconds", 0.3),
     ("start", "cupy_imported", "CuPy imported with it", 0.0),
     ("guard", "added_4_KiB", "the guard, added to an all-reduce of 4 KiB", 0.5),

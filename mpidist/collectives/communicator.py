@@ -33,7 +33,6 @@ from mpidist.collectives.reduce.registry import Table, check_options, check_tabl
 from mpidist.collectives.reduce.tuning_file import agreed_table
 from mpidist.collectives.world_channel import world_channel
 from mpidist.core.message_tags import TAGS_OF_PROGRAMS
-from mpidist.core.nest import flat_kind
 from mpidist.core.options import CommunicationOptions, ReduceOp, check_communication_options
 from mpidist.core.text import user_call_site
 from mpidist.topology import import_mpi, world_topology
@@ -705,7 +704,7 @@ class Communicator:
         ``more`` are the arrays of further replicas of this rank, in host memory. On one node, sums are formed in the
         order of ranks, and of replicas in each rank.
         """
-        kind = flat_kind(note) if options is None and not more and divisor == self.size else None
+        kind = self._planner.kind_of(note) if options is None and not more and divisor == self.size else None
         if kind is not None:
             is_one = len(arrays) == 1 and not kind and (out is None or len(out) == 1)
             given, outs = ([*arrays], out and [*out]) if not is_one else (arrays[0], out and out[0])
@@ -755,20 +754,20 @@ class Communicator:
         return None if whole is None else whole[:nbytes]
 
     @contextmanager
-    def changing(self, label: str, what: str, checksum: Callable[[], int]) -> Iterator[None]:
+    def changing(self, label: str, what: str, content: Callable[[], bytes]) -> Iterator[None]:
         """Compare the change of this block with the other ranks' at the next collective.
 
         That collective raises MismatchError if the ranks have not made the same change. ``label`` names the variable,
-        and ``what`` the change. ``checksum`` returns the current checksum of the variable.
+        and ``what`` the change. ``content`` returns the bytes of the variable to compare.
         """
         local_changes = self._channel.executor.local_changes
-        known = local_changes().now(label)
-        before = checksum() if known is None else known
+        known = local_changes().before(label)
+        before = content() if known is None else known
         try:
             yield
         finally:
             # A collective in the block may have compared the earlier changes, so this makes new ones.
-            local_changes().change(label, before, checksum(), f"{what} at {user_call_site()}")
+            local_changes().change(label, before, content, f"{what} at {user_call_site()}")
 
     def done(self, label: str, what: str, checksum: int) -> None:
         """Compare an act with the other ranks at the next collective, as :meth:`changing` does."""

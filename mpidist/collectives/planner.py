@@ -48,6 +48,8 @@ Options = CommunicationOptions | None
 
 # The cache is cleared at this size, so that a program with ever new shapes does not grow. Plans are cheap to remake.
 _MOST_PLANS = 1024
+# Values of ``flat_kind``.
+_FLAT_KINDS = 3
 _BYTES = np.dtype(np.uint8)
 
 
@@ -62,6 +64,7 @@ class Planner:
         self._channel, self._engine = channel, engine
         self._plans: dict[tuple[object, ...], Any] = {}
         self._checks_nan = settings.CHECK_NAN.read()
+        self._kinds: dict[str, int] = {}
 
     # Reductions -------------------------------------------------------------------------------------------------
 
@@ -90,10 +93,19 @@ class Planner:
         operation = self._operation(steps, plan.description, options, call)
         may_be_fast = options is None and plan.may_be_short and not self._checks_nan
         if may_be_fast and divisor == self._channel.size and not more:
-            kind = flat_kind(given.structure) or 0
+            kind = self.kind_of(given.structure)
             cached = list(arrays) if kind or len(arrays) > 1 else arrays[0]
-            operation.fast_call = FastCall("all_reduce", cached, given.signature, plan.op, plan.divisor, kind)
+            if kind is not None:
+                operation.fast_call = FastCall("all_reduce", cached, given.signature, plan.op, plan.divisor, kind)
         return operation.then(given.rebuild)
+
+    def kind_of(self, structure: str) -> int | None:
+        """Return the fast path's number of a structure, or None after too many structures."""
+        kind = self._kinds.get(structure)
+        if kind is None and len(self._kinds) < _MOST_PLANS:
+            flat = flat_kind(structure)
+            kind = self._kinds[structure] = len(self._kinds) + _FLAT_KINDS if flat is None else flat
+        return kind
 
     def reduce(self, op: ReduceOp | str, given: Given[T], root: int, options: Options) -> Operation[T]:
         """Return a reduction to ``root``. Results of other ranks are None."""

@@ -250,8 +250,12 @@ def scope(strategy: Strategy) -> Iterator[Strategy]:
                 "scope() requires cross-replica context, and this is inside strategy.run(); "
                 "use get_replica_context().merge_call(fn) to get there"
             )
-    with entered(Frame(strategy)):
+    frame = Frame(strategy)
+    push(frame)
+    try:
         yield strategy
+    finally:
+        pop(frame)
 
 
 @contextmanager
@@ -301,14 +305,18 @@ def _mixing(active: StrategyLike, given: StrategyLike) -> RuntimeError:
 
 def require_cross_replica(strategy: StrategyLike, method: str, instead: str) -> None:
     """Raise RuntimeError, with advice ``instead``, in replica context or in the scope of another strategy."""
-    frames = _stack.frames
-    if not frames:
+    if may_cross_replicas(strategy):
         return
-    top = frames[-1]
+    top = current_frame()
     if top.strategy is not strategy:
         raise _mixing(top.strategy, strategy)
-    if top.replica_context is not None:
-        raise RuntimeError(f"{method} was called in replica context, inside strategy.run(); {instead}")
+    raise RuntimeError(f"{method} was called in replica context, inside strategy.run(); {instead}")
+
+
+def may_cross_replicas(strategy: StrategyLike) -> bool:
+    """Return whether this is ``strategy``'s cross-replica context, or outside of all scopes."""
+    frames = _stack.frames
+    return not frames or (frames[-1].strategy is strategy and frames[-1].replica_context is None)
 
 
 def require_scope(strategy: StrategyLike, method: str) -> None:

@@ -16,9 +16,8 @@ from mpidist.core.context import current_frame
 from mpidist.core.options import VariableSynchronization
 from mpidist.parameter_server.remote import read_all, read_rows
 from mpidist.values import CompositeVariable, IndexedSlices, ReplicaValues, Variable, scatter
-from mpidist.values.component import Assignment, as_value_of
+from mpidist.values.component import Assignment, as_operand, as_value_of, picked
 from mpidist.values.indexed_slices import check_indices
-from mpidist.values.operators import as_operand, picked
 from mpidist.values.placement import Place, array_of, copy_of, on_host, place_of
 
 Rows = range | Array

@@ -27,7 +27,6 @@ from mpidist.topology.exit import lost_ranks, says_rank_is_lost
 from mpidist.training.optimizer import Optimizer
 from mpidist.values import IndexedSlices, Variable, scatter
 from mpidist.values.component import ArrayComponent, Assignment, assign_add, assign_sub
-from mpidist.values.scatter import ScatterOp
 from mpidist.values.synchronization import variable_of
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ class ServedComponent(ArrayComponent):
         """Return a view to be sent. The value is copied before a write while the view exists."""
         view = self._lent()
         if view is None:
-            view = self._array[...]
+            view = self.array[...]
             self._lent = weakref.ref(view)
         return view
 
@@ -64,27 +63,15 @@ class ServedComponent(ArrayComponent):
         self._hold(array)
         self._lent = _nothing
 
-    def assign_by(self, how: Assignment, value: object) -> ServedComponent:
-        """See ``Assignable``."""
-        self.make_writable()
-        super().assign_by(how, value)
-        return self
-
-    def scatter_by(self, how: ScatterOp, slices: object) -> ServedComponent:
-        """See ``Assignable``."""
-        self.make_writable()
-        super().scatter_by(how, slices)
-        return self
-
     def change(self, how: Assignment, array: Array) -> None:
         """Combine the value with an array of the same shape and dtype."""
-        self.make_writable()
-        how(self._array, array)
+        how(self.writable(), array)
 
-    def make_writable(self) -> None:
-        """Copy the value if it is being sent."""
+    def writable(self) -> Array:
+        """See ``ArrayComponent``. Copies the value first if it is being sent."""
         if self._lent() is not None:
-            self.take(self._array.copy())
+            self.take(self.array.copy())
+        return self.array
 
 
 class Store:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import numpy as np
 
 from mpidist.arrays.convert import to_array
+from mpidist.arrays.dtypes import Array
 from mpidist.cluster_resolver import ClusterResolver
 from mpidist.collectives import FinishedWork, PartOfWork, Work
 from mpidist.collectives.reading import restore
@@ -173,6 +174,10 @@ class Strategy:
         >>> mpidist.get_strategy().reduce("MEAN", [1, 2, 3, 6], axis=None)
         [np.int64(1), np.int64(2), np.int64(3), np.int64(6)]
         """
+        if axis is None:
+            reduced = self._extended.reduce_fast(reduce_op, value)
+            if reduced is not None:
+                return reduced
         with self._extended.shared_errors("reduce()"):
             self._require_cross_replica("reduce()", "use get_replica_context().all_reduce(op, value)")
             op = ReduceOp.of(reduce_op)
@@ -501,6 +506,16 @@ class ReplicaContext:
                 return result if out is None else cast(Value, out)
         reduced: Value = self._reduced("all_reduce", reduce_op, value, options, out)
         return reduced
+
+    def sums_of(self, like: dict[str, object]) -> Callable[[list[Array]], list[Array]] | None:
+        """Return a function that sums the NumPy arrays of dicts like this one (collective). Extension.
+
+        It checks nothing, and may return its arguments. None if replicas need more than a collective of the ranks.
+        """
+        ranks, options, note = self._ranks, self._options, nest.describe(like)
+        if ranks is None:
+            return list if self.num_replicas_in_sync == 1 else None
+        return lambda arrays: ranks.reduce_arrays(ReduceOp.SUM, arrays, ranks.size, options=options, note=note)
 
     def all_reduce_async(
         self,

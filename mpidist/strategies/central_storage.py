@@ -173,12 +173,12 @@ class SharedComponent(ArrayComponent):
 
     def assign_by(self, how: Assignment, value: object) -> SharedComponent:
         """See ``Assignable``."""
-        return self._write(how.__name__, lambda: as_value_of(self, value), lambda array: how(self._array, array))
+        return self._write(how.__name__, lambda: as_value_of(self, value), lambda array: how(self.array, array))
 
     def scatter_by(self, how: scatter.ScatterOp, slices: object) -> SharedComponent:
         """See ``Assignable``."""
         check = lambda: scatter.check_slices(slices, self)  # noqa: E731
-        return self._write(how.name, check, lambda checked: how.apply(self._array, checked))
+        return self._write(how.name, check, lambda checked: how.apply(self.array, checked))
 
     def start_from(self, value: Array) -> None:
         """See ``Component``."""
@@ -187,7 +187,7 @@ class SharedComponent(ArrayComponent):
 
     def copied(self) -> SharedComponent:
         """See ``Component``."""
-        return SharedComponent(self._writer, self._array, self.name, self._kind)
+        return SharedComponent(self._writer, self.array, self.name, self._kind)
 
     def shared_errors(self, doing: str) -> AbstractContextManager[None]:
         """See ``Component``."""

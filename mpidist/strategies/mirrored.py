@@ -5,7 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 
 from mpidist.arrays.dtypes import Array
 from mpidist.cluster_resolver import ClusterResolver, MPIClusterResolver
@@ -13,12 +15,12 @@ from mpidist.cluster_resolver.cluster_resolver import task_text
 from mpidist.cluster_resolver.mpi_cluster_resolver import TRAINING_JOBS, checked_resolver
 from mpidist.collectives import Advice, Communicator, FinishedWork, Work
 from mpidist.collectives.reduce.registry import check_options
-from mpidist.core.context import Args, Kwargs
+from mpidist.core.context import Args, Kwargs, may_cross_replicas
 from mpidist.core.options import CallOptions, CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpidist.core.text import parse_device
 from mpidist.cross_device_ops import CrossDeviceOps, Pairs, select_cross_device_ops
 from mpidist.input import InputWorkers
-from mpidist.strategies.base import ReplicaContext, Strategy
+from mpidist.strategies.base import ReplicaContext, Strategy, Value
 from mpidist.strategies.replica_devices import agreed_devices, check_device, check_devices
 from mpidist.strategies.replica_threads import ReplicaThreads
 from mpidist.strategies.strategy_extended import Result, StrategyExtended
@@ -34,6 +36,8 @@ FOR_STRATEGIES = Advice(
     "Make this call (reduce, result(), save(), reading a variable, ...) on every rank, even if only one rank needs the "
     "result. Put only the printing under `if strategy.extended.should_checkpoint:`."
 )
+# Values that the fast path may reduce, whose results are arrays or NumPy numbers.
+_FAST_KINDS = (np.ndarray, float, int, np.float32, np.float64, np.int64)
 
 
 class ReplicatedExtended(StrategyExtended):
@@ -41,6 +45,9 @@ class ReplicatedExtended(StrategyExtended):
 
     ``devices`` None stands for this rank's share of the GPUs, or the CPU. ``comm`` is closed with the strategy.
     """
+
+    # The all-reduce of the fast path, if each rank has one replica and nothing else forms the sums.
+    _fast: Callable[..., Array | None] | None = None
 
     def __init__(
         self,
@@ -77,6 +84,8 @@ class ReplicatedExtended(StrategyExtended):
             ReplicaContext(strategy, global_id, i, lone_ops=lone_ops)
             for i, global_id in enumerate(self.local_replica_ids)
         ]
+        if comm is not None and lone_ops is not None and ops.with_algorithm(None) is None:
+            self._fast = comm.fast.all_reduce
         self._threads = ReplicaThreads([context.frame for context in self._contexts], places)
 
     def input_workers(self) -> InputWorkers:
@@ -103,6 +112,13 @@ class ReplicatedExtended(StrategyExtended):
         """See ``StrategyExtended``."""
         return self._ops.reduce_pairs(op, pairs, divisor, options, note)
 
+    def reduce_fast(self, reduce_op: ReduceOp | str, value: Value) -> Value | None:
+        """See ``StrategyExtended``."""
+        if self._fast is None or type(value) not in _FAST_KINDS or not may_cross_replicas(self.strategy):
+            return None
+        result = self._fast(reduce_op, np.asarray(value), None, 0)
+        return cast(Value, result[()]) if result is not None and result.ndim == 0 else cast("Value | None", result)
+
     def reduce_async(
         self, op: ReduceOp, pairs: Pairs, divisor: int, options: CallOptions, note: str
     ) -> Work | FinishedWork:
@@ -127,6 +143,7 @@ class ReplicatedExtended(StrategyExtended):
         """See ``StrategyExtended``."""
         self._threads.close()
         self._ops.close()
+        self._fast = None
         super().close()
 
 

@@ -38,9 +38,8 @@ from mpidist.input import InputOptions, InputWorkers, distribute_dataset, distri
 from mpidist.strategies import value_checks
 from mpidist.values import IndexedSlices, Mirrored, PerReplica, ReplicaValues, Variable, regroup, select_replica
 from mpidist.values.component import Component
-from mpidist.values.creation import VariableNames
 from mpidist.values.placement import Place, copy_of, place_at, place_of
-from mpidist.values.variable import changing
+from mpidist.values.variable import VariableNames, changing
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
@@ -133,6 +132,10 @@ class StrategyExtended(ABC):
     ) -> Work | FinishedWork:
         """Start :meth:`reduce` and return its handle (collective). By default it finishes at once. Extension."""
         return FinishedWork(self.reduce(op, pairs, divisor, options, note))
+
+    def reduce_fast(self, reduce_op: ReduceOp | str, value: Value) -> Value | None:
+        """Return the reduction of a number or array by the fast path, or None. Extension."""
+        return None
 
     def gather(self, arrays: list[Array], axis: int, options: CallOptions, note: str) -> list[Array]:
         """Concatenate each array with those of the other ranks, in rank order (collective). Extension."""
@@ -629,11 +632,11 @@ class StrategyExtended(ABC):
         """Return the object by which the ranks agree on a step (collective)."""
         return StepAgreement(None) if self.communicator is None else self.communicator.step_agreement()
 
-    def changing(self, label: str, what: str, checksum: Callable[[], int]) -> AbstractContextManager[None]:
+    def changing(self, label: str, what: str, content: Callable[[], bytes]) -> AbstractContextManager[None]:
         """Return a block in which each rank changes its own copy of ``label``. The ranks compare the copies later."""
         if self.communicator is None or self.is_central:
             return nullcontext()
-        return self.communicator.changing(label, what, checksum)
+        return self.communicator.changing(label, what, content)
 
     def done(self, label: str, what: str, checksum: Callable[[], int]) -> None:
         """Compare the results of rank-local work without state at the next collective."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from mpidist.strategies import Strategy
 
 GradientsAndVariables = Iterable[tuple[object, AnyVariable]]
+# A checked gradient and its variable. Gradients that have been summed, and their variables.
+Pair = tuple[Any, Variable]
+Summed = tuple[list[Any], list[Variable]]
 # Large enough for the wire, small enough that there is something left to hide behind (benchmarks: step, overlap).
 BUCKET_BYTES = 16 << 20
 _UNDER_ONE_STRATEGY = (
@@ -30,7 +33,7 @@ _UNDER_ONE_STRATEGY = (
 )
 
 
-def each_checked(grads_and_vars: GradientsAndVariables) -> Iterator[tuple[Any, Variable]]:
+def each_checked(grads_and_vars: GradientsAndVariables) -> Iterator[Pair]:
     """Yield gradients and variables as they come, checked, without the pairs whose gradient is None.
 
     In the place of a ShardedVariable there are its shards, each with its part of the gradient.
@@ -77,7 +80,7 @@ def checksum(gradients: Iterable[object]) -> int:
     return found
 
 
-def aggregate_gradients(grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Variable]]:
+def aggregate_gradients(grads_and_vars: GradientsAndVariables) -> list[Pair]:
     """Return the pairs with the gradients summed over all replicas.
 
     Pairs without a gradient are left out.
@@ -108,64 +111,51 @@ def aggregate_gradients(grads_and_vars: GradientsAndVariables) -> list[tuple[Any
             "sum them with strategy.reduce('SUM', gradients, axis=None)"
         )
     if context.num_replicas_in_sync > 1 and has_strategy():
-        # The labels travel in the plan, so that replicas that list their variables in another order are told so.
-        named = {f"{i:06d} {variable.label}": gradient for i, (gradient, variable) in enumerate(pairs)}
+        named = labelled([variable for _, variable in pairs], [gradient for gradient, _ in pairs])
         sums = context.all_reduce(ReduceOp.SUM, named).values()
         return [(total, variable) for total, (_, variable) in zip(sums, pairs, strict=True)]
     return pairs
 
 
-class Buckets:
-    """Gradients on their way to their sums.
+def labelled(variables: Iterable[Variable], gradients: Iterable[object], first: int = 0) -> dict[str, Any]:
+    """Return gradients by keys that ranks compare, to find another order of the variables."""
+    names = (f"{i:06d} {variable.label}" for i, variable in enumerate(variables, first))
+    return dict(zip(names, gradients, strict=True))
 
-    Collective: every replica adds gradients of the same variables in the same order. A bucket's all-reduce is started
-    as soon as the bucket is full. The labels of the variables travel in its plan, so replicas that add them in another
-    order are told so.
 
-    Args:
-        context: The replica.
+def in_buckets(context: ReplicaContextLike, pairs: Iterable[Pair]) -> Iterator[Summed]:
+    """Read all pairs, and return the summed gradients and their variables by buckets.
+
+    Collective: every replica passes gradients of the same variables in the same order. The all-reduce of a full bucket
+    is in flight while the next pairs are computed. Do not change a gradient before its sum is there.
     """
+    if context.num_replicas_in_sync == 1 or not has_strategy():
+        gradients, variables = zip(*pairs, strict=True)
+        return iter([(list(gradients), list(variables))])
+    started: list[tuple[Any, list[Variable]]] = []
+    bucket: list[Pair] = []
+    count = nbytes = 0
 
-    def __init__(self, context: ReplicaContextLike) -> None:
-        self._context = context
-        self._sums_over_replicas = context.num_replicas_in_sync > 1 and has_strategy()
-        self._started: list[tuple[Any, list[Variable]]] = []
-        self._gradients: dict[str, Array | IndexedSlices] = {}
-        self._variables: list[Variable] = []
-        self._nbytes = 0
-        self._added = 0
+    def start(is_last: bool = False) -> None:
+        nonlocal count, nbytes
+        variables = [variable for _, variable in bucket]
+        named = labelled(variables, [gradient for gradient, _ in bucket], count)
+        # Nothing is left to compute during the only bucket.
+        is_only = is_last and not started
+        sums = context.all_reduce(ReduceOp.SUM, named) if is_only else context.all_reduce_async(ReduceOp.SUM, named)
+        started.append((sums, variables))
+        count, nbytes = count + len(bucket), 0
+        bucket.clear()
 
-    def add(self, gradient: Array | IndexedSlices, variable: Variable) -> None:
-        """Add a gradient; it must not be changed before the sums are there."""
-        self._gradients[f"{self._added:06d} {variable.label}"] = gradient
-        self._variables.append(variable)
-        self._added += 1
-        # Rows of sparse gradients are gathered, which is done at once.
-        self._nbytes += 0 if isinstance(gradient, IndexedSlices) else gradient.nbytes
-        if self._sums_over_replicas and self._nbytes >= BUCKET_BYTES:
-            self._start()
-
-    def _start(self) -> None:
-        self._started.append((self._context.all_reduce_async("SUM", self._gradients), self._variables))
-        self._gradients, self._variables, self._nbytes = {}, [], 0
-
-    def sums(self) -> Iterator[tuple[list[Any], list[Variable]]]:
-        """Return the summed gradients and their variables, a bucket at a time.
-
-        Called once all have been added.
-        """
-        if self._started and self._gradients:
-            self._start()
-        last = self._gradients
-        if last and self._sums_over_replicas:
-            last = self._context.all_reduce(ReduceOp.SUM, last)
-        return self._in_order(last)
-
-    def _in_order(self, last: Mapping[str, object]) -> Iterator[tuple[list[Any], list[Variable]]]:
-        for work, variables in self._started:
-            yield list(work.wait().values()), variables
-        if last:
-            yield list(last.values()), self._variables
+    for gradient, variable in pairs:
+        bucket.append((gradient, variable))
+        # Rows of sparse gradients are gathered at once.
+        nbytes += 0 if isinstance(gradient, IndexedSlices) else gradient.nbytes
+        if nbytes >= BUCKET_BYTES:
+            start()
+    if bucket:
+        start(is_last=True)
+    return ((list((s if isinstance(s, dict) else s.wait()).values()), variables) for s, variables in started)
 
 
 def clip_by_global_norm(gradients: Iterable[object], clip_norm: float) -> tuple[list[Any], Any]:

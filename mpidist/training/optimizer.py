@@ -1,57 +1,111 @@
-"""Optimizer: aggregation, slots, step counter, saved state; SGD, RMSprop, Adam and AdamW."""
+"""Optimizer: sums gradients, updates variables by a rule, and keeps slots and saved state."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import math
+import operator
 import warnings
 import zlib
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from mpidist.arrays.convert import to_array
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.core.context import get_replica_context, has_strategy, in_cross_replica_context, in_scope_of
 from mpidist.core.options import VariableAggregation, VariableSynchronization
 from mpidist.training import gradients as gradient_tools
-from mpidist.training.gradients import Buckets, GradientsAndVariables, check_is_float, strategy_of
+from mpidist.training.gradients import GradientsAndVariables, Pair, Summed, check_is_float, labelled, strategy_of
 from mpidist.values import CompositeVariable, IndexedSlices, Variable
+from mpidist.values.component import ArrayComponent
 from mpidist.values.composite import AnyVariable, Slots, cut_for, parts_of, slot_keys, wholes_of
 from mpidist.values.placement import variables_on_host
 
 if TYPE_CHECKING:
     from mpidist.strategies import ReplicaContext, Strategy
 
-# Gradients that have been summed, and their variables.
-Summed = tuple[list[Any], list[Variable]]
 LearningRate = float | Callable[[int], float]
-# Attributes that no program changes.
+# Arrays of one shape and dtype: of a variable, its gradient and its slots, in the order of ``slot_names``.
+Row = Sequence[Array]
+# Attributes that are no settings.
 _NO_SETTINGS = ("name", "slot_names")
+# Bytes of a row that a rule updates at once, so that its operations find the arrays in the cache.
+_ROW_BYTES = 64 << 10
+# Plans are dropped at this number. A program with ever new sets of variables does not need them.
+_MOST_PLANS = 8
+
+
+class _Plan:
+    """The arrays of variables and slots that a replica updates at each step, found once.
+
+    Valid for NumPy gradients of the variables' shapes and dtypes, as long as no array is replaced.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[Variable],
+        rows: Sequence[Sequence[Variable]],
+        counter: Variable,
+        summed: Callable[[list[Array]], list[Array]],
+    ) -> None:
+        self._variables = variables
+        self._components = [cast(ArrayComponent, each.values[0]) for row in (*rows, [counter]) for each in row]
+        self._arrays = [component.array for component in self._components]
+        self._rows = [[cast(ArrayComponent, each.values[0]).array for each in row] for row in rows]
+        self._kinds = [row[0].dtype for row in self._rows], [row[0].shape for row in self._rows]
+        self._summed = summed
+        self.counter = self._arrays[-1]
+
+    def fits(self, gradients: Sequence[Any]) -> bool:
+        """Return whether the plan is valid for these gradients."""
+        return (
+            {*map(type, gradients)} == {np.ndarray}
+            and ([g.dtype for g in gradients], [g.shape for g in gradients]) == self._kinds
+            and all(map(operator.is_, [component.array for component in self._components], self._arrays))
+            and not any([variable.constraint for variable in self._variables])
+        )
+
+    def rows(self, gradients: list[Array]) -> list[Row]:
+        """Sum gradients over the replicas, and return the rows to update (collective)."""
+        rows: list[Row] = []
+        for (array, *slots), gradient in zip(self._rows, self._summed(gradients), strict=True):
+            if array.nbytes <= _ROW_BYTES:
+                rows.append((array, gradient, *slots))
+                continue
+            count = _ROW_BYTES // array.itemsize
+            flat = [each.reshape(-1) for each in (array, gradient, *slots)]
+            rows += [[each[at : at + count] for each in flat] for at in range(0, array.size, count)]
+        return rows
+
+
+class _Plans(dict[tuple[object, tuple[Variable, ...]], _Plan]):
+    """The plans of one optimizer by replica context and variables. A copy of the optimizer makes its own."""
+
+    def __deepcopy__(self, memo: object) -> _Plans:
+        return _Plans()
 
 
 class Optimizer:
-    """Changes variables by their gradients; subclasses say how one variable is changed.
+    """Updates variables by their gradients. Subclasses define the update of one variable.
 
     A subclass names its slots (arrays kept per variable) in ``slot_names`` and implements ``update_variable``.
 
     Args:
         learning_rate: A number, or a function of the step (0 for the first update) that returns one.
-        name: For the names of its variables.
+        name: Prefix of the names of its variables.
 
     Raises:
-        TypeError: A learning rate that is neither a number nor a function of the step.
+        TypeError: ``learning_rate`` is neither a number nor a function of the step.
     """
 
     slot_names: tuple[str, ...] = ()
 
     @property
     def touches_only_rows(self) -> bool:
-        """Whether a sparse gradient changes only its rows; not where slots of all rows decay."""
+        """Whether a sparse gradient changes only its rows. False if slots of all rows decay."""
         return False
 
     def __init__(self, learning_rate: LearningRate, name: str) -> None:
@@ -62,7 +116,7 @@ class Optimizer:
             )
         self.name = name
         self._schedule: Callable[[int], float] | None = None
-        # In a dict, where a checkpoint can put back what it holds.
+        # A dict, so that a checkpoint can restore it in place.
         self._numbers: dict[str, float] = {}
         self.learning_rate = learning_rate
         self._iterations: Variable | None = None
@@ -71,10 +125,11 @@ class Optimizer:
         self._deferred: dict[str, Array] = {}
         # Returns the checkpoint's path of each variable, to find the restored values of its slots.
         self._paths: Callable[[], Mapping[AnyVariable, str]] = dict
-        # The settings that all ranks have said to be theirs.
+        # The settings that all ranks have agreed on.
         self._agreed = ""
+        self._plans = _Plans()
 
-    # What users set and read ----------------------------------------------------------------------------------
+    # Settings -------------------------------------------------------------------------------------------------
 
     @property
     def learning_rate(self) -> float:
@@ -112,17 +167,15 @@ class Optimizer:
 
     @property
     def variables(self) -> list[Variable]:
-        """``iterations`` and all slots, in the order they were made; empty before ``build``."""
+        """``iterations`` and all slots, in the order of creation. Empty before ``build``."""
         slots = [slot for slots in self._slots.values() for slot in slots.values()]
         return [] if self._iterations is None else [self._iterations, *slots]
 
     def get_slot(self, variable: AnyVariable, slot_name: str) -> AnyVariable:
-        """Return the slot of a variable.
-
-        It is a Variable, or of a ShardedVariable another one made of its shards' slots.
+        """Return the slot of a variable. The slot of a ShardedVariable is another ShardedVariable.
 
         Raises:
-            ValueError: There is no such slot, or the variable has none yet.
+            ValueError: Unknown slot, or the variable has no slots yet.
         """
         slots = [self._slots.get(part, {}) for part in parts_of(variable)]
         if not all(slot_name in those for those in slots):
@@ -135,18 +188,17 @@ class Optimizer:
             return variable.like(found, f"{self.name}/{variable.name}/{slot_name}")
         return found[0]
 
-    # Making variables -----------------------------------------------------------------------------------------
+    # Creating variables ---------------------------------------------------------------------------------------
 
     def build(self, var_list: Iterable[AnyVariable]) -> None:
-        """Make the step counter, and the slots of variables that have none.
+        """Create the step counter, and the slots of variables without slots.
 
-        Collective: call it on every rank, in the same order. The variables' own strategy is entered, so it may be
-        called outside its scope; inside ``strategy.run`` the first ``apply_gradients`` does it. Slots that a
-        checkpoint was restored for start from its values.
+        Collective: call it on every rank, in the same order. It enters the strategy of the variables, so you may call
+        it outside the scope. Inside ``strategy.run``, the first ``apply_gradients`` calls it. Slots start from restored
+        values if a checkpoint has them.
 
         Args:
-            var_list: The variables that will be updated, in any order. A shard of a ShardedVariable stands for the
-                whole of it.
+            var_list: The variables to update, in any order. A shard stands for its whole ShardedVariable.
 
         Raises:
             ValueError: Variables of different strategies, or synchronized ON_READ.
@@ -171,7 +223,7 @@ class Optimizer:
             self._find_slots(self._paths)
 
     def _restored_groups(self, wholes: list[AnyVariable], strategy: Strategy) -> list[str | None]:
-        """Return the key under which the restored slots of each new variable wait, None without."""
+        """Return the key of the restored slots of each new variable, or None."""
         if not self._deferred:
             return [None] * len(wholes)
         paths = self._paths()
@@ -199,16 +251,15 @@ class Optimizer:
         starts = {slot: self._start_of(f"{group}/{slot}", whole.shape, dtype) for slot in self.slot_names}
         shares = {slot: cut_for(whole, start) for slot, start in starts.items()}
         for number, variable in enumerate(parts_of(whole)):
-            # The default strategy places nothing, and has no scope to be in.
-            beside = strategy.extended.colocate_vars_with(variable) if has_strategy() else nullcontext()
-            with beside:
+            # The default strategy has no scope.
+            with strategy.extended.colocate_vars_with(variable) if has_strategy() else nullcontext():
                 self._slots[variable] = {
                     slot: self._make_variable(f"{variable.name}/{slot}", those[number])
                     for slot, those in shares.items()
                 }
 
     def _start_of(self, key: str, shape: tuple[int, ...], dtype: DType) -> Array:
-        """Return the initial value of an own variable: a restored one, or zeros."""
+        """Return the restored value of a variable of the optimizer, or zeros."""
         value = self._deferred.get(key)
         if value is None:
             return np.zeros(shape, dtype)
@@ -231,7 +282,7 @@ class Optimizer:
 
     # Updating -------------------------------------------------------------------------------------------------
 
-    def aggregate_gradients(self, grads_and_vars: GradientsAndVariables) -> list[tuple[Any, Variable]]:
+    def aggregate_gradients(self, grads_and_vars: GradientsAndVariables) -> list[Pair]:
         """Return the pairs with the gradients summed over replicas: see ``mpidist.optimizers.aggregate_gradients``."""
         return gradient_tools.aggregate_gradients(grads_and_vars)
 
@@ -241,36 +292,41 @@ class Optimizer:
         """Update variables by their gradients.
 
         Inside ``strategy.run`` it is collective: call it on every replica, with gradients for the same variables.
-        The gradients are *summed* over replicas (divide the loss by the global batch size), packed into buckets of
-        16 MiB, and each replica updates its own copies, all alike, as soon as the sums of a bucket are there. A
-        generator that computes the gradients as it goes, those of the last layers first, hides the communication: each
-        bucket is on its way while the next gradients are computed; yielded gradients must not be changed before
-        the call returns. After an error in the middle (PeerError, MismatchError) some variables have been updated and
-        others not: go back to a checkpoint.
+        The gradients are *summed* over replicas, so divide the loss by the global batch size. They are packed into
+        buckets of 16 MiB, and each replica updates its own copies when the sums of a bucket are there. All copies stay
+        equal. A generator that computes the gradients as it goes, the last layers first, hides the communication: each
+        bucket is in flight while the next gradients are computed. Do not change yielded gradients before the call
+        returns. After an error in the middle (PeerError, MismatchError), some variables are updated and others are not:
+        restore a checkpoint.
 
-        Outside ``run`` the gradients are taken for sums already and every copy is updated by them: they must be the
-        same on all ranks, which is checked by their checksums. (Keras raises an error there.) So must be the settings,
-        which the ranks compare whenever one has changed, and the learning rate of each step.
+        Outside ``run`` the gradients must be sums already, and the same on all ranks, which compare their checksums.
+        (Keras raises an error there.) The settings must be the same, too: ranks compare them after a change, and the
+        learning rate of a schedule at each step.
 
-        The first call makes the optimizer's variables if ``build`` was not called.
+        The first call creates the optimizer's variables if ``build`` was not called.
 
         Args:
             grads_and_vars: Pairs of gradient and variable, or ShardedVariable. A gradient is an array of the
-                variable's shape and dtype, IndexedSlices, or None, which leaves the variable as it is.
-            experimental_aggregate_gradients: False takes the gradients for sums already also inside ``run``;
-                they must then be the same on all replicas, which is checked in the same way.
+                variable's shape and dtype, IndexedSlices, or None, which leaves the variable unchanged.
+            experimental_aggregate_gradients: Pass False if the gradients are sums already inside ``run``. They must
+                be the same on all replicas, which compare their checksums.
 
         Raises:
-            ValueError: Only None, shapes that do not fit, or variables of another strategy. Gradients taken for sums
+            ValueError: Only None, shapes that do not fit, or variables of another strategy. Gradients passed as sums
                 that differ between replicas of this rank.
             TypeError: Dtypes that do not fit.
-            MismatchError: Other settings, or gradients taken for sums, than on another rank.
+            MismatchError: Other settings, or gradients passed as sums, than on another rank.
 
         Source: https://www.tensorflow.org/tutorials/distribute/custom_training
         """
         context = cast("ReplicaContext | None", get_replica_context())
+        is_generator = isinstance(grads_and_vars, Generator)
+        if context is not None and experimental_aggregate_gradients and not is_generator:
+            grads_and_vars = list(grads_and_vars)
+            if self._apply_planned(context, grads_and_vars):
+                return
         each = gradient_tools.each_checked(grads_and_vars)
-        if context is not None and experimental_aggregate_gradients and isinstance(grads_and_vars, Generator):
+        if context is not None and experimental_aggregate_gradients and is_generator:
             self._apply_in_replica(context, each, True)
             return
         pairs = list(each)
@@ -278,6 +334,8 @@ class Optimizer:
         strategy = strategy_of(variables)
         if context is not None and context.strategy is strategy:
             self._apply_in_replica(context, pairs, experimental_aggregate_gradients)
+            if experimental_aggregate_gradients:
+                self._make_plan(context, gradients, variables)
             return
         with in_scope_of(strategy):
             self.build(variables)
@@ -288,30 +346,68 @@ class Optimizer:
                 args=(gradients,),
             )
 
-    def _apply_in_replica(
-        self, context: ReplicaContext, pairs: Iterable[tuple[Any, Variable]], aggregates: bool
-    ) -> None:
+    def _apply_planned(self, context: ReplicaContext, pairs: list[Any]) -> bool:
+        """Update by a plan, if there is one and nothing has changed since."""
+        try:
+            gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+            plan = self._plans.get((context, tuple(variables)))
+        except (TypeError, ValueError):  # the general path raises an error that shows the pairs
+            return False
+        if plan is None or not plan.fits(gradients):
+            return False
+        self._agree_on_settings(context)
+        if not self._plans:
+            return False
+        self._compare_rates(context)
+        step = int(plan.counter)
+        self.update_rows(plan.rows(gradients), self.rate_at(step), step)
+        plan.counter += 1
+        return True
+
+    def _make_plan(self, context: ReplicaContext, gradients: list[object], variables: list[Variable]) -> None:
+        """Plan the next updates, if each rank has one replica with its own NumPy arrays."""
+        kind, nbytes = type(self), sum(variable.size * variable.dtype.itemsize for variable in variables)
+        summed = context.sums_of(labelled(variables, gradients))
+        if (
+            summed is None
+            or kind.update_variable is not Optimizer.update_variable
+            or context.strategy.extended.is_central
+            or nbytes >= gradient_tools.BUCKET_BYTES
+            or any(not variable.local_place().is_host or variable.dtype.itemsize < 4 for variable in variables)
+        ):
+            return
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        rows = [[variable, *map(self._slots[variable].__getitem__, self.slot_names)] for variable in variables]
+        self._plans[context, tuple(variables)] = _Plan(variables, rows, self.iterations, summed)
+
+    def _apply_in_replica(self, context: ReplicaContext, pairs: Iterable[Pair], aggregates: bool) -> None:
         """Sum gradients over the replicas, unless they are sums already, and update this one."""
-        self._agree_in_replica(context)
-        buckets, sums, variables = Buckets(context), [], []
-        for gradient, variable in pairs:
-            if variable.distribute_strategy is not context.strategy:
-                strategy_of([variable])
-                raise ValueError(
-                    f"variable {variable.name!r} belongs to {type(variable.distribute_strategy).__name__}, and this is "
-                    f"a replica of {type(context.strategy).__name__}; create it inside `with strategy.scope():`"
-                )
-            if aggregates:
-                buckets.add(gradient, variable)
-            else:
-                sums.append(gradient)
-            variables.append(variable)
-        if not aggregates and context.strategy.num_replicas_in_sync > 1:
-            code = gradient_tools.checksum(sums)
-            context.merge_call(self._agree_on_sums_of_replicas, args=(code,))
-        summed: Iterable[Summed] = buckets.sums() if aggregates else [(sums, variables)]
+        self._agree_on_settings(context)
+        self._compare_rates(context)
+        variables: list[Variable] = []
+
+        def own() -> Iterator[Pair]:
+            for gradient, variable in pairs:
+                if variable.distribute_strategy is not context.strategy:
+                    strategy_of([variable])
+                    raise ValueError(
+                        f"variable {variable.name!r} belongs to {type(variable.distribute_strategy).__name__}, and "
+                        f"this is a replica of {type(context.strategy).__name__}; create it inside "
+                        "`with strategy.scope():`"
+                    )
+                variables.append(variable)
+                yield gradient, variable
+
+        if aggregates:
+            summed = gradient_tools.in_buckets(context, own())
+        else:
+            sums = [gradient for gradient, _ in own()]
+            if context.strategy.num_replicas_in_sync > 1:
+                context.merge_call(self._agree_on_sums_of_replicas, args=(gradient_tools.checksum(sums),))
+            summed = iter([(sums, variables)])
         self._build_in_replica(variables)
-        # One update context for all: inside it every variable, slots included, means this replica's copy.
+        # One update context for all. Inside it, variables and slots are this replica's copies.
         context.strategy.extended.update_in_replica(context, self.iterations, partial(self._update_all, summed=summed))
 
     def _agree_on_sums_of_replicas(self, strategy: Strategy, codes: int) -> None:
@@ -350,35 +446,36 @@ class Optimizer:
 
     def _settings(self) -> str:
         """Return the text of the optimizer's settings, except for a function of the step."""
-        shown = [
-            f"{name}={value!r}"
-            for name, value in (self._numbers | self.public_attributes()).items()
-            if name not in _NO_SETTINGS and not callable(value)
-        ]
+        settings = self._numbers | self.public_attributes()
+        shown = [f"{k}={v!r}" for k, v in settings.items() if k not in _NO_SETTINGS and not callable(v)]
         return f"{type(self).__name__}({', '.join(shown)})"
 
-    def _agree_in_replica(self, context: ReplicaContext) -> None:
+    def _agree_on_settings(self, context: ReplicaContext) -> None:
         """Compare changed settings with those of the other ranks, before anything else is sent."""
         settings = self._settings()
-        if settings != self._agreed and has_strategy():
-            context.merge_call(lambda strategy: self._agree_on(strategy, settings))
+        if settings == self._agreed:
+            return
+        if has_strategy():
+            context.merge_call(lambda strategy: strategy.extended.agree_on(lambda: f"apply_gradients() of {settings}"))
+        self._agreed = settings
+        # Settings decide which slots are used.
+        self._plans.clear()
+
+    def _compare_rates(self, context: ReplicaContext) -> None:
+        """Let the ranks compare the learning rate of a schedule."""
         if self._schedule is not None and context.local_replica_id == 0:
             # Travels with the gradients.
             rate = self.learning_rate
             what = f"the learning rate {rate!r} of step {self._step()} by the schedule"
             context.strategy.extended.done(f"rate of {self.name}", what, lambda: zlib.crc32(repr(rate).encode()))
 
-    def _agree_on(self, strategy: Strategy, settings: str) -> None:
-        strategy.extended.agree_on(lambda: f"apply_gradients() of {settings}")
-        self._agreed = settings
-
     def _update_all(self, _: object, summed: Iterable[Summed]) -> None:
-        """Have the strategy update the variables in this update context."""
+        """Let the strategy update the variables in this update context."""
         strategy = cast("Strategy", self.iterations.distribute_strategy)
         strategy.extended.apply_gradients(self, map(self._that_change, summed))
 
     def _that_change(self, summed: Summed) -> Summed:
-        """Leave out sparse gradients that change nothing, as most shards of a variable get."""
+        """Leave out sparse gradients without effect. Most shards of a variable get these."""
         if not self.touches_only_rows:
             return summed
         gradients, variables = summed
@@ -399,7 +496,7 @@ class Optimizer:
         self.iterations.assign_add(1)
 
     def update_one(self, variable: Variable, gradient: Array | IndexedSlices, rate: float, step: int) -> None:
-        """Update one variable, in update context, and keep it to its constraint; see :meth:`update_variable`."""
+        """Update one variable, in update context, and apply its constraint; see :meth:`update_variable`."""
         place = variable.local_place()
         if isinstance(gradient, IndexedSlices):
             values = place.brings(gradient.values)
@@ -407,32 +504,43 @@ class Optimizer:
         else:
             self.update_variable(variable, place.brings(gradient), rate, step)
         if variable.constraint is not None:
-            variable.assign(variable.constraint(current(variable)))
+            variable.assign(variable.constraint(variable.as_array()))
 
     def update_variable(self, variable: Variable, gradient: Array, learning_rate: float, step: int) -> None:
         """Update one variable, in update context.
 
-        It and its slots mean the copies of one replica.
+        The variable and its slots are the copies of one replica.
 
         Args:
             variable: The variable.
-            gradient: The summed gradient, of its shape and dtype, where it is, whose device is current; not to be
-                changed.
-            learning_rate: Of this step.
+            gradient: The summed gradient, of the shape and dtype of the variable, on its device, which is current. Do
+                not change it.
+            learning_rate: Learning rate of this step.
             step: Number of updates before this one.
         """
+        slots = [cast(Variable, self.get_slot(variable, name)) for name in self.slot_names]
+        target, *others = (cast(ArrayComponent, each.here()).writable() for each in (variable, *slots))
+        dtype = compute_dtype(variable)
+        array = target.astype(dtype, copy=False)
+        self.update_rows([(array, gradient.astype(dtype, copy=False), *others)], learning_rate, step)
+        if array is not target:
+            target[...] = array
+
+    def update_rows(self, rows: Iterable[Row], learning_rate: float, step: int) -> None:
+        """Update arrays and their slots in place; the rule behind :meth:`update_variable` of mpidist's optimizers."""
         raise NotImplementedError(f"{type(self).__name__} does not implement update_variable()")
 
     def update_sparse(self, variable: Variable, gradient: IndexedSlices, learning_rate: float, step: int) -> None:
-        """Update one variable by a sparse gradient, by default by the dense one."""
+        """Update one variable by a sparse gradient, by default by the dense array."""
         self.update_variable(variable, gradient.to_dense(), learning_rate, step)
 
     # For servers that update in the place of the program ------------------------------------------------------
 
     def rule(self) -> Optimizer:
-        """Return a twin without variables and schedule, for updates elsewhere."""
+        """Return a copy without variables or schedule, for updates on a server."""
         twin = copy.copy(self)
-        vars(twin).update(_schedule=None, _numbers={}, _deferred={}, _paths=dict, _iterations=None, _slots={})
+        fresh: dict[str, object] = {"_numbers": {}, "_deferred": {}, "_slots": {}, "_plans": _Plans()}
+        vars(twin).update(fresh, _schedule=None, _paths=dict, _iterations=None)
         return twin
 
     def take_settings(self, other: Optimizer) -> None:
@@ -440,7 +548,7 @@ class Optimizer:
         vars(self).update(other.public_attributes())
 
     def public_attributes(self) -> dict[str, Any]:
-        """Return the settings of the optimizer by name, the learning rate aside."""
+        """Return the settings of the optimizer by name, without the learning rate."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def keep_slots(self, variable: Variable, slots: dict[str, Variable]) -> None:
@@ -448,11 +556,11 @@ class Optimizer:
         self._slots[variable] = slots
 
     def slots_of(self, variable: Variable) -> dict[str, Variable]:
-        """Return the slots of a variable by name; empty before ``build``."""
+        """Return the slots of a variable by name. Empty before ``build``."""
         return dict(self._slots.get(variable, {}))
 
     def __repr__(self) -> str:
-        # Not the rate that a schedule gives now: the step may be known to a server alone.
+        # Not the current rate of a schedule, because only a server may know the step.
         schedule = self._schedule
         rate = f"{_name_of(schedule)}(step)" if schedule is not None else repr(self._numbers.get("learning_rate"))
         return f"<{type(self).__name__} learning_rate={rate}>"
@@ -465,7 +573,7 @@ class Optimizer:
         return int(self._deferred.get("iterations", 0))
 
     def rate_at(self, step: int) -> float:
-        """Return the learning rate after so many updates."""
+        """Return the learning rate after ``step`` updates."""
         return self._numbers["learning_rate"] if self._schedule is None else float(self._schedule(step))
 
     def _check_variable(self, variable: Variable) -> None:
@@ -504,11 +612,6 @@ class Optimizer:
         self._deferred = values
 
 
-def current(variable: AnyVariable) -> Array:
-    """Return the array of the variable's copy in this context, not to be written."""
-    return variable.as_array()
-
-
 def compute_dtype(variable: AnyVariable) -> DType:
     """Return the dtype of a variable's updates: float32 for half precision, else its own."""
     return np.dtype(np.float32) if variable.dtype.itemsize < 4 else variable.dtype
@@ -519,7 +622,7 @@ def _check_schedule(schedule: Callable[..., float]) -> None:
     try:
         signature = inspect.signature(schedule)
     except (TypeError, ValueError):
-        return  # some callables of C libraries do not tell
+        return  # some callables of C libraries have no signature
     try:
         signature.bind(0)
     except TypeError as error:
@@ -532,260 +635,3 @@ def _check_schedule(schedule: Callable[..., float]) -> None:
 def _name_of(schedule: Callable[[int], float]) -> str:
     name: str = getattr(schedule, "__name__", type(schedule).__name__)
     return name
-
-
-class SGD(Optimizer):
-    """Gradient descent (tf.keras.optimizers.SGD): ``v -= learning_rate * g``.
-
-    With momentum: ``m = momentum * m - learning_rate * g`` and ``v += m``; with Nesterov momentum
-    ``v += momentum * m - learning_rate * g``. Sparse gradients touch only their rows without momentum; with
-    momentum they act as the dense array they stand for, so the momentum of all rows decays.
-
-    Args:
-        learning_rate: A number, or a function of the step that returns one.
-        momentum: From 0 to below 1.
-        nesterov: Whether to look ahead along the momentum.
-        name: For the names of its variables.
-
-    Raises:
-        ValueError: ``momentum`` out of range.
-        TypeError: A learning rate that is neither number nor function.
-
-    >>> v = Variable([1.0, 2.0])
-    >>> SGD(learning_rate=0.5).apply_gradients([([1.0, 1.0], v)])
-    >>> v.numpy()
-    array([0.5, 1.5])
-    """
-
-    def __init__(
-        self, learning_rate: LearningRate = 0.01, momentum: float = 0.0, nesterov: bool = False, name: str = "SGD"
-    ) -> None:
-        super().__init__(learning_rate, name)
-        self.momentum = check_fraction("momentum", momentum)
-        self.nesterov = bool(nesterov)
-        self.slot_names = ("momentum",) if self.momentum else ()
-
-    @property
-    def touches_only_rows(self) -> bool:
-        """See ``Optimizer``."""
-        return not self.momentum
-
-    def update_variable(self, variable: Variable, gradient: Array, learning_rate: float, step: int) -> None:
-        """See ``Optimizer.update_variable``."""
-        dtype = compute_dtype(variable)
-        # A Python float would make float64 of a 0-d float32 array before NumPy 2.
-        move = dtype.type(learning_rate) * gradient.astype(dtype, copy=False)
-        if not self.momentum:
-            subtract(variable, move)
-            return
-        slot = self.get_slot(variable, "momentum")
-        factor = dtype.type(self.momentum)
-        velocity = to_array(factor * current(slot) - move)
-        slot.assign(velocity)
-        subtract(variable, to_array(move - factor * velocity if self.nesterov else -velocity))
-
-    def update_sparse(self, variable: Variable, gradient: IndexedSlices, learning_rate: float, step: int) -> None:
-        """See ``Optimizer.update_sparse``."""
-        if self.momentum or compute_dtype(variable) != variable.dtype:
-            super().update_sparse(variable, gradient, learning_rate, step)
-            return
-        rows = variable.dtype.type(learning_rate) * gradient.values
-        variable.scatter_sub(IndexedSlices(rows, gradient.indices, gradient.dense_shape))
-
-
-class RMSprop(Optimizer):
-    """RMSprop (tf.keras.optimizers.RMSprop; Hinton's lecture 6 of "Neural Networks for Machine Learning").
-
-    ``s = rho * s + (1 - rho) * g**2`` and ``v -= learning_rate * g / sqrt(s + epsilon)``. Centered: with
-    ``a = rho * a + (1 - rho) * g`` the root is of ``s - a**2 + epsilon``. With momentum the step is added to
-    ``m = momentum * m + step``, and ``v -= m``. Sparse gradients act as the dense array they stand for, so all
-    averages decay.
-
-    Args:
-        learning_rate: A number, or a function of the step that returns one.
-        rho: Decay of the averages, from 0 to below 1.
-        momentum: From 0 to below 1.
-        epsilon: Keeps the denominator from 0, more than 0.
-        centered: Whether to divide by the estimated standard deviation instead.
-        name: For the names of its variables.
-
-    Raises:
-        ValueError: A parameter out of range.
-        TypeError: A learning rate that is neither number nor function.
-
-    >>> v = Variable([1.0, 2.0])
-    >>> RMSprop(learning_rate=0.1, rho=0.75).apply_gradients([([1.0, -1.0], v)])
-    >>> v.numpy().round(6)
-    array([0.8, 2.2])
-    """
-
-    def __init__(
-        self,
-        learning_rate: LearningRate = 0.001,
-        rho: float = 0.9,
-        momentum: float = 0.0,
-        epsilon: float = 1e-7,
-        centered: bool = False,
-        name: str = "RMSprop",
-    ) -> None:
-        super().__init__(learning_rate, name)
-        self.rho = check_fraction("rho", rho)
-        self.momentum = check_fraction("momentum", momentum)
-        self.epsilon = check_positive("epsilon", epsilon)
-        self.centered = bool(centered)
-        also = {"momentum": self.momentum, "average_gradient": self.centered}
-        self.slot_names = ("velocity", *(slot for slot, is_needed in also.items() if is_needed))
-
-    def update_variable(self, variable: Variable, gradient: Array, learning_rate: float, step: int) -> None:
-        """See ``Optimizer.update_variable``."""
-        dtype = compute_dtype(variable)
-        number = dtype.type
-        gradient = gradient.astype(dtype, copy=False)
-        spread = self._averaged(self.get_slot(variable, "velocity"), np.square(gradient))
-        if self.centered:
-            spread = spread - np.square(self._averaged(self.get_slot(variable, "average_gradient"), gradient))
-        move = to_array(number(learning_rate) * gradient / np.sqrt(spread + number(self.epsilon)))
-        if self.momentum:
-            slot = self.get_slot(variable, "momentum")
-            move = to_array(number(self.momentum) * current(slot) + move)
-            slot.assign(move)
-        subtract(variable, move)
-
-    def _averaged(self, slot: AnyVariable, value: Array) -> Array:
-        """Take ``value`` into the running average that a slot holds, and return the average."""
-        number = slot.dtype.type
-        average = to_array(number(self.rho) * current(slot) + number(1 - self.rho) * value)
-        slot.assign(average)
-        return average
-
-
-class Adam(Optimizer):
-    """Adam (tf.keras.optimizers.Adam; Kingma and Ba, https://arxiv.org/abs/1412.6980).
-
-    ``m += (1 - beta_1) * (g - m)``, ``s += (1 - beta_2) * (g**2 - s)``, and with t updates so far, this one
-    included, ``v -= learning_rate * sqrt(1 - beta_2**t) / (1 - beta_1**t) * m / (sqrt(s) + epsilon)``: epsilon is
-    the paper's "epsilon hat". Sparse gradients act as the dense array they stand for, so all moments decay.
-
-    Args:
-        learning_rate: A number, or a function of the step that returns one.
-        beta_1: Decay of the mean, from 0 to below 1.
-        beta_2: Decay of the mean square, from 0 to below 1.
-        epsilon: Keeps the denominator from 0, more than 0.
-        name: For the names of its variables.
-
-    Raises:
-        ValueError: A parameter out of range.
-        TypeError: A learning rate that is neither number nor function.
-
-    >>> v = Variable([1.0, 2.0])
-    >>> Adam(learning_rate=0.1).apply_gradients([([1.0, -1.0], v)])
-    >>> v.numpy().round(6)
-    array([0.9, 2.1])
-    """
-
-    slot_names = ("m", "s")
-
-    def __init__(
-        self,
-        learning_rate: LearningRate = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        name: str = "Adam",
-    ) -> None:
-        super().__init__(learning_rate, name)
-        self.beta_1 = check_fraction("beta_1", beta_1)
-        self.beta_2 = check_fraction("beta_2", beta_2)
-        self.epsilon = check_positive("epsilon", epsilon)
-
-    def update_variable(self, variable: Variable, gradient: Array, learning_rate: float, step: int) -> None:
-        """See ``Optimizer.update_variable``."""
-        subtract(variable, self._move(variable, gradient, learning_rate, step))
-
-    def _move(self, variable: Variable, gradient: Array, learning_rate: float, step: int) -> Array:
-        """Update the moments, and return the step to subtract, in the compute dtype."""
-        dtype = compute_dtype(variable)
-        number = dtype.type
-        gradient = gradient.astype(dtype, copy=False)
-        mean, mean_square = self.get_slot(variable, "m"), self.get_slot(variable, "s")
-        mean.assign_add(to_array(number(1 - self.beta_1) * (gradient - current(mean))))
-        mean_square.assign_add(to_array(number(1 - self.beta_2) * (np.square(gradient) - current(mean_square))))
-        count = step + 1
-        rate = learning_rate * math.sqrt(1 - self.beta_2**count) / (1 - self.beta_1**count)
-        denominator = np.sqrt(current(mean_square)) + number(self.epsilon)
-        return to_array(number(rate) * current(mean) / denominator)
-
-
-class AdamW(Adam):
-    """Adam with decoupled weight decay (tf.keras.optimizers.AdamW; https://arxiv.org/abs/1711.05101).
-
-    As ``Adam``, and each update takes ``learning_rate * weight_decay * v`` off the variable as well, of the value
-    before the update: the moments know nothing of the decay. Variables without a gradient do not decay; those that
-    should not, such as biases, are for another optimizer. Sparse gradients act as the dense array they stand for.
-
-    Args:
-        learning_rate: A number, or a function of the step that returns one.
-        weight_decay: Share of the variable, times the learning rate, that an update takes off, from 0.
-        beta_1: Decay of the mean, from 0 to below 1.
-        beta_2: Decay of the mean square, from 0 to below 1.
-        epsilon: Keeps the denominator from 0, more than 0.
-        name: For the names of its variables.
-
-    Raises:
-        ValueError: A parameter out of range.
-        TypeError: A learning rate that is neither number nor function.
-
-    >>> v = Variable([1.0, 2.0])
-    >>> AdamW(learning_rate=0.1, weight_decay=0.5).apply_gradients([([1.0, -1.0], v)])
-    >>> v.numpy().round(6)
-    array([0.85, 2.  ])
-    """
-
-    def __init__(
-        self,
-        learning_rate: LearningRate = 0.001,
-        weight_decay: float = 0.004,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        name: str = "AdamW",
-    ) -> None:
-        super().__init__(learning_rate, beta_1, beta_2, epsilon, name)
-        if not weight_decay >= 0:
-            raise ValueError(f"weight_decay is {weight_decay!r}; expected a number from 0")
-        self.weight_decay = float(weight_decay)
-
-    def _move(self, variable: Variable, gradient: Array, learning_rate: float, step: int) -> Array:
-        move = super()._move(variable, gradient, learning_rate, step)
-        share = move.dtype.type(learning_rate * self.weight_decay)
-        return to_array(move + share * current(variable).astype(move.dtype, copy=False))
-
-
-def subtract(variable: Variable, delta: Array) -> None:
-    """Subtract ``delta``, which is of the variable's compute dtype, from the variable's copy."""
-    if delta.dtype == variable.dtype:
-        variable.assign_sub(delta)
-    else:
-        variable.assign((current(variable).astype(delta.dtype) - delta).astype(variable.dtype))
-
-
-def check_fraction(name: str, value: float) -> float:
-    """Return a hyper-parameter that must lie in [0, 1).
-
-    Raises:
-        ValueError: It does not.
-    """
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} is {value!r}; expected a number from 0 to below 1")
-    return float(value)
-
-
-def check_positive(name: str, value: float) -> float:
-    """Return a hyper-parameter that must be more than 0.
-
-    Raises:
-        ValueError: It is not.
-    """
-    if not value > 0:
-        raise ValueError(f"{name} is {value!r}; expected a number of more than 0")
-    return float(value)

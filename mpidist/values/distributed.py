@@ -11,9 +11,8 @@ from mpidist.arrays.device_ops import is_device_array
 from mpidist.arrays.dtypes import Array, DType
 from mpidist.core import nest
 from mpidist.core.context import current_frame, has_strategy
-from mpidist.values.component import Assignable, Component
+from mpidist.values.component import Assignable, Component, ReadsAsArray
 from mpidist.values.indexed_slices import IndexedSlices
-from mpidist.values.operators import ReadsAsArray
 from mpidist.values.placement import array_of
 
 Value = TypeVar("Value")

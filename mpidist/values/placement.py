@@ -16,7 +16,7 @@ from mpidist.arrays.dtypes import Array, DType
 from mpidist.core.text import parse_device
 
 Result = TypeVar("Result")
-# A larger array is told by so many pieces of it, the first and the last among them.
+# Number and size of the pieces by which ranks compare larger arrays. They include both ends.
 _PIECES, _PIECE_BYTES = 16, 64 << 10
 
 
@@ -174,24 +174,21 @@ def on_host(array: Array) -> Array:
 
 
 def checksum(array: Array) -> int:
-    """Return the CRC-32 of an array's bytes; above 1 MiB, of pieces of it.
-
-    By it ranks tell whether their arrays are the same.
+    """Return the CRC-32 of the ``content`` of an array.
 
     >>> checksum(np.arange(3)) == checksum(np.arange(3) + 1)
     False
     """
-    flat = array.reshape(-1)
+    return zlib.crc32(content(array))
+
+
+def content(array: Array) -> bytes:
+    """Return the bytes by which ranks compare arrays: all up to 1 MiB, else pieces."""
     if array.nbytes <= _PIECES * _PIECE_BYTES:
-        return zlib.crc32(_bytes_of(flat))
-    found, size = 0, _PIECE_BYTES // array.dtype.itemsize
-    for start in np.linspace(0, flat.size - size, _PIECES, dtype=np.int64).tolist():
-        found = zlib.crc32(_bytes_of(flat[start : start + size]), found)
-    return found
-
-
-def _bytes_of(array: Array) -> memoryview:
-    return np.ascontiguousarray(on_host(array)).view(np.uint8).data
+        return on_host(array).tobytes()
+    flat, size = array.reshape(-1), _PIECE_BYTES // array.dtype.itemsize
+    starts = np.linspace(0, flat.size - size, _PIECES, dtype=np.int64).tolist()
+    return b"".join(on_host(flat[start : start + size]).tobytes() for start in starts)
 
 
 class _Placement(threading.local):

@@ -197,9 +197,7 @@ class _OnRead(_OnWrite):
         )
 
 
-_ON_WRITE = _OnWrite()
-_ON_READ = _OnRead()
-_CENTRAL = _Central()
+_ON_WRITE, _ON_READ, _CENTRAL = _OnWrite(), _OnRead(), _Central()
 
 
 def make_variable(strategy: StrategyLike, devices: Sequence[str], array: Array, **properties: Any) -> Variable:

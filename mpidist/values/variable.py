@@ -1,13 +1,14 @@
-"""Variable, and the way of its creation to the current strategy."""
+"""Variable: created by the current strategy, read and assigned by context."""
 
 from __future__ import annotations
 
 import inspect
 import threading
 import weakref
-from abc import ABC, ABCMeta, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from abc import ABCMeta
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
@@ -16,24 +17,163 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import DTypeLike
 
+from mpidist.arrays.convert import is_keras_layer, is_torch_module, is_torch_optimizer
 from mpidist.arrays.device_ops import is_device_array
-from mpidist.arrays.dtypes import Array
+from mpidist.arrays.dtypes import Array, as_dtype, check_transportable
 from mpidist.core import context
 from mpidist.core.context import Frame, ReplicaContextLike, StrategyLike, current_frame, is_default
 from mpidist.core.options import VariableAggregation, VariableSynchronization
 from mpidist.values import scatter
 from mpidist.values.component import Assignable, Assignment, Component, as_value_of
-from mpidist.values.creation import initial_array, variable_arguments
 from mpidist.values.distributed import DistributedValues, ReplicaValues
 from mpidist.values.indexed_slices import IndexedSlices
-from mpidist.values.placement import Place, checksum, place_at
+from mpidist.values.placement import Place, array_of, checksum, content, place_at, place_of
 
 Instance = TypeVar("Instance")
 # Names of a variable that strategies, optimizers and checkpoints use, and programs do not.
 _FOR_LIBRARY = {
-    "as_array", "assemble", "assign_by", "differs", "is_copy", "is_named", "is_unused", "label", "local_array",
-    "local_place", "scatter_by", "whole",
+    "as_array", "assemble", "assign_by", "differs", "here", "is_compared", "is_copy", "is_named", "is_unused", "label",
+    "local_array", "local_place", "scatter_by", "whole",
 }  # fmt: skip
+
+
+# What to do instead, where a variable was to be made of something that has many.
+_GRADIENTS = 'in strategy.run, context.all_reduce("MEAN", [p.grad for p in module.parameters()])'
+_MODELS: tuple[tuple[Callable[[object], bool], str, str], ...] = (
+    (
+        is_torch_module,
+        "a torch module",
+        "[mpidist.Variable(p) for p in module.parameters()], one for each parameter, or keep the module's own "
+        f"parameters and reduce their gradients: {_GRADIENTS}",
+    ),
+    (
+        is_torch_optimizer,
+        "a torch optimizer",
+        "an optimizer of mpidist.optimizers for variables, or keep the torch optimizer and reduce the gradients before "
+        f"its step(): {_GRADIENTS}",
+    ),
+    (is_keras_layer, "a Keras layer", "[mpidist.Variable(w) for w in layer.get_weights()], one for each weight"),
+)
+
+
+def variable_arguments(
+    initial_value: Any = None,
+    trainable: bool | None = None,
+    dtype: DTypeLike | None = None,
+    name: str | None = None,
+    shape: Sequence[int] | None = None,
+    constraint: Callable[[Array], object] | None = None,
+    synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+    aggregation: VariableAggregation = VariableAggregation.NONE,
+) -> dict[str, Any]:
+    """Check the arguments as far as no strategy is needed, and fill in the defaults."""
+    if initial_value is None:
+        raise ValueError("Variable was given no initial_value; expected a number, an array or a callable")
+    _check_is_no_model(initial_value)
+    try:
+        synchronization = VariableSynchronization(synchronization)
+        aggregation = VariableAggregation(aggregation)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; expected members of mpidist.VariableSynchronization "
+            f"({', '.join(how.name for how in VariableSynchronization)}) and of mpidist.VariableAggregation "
+            f"({', '.join(how.name for how in VariableAggregation)}), such as mpidist.VariableAggregation.MEAN"
+        ) from None
+    if synchronization == VariableSynchronization.NONE:
+        raise ValueError(
+            "synchronization is VariableSynchronization.NONE, which no strategy offers; use AUTO, ON_WRITE or ON_READ"
+        )
+    if synchronization == VariableSynchronization.AUTO:
+        synchronization = VariableSynchronization.ON_WRITE
+    return {
+        "initial_value": initial_value,
+        "trainable": synchronization != VariableSynchronization.ON_READ if trainable is None else trainable,
+        "dtype": dtype,
+        "name": name,
+        "shape": shape,
+        "constraint": constraint,
+        "synchronization": synchronization,
+        "aggregation": aggregation,
+    }
+
+
+def _check_is_no_model(initial_value: object) -> None:
+    """Raise TypeError for modules and optimizers, which have many values.
+
+    They can often be called, as functions that make a value can.
+    """
+    for is_one, name, instead in _MODELS:
+        if is_one(initial_value):
+            raise TypeError(
+                f"initial_value is {name}, a {type(initial_value).__name__}; expected a number, an array or a function "
+                f"that returns one: use {instead}"
+            )
+
+
+def initial_array(
+    initial_value: object, dtype: DTypeLike | None, shape: Sequence[int] | None, aggregation: object
+) -> Array:
+    """Evaluate and check an initial value.
+
+    Raises:
+        TypeError: It is no array of numbers or bools.
+        ValueError: It has another shape than ``shape``, or its mean cannot be formed in its dtype.
+    """
+    value = initial_value() if callable(initial_value) else initial_value
+    array = value.as_array() if isinstance(value, Assignable) else array_of(value, "initial_value")
+    if dtype is not None:
+        array = place_of(array).casts(array, as_dtype(dtype))
+    check_transportable(array.dtype, "Variable")
+    if shape is not None and tuple(shape) != array.shape:
+        raise ValueError(f"initial_value has shape {array.shape}; expected shape={tuple(shape)}, as given")
+    if aggregation == VariableAggregation.MEAN and array.dtype.kind in "iub":
+        raise ValueError(
+            f"aggregation MEAN with dtype {array.dtype}: a mean need not be an integer; "
+            "use a floating dtype, SUM or ONLY_FIRST_REPLICA"
+        )
+    return array
+
+
+class VariableNames:
+    """The names of a strategy's variables, in order of creation.
+
+    The order is the same on all ranks.
+
+    A rank that lists its variables in another order than the others would add up gradients of different variables. So
+    their labels travel with the gradients, and no two variables of a strategy have the same label.
+
+    >>> names = VariableNames()
+    >>> [names.label(name) for name in ("kernel", "bias", "kernel")]
+    ['kernel', 'bias', 'kernel (number 2 of this name)']
+    """
+
+    def __init__(self) -> None:
+        self._unnamed = 0
+        self._taken: Counter[str] = Counter()
+
+    def default(self) -> str:
+        """Return the name of the next unnamed variable, as TensorFlow 1 counts them.
+
+        >>> names = VariableNames()
+        >>> names.default()
+        'Variable'
+        >>> names.took_default()
+        >>> names.default()
+        'Variable_1'
+        """
+        return f"Variable_{self._unnamed}" if self._unnamed else "Variable"
+
+    def took_default(self) -> None:
+        """Note that a variable has the name ``default()``.
+
+        Its creation could have failed, on all ranks.
+        """
+        self._unnamed += 1
+
+    def label(self, name: str) -> str:
+        """Return a label that no other variable has, and note the name."""
+        self._taken[name] += 1
+        return name if self._taken[name] == 1 else f"{name} (number {self._taken[name]} of this name)"
 
 
 class _CreatedByStrategy(ABCMeta):
@@ -72,6 +212,22 @@ def _create_under_current_strategy(**arguments: Any) -> Any:
     if not is_named:
         extended.variable_names.took_default()
     return variable
+
+
+class Policy:
+    """The rules by which a variable is read and written: see ``mpidist.values.synchronization``.
+
+    Attributes:
+        combines: Whether copies may differ, and are combined when they are read together, by ``read``.
+        check_scatter: Raises NotImplementedError if a scatter operation is not supported.
+    """
+
+    combines = False
+    read: Callable[[Variable], Array]
+    assign_in_replica: Callable[[Variable, ReplicaContextLike, Assignment, Array], None]
+    assign_across: Callable[[Variable, Assignment, object], None]
+    check_scatter: Callable[[Variable, scatter.ScatterOp], None]
+    scatter_in_replica: Callable[[Variable, ReplicaContextLike, scatter.ScatterOp, IndexedSlices], None]
 
 
 class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
@@ -149,8 +305,9 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         """Take the copies and the properties of a new variable."""
         self._strategy = strategy
         self._components = tuple(components)
-        # Whatever the context.
         self._has_one_value = len(components) == 1 and strategy.num_replicas_in_sync == 1
+        # The copy that every context reads.
+        self._only = components[0] if len(components) == 1 and (self._has_one_value or not policy.combines) else None
         for component in self._components:
             component.container = self
         self._policy = policy
@@ -186,7 +343,7 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
     @property
     def device(self) -> str:
         """Where the copy is that the current context reads."""
-        return self._component(self._local_id() or 0).device
+        return self.here().device
 
     @property
     def initial_value(self) -> Any:
@@ -221,7 +378,11 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
 
     def local_place(self) -> Place:
         """See ``Assignable``."""
-        return self._component(self._local_id() or 0).local_place()
+        return self.here().local_place()
+
+    def here(self) -> Component:
+        """Return the copy that the context addresses, the first one in cross-replica context."""
+        return self._component(self._local_id() or 0)
 
     def _component(self, local_id: int) -> Component:
         """Return the copy of a local replica, or the one that all share."""
@@ -238,33 +399,30 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
             return frame.update_replica_id
         return None if frame.replica_context is None else frame.replica_context.local_replica_id
 
-    def as_array(self) -> Array:
-        """See ``ReadsAsArray``."""
+    def _source(self) -> Component | None:
+        """Return the copy that the context reads, or None if the copies are combined."""
         if self.is_unused:
             before_first_use(self)
+        if self._only is not None:
+            return self._only
         local_id = self._local_id()
-        if local_id is None and self._policy.combines:
-            return self._policy.read(self)
-        return self._component(local_id or 0).as_array()
+        return None if local_id is None and self._policy.combines else self._component(local_id or 0)
+
+    def as_array(self) -> Array:
+        """See ``ReadsAsArray``."""
+        source = self._source()
+        return self._policy.read(self) if source is None else source.as_array()
 
     def value(self) -> Array:
         """Return the value in the current context; see ``Assignable.value``."""
-        if self.is_unused:
-            before_first_use(self)
-        local_id = self._local_id()
-        if local_id is None and self._policy.combines:
-            return super().value()
-        return self._component(local_id or 0).value()
+        source = self._source()
+        return super().value() if source is None else source.value()
 
     def sparse_read(self, indices: object, name: str | None = None) -> Array:
         """Return the rows at ``indices``. From another process only these rows travel. ``name`` is ignored."""
         del name
-        if self.is_unused:
-            before_first_use(self)
-        local_id = self._local_id()
-        if local_id is None and self._policy.combines:
-            return super().sparse_read(indices)
-        return self._component(local_id or 0).sparse_read(indices)
+        source = self._source()
+        return super().sparse_read(indices) if source is None else source.sparse_read(indices)
 
     def assign_by(self, how: Assignment, value: object) -> Variable:
         """See ``Assignable``."""
@@ -305,10 +463,21 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
             if frame.replica_context is not None and frame.strategy is self._strategy:
                 self._policy.scatter_in_replica(self, frame.replica_context, how, slices)
             else:
-                with self._strategy.scope(), changing(self, f"{how.name} outside of strategy.run()", slices):
+                doing = f"{how.name} outside of strategy.run()"
+                with self._strategy.scope(), changing(self, doing):
                     for component in self._components:
                         component.scatter_by(how, slices)
+                if self.is_compared:
+                    # The rows by themselves: the pieces of a large variable may miss them.
+                    parts = checksum(slices.values), checksum(slices.indices)
+                    what = f"{doing} of variable {self.label!r}"
+                    self._strategy.extended.done(f"rows of {self.label}", what, lambda: hash(parts))
         return self
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether copies must be equal: no ON_READ, PerReplica or copy of one rank alone."""
+        return not (self.synchronization == VariableSynchronization.ON_READ or self.is_copy or self.differs)
 
     def _check_belongs_here(self, frame: Frame) -> None:
         if frame.strategy is self._strategy or is_default(frame.strategy):
@@ -378,57 +547,14 @@ class Variable(Assignable, DistributedValues, metaclass=_CreatedByStrategy):
         )
 
 
-class Policy(ABC):
-    """The rules by which a variable is read and written outside of an update.
-
-    Attributes:
-        combines: Whether copies may differ, and are combined where they are read together.
-    """
-
-    combines = False
-
-    def read(self, variable: Variable) -> Array:
-        """Return all copies combined, of a policy that ``combines`` them."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def assign_in_replica(self, variable: Variable, context: ReplicaContextLike, how: Assignment, value: Array) -> None:
-        """Assign in replica context."""
-
-    @abstractmethod
-    def assign_across(self, variable: Variable, how: Assignment, value: object) -> None:
-        """Assign in cross-replica context."""
-
-    @abstractmethod
-    def check_scatter(self, variable: Variable, how: scatter.ScatterOp) -> None:
-        """Raise NotImplementedError where ``how`` has no meaning."""
-
-    @abstractmethod
-    def scatter_in_replica(
-        self, variable: Variable, context: ReplicaContextLike, how: scatter.ScatterOp, slices: IndexedSlices
-    ) -> None:
-        """Scatter in replica context, after ``check_scatter`` has allowed it."""
-
-
-@contextmanager
-def changing(variable: Variable, how: str, rows: IndexedSlices | None = None) -> Iterator[None]:
-    """Run a block that changes this rank's copies alone; the ranks compare them afterwards.
-
-    Args:
-        variable: Of any synchronization: copies may differ that are ON_READ or were given a PerReplica, and variables
-            that one rank copied are its own.
-        how: The kind of change.
-        rows: That are scattered: compared by themselves, as few of them might be missed in a large variable.
-    """
-    if variable.synchronization == VariableSynchronization.ON_READ or variable.is_copy or variable.differs:
-        yield
-        return
-    extended, what = variable.distribute_strategy.extended, f"{how} of variable {variable.label!r}"
-    with extended.changing(variable.label, what, lambda: checksum(variable.values[0].local_array())):
-        yield
-    if rows is not None:
-        parts = (rows.values, rows.indices)
-        extended.done(f"rows of {variable.label}", what, lambda: hash(tuple(checksum(part) for part in parts)))
+def changing(variable: Variable, how: str) -> AbstractContextManager[None]:
+    """Return a block that changes this rank's copies alone. The ranks compare them at the next collective."""
+    if not variable.is_compared:
+        return nullcontext()
+    array, what = variable.local_array(), f"{how} of variable {variable.label!r}"
+    extended, label = variable.distribute_strategy.extended, variable.label
+    block: AbstractContextManager[None] = extended.changing(label, what, lambda: content(array))
+    return block
 
 
 def _weakly(value: object) -> Callable[[], object]:

@@ -67,11 +67,11 @@ def test_a_bucket_starts_before_the_next_gradient_is_computed(monkeypatch: pytes
     class Context:
         num_replicas_in_sync = 2
 
-        def all_reduce_async(self, op: str, value: dict[str, Any]) -> Handle:
-            happened.append(f"start {op}")
+        def all_reduce_async(self, op: mpidist.ReduceOp, value: dict[str, Any]) -> Handle:
+            happened.append(f"start {op.name}")
             return Handle(value)
 
-        def all_reduce(self, op: str, value: Any) -> Any:
+        def all_reduce(self, op: mpidist.ReduceOp, value: Any) -> Any:
             raise AssertionError("all have been started")
 
     def computed(v: mpidist.Variable) -> Iterator[tuple[np.ndarray, mpidist.Variable]]:
@@ -79,13 +79,10 @@ def test_a_bucket_starts_before_the_next_gradient_is_computed(monkeypatch: pytes
             happened.append(f"compute {i}")
             yield np.ones(3), v
 
-    strategy = mpidist.OneDeviceStrategy("cpu:0")
-    with strategy.scope():
+    with mpidist.OneDeviceStrategy("cpu:0").scope():
         v = mpidist.Variable(np.ones(3))
-        on_their_way = buckets.Buckets(Context())
-        for pair in computed(v):
-            on_their_way.add(*pair)
-        assert [len(gradients) for gradients, _ in on_their_way.sums()] == [1, 1]
+        context: Any = Context()
+        assert [len(gradients) for gradients, _ in buckets.in_buckets(context, computed(v))] == [1, 1]
     assert happened == ["compute 0", "start SUM", "compute 1", "start SUM", "wait", "wait"]
 
 

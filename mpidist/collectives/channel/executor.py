@@ -163,7 +163,7 @@ class Executor:
         self._nbytes += operation.description.nbytes
         operation.number = self._issued + self.fast.see()
         if self._changes is not None:
-            operation.changes, self._changes = self._changes, None
+            operation.changes, self._changes = self._changes.settled(), None
 
     def advance(self) -> None:
         """Run the next step of the oldest unfinished work."""

@@ -117,10 +117,10 @@ class FastCall(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """The checksums of one variable before its first change and now, and the last act."""
+    """Old content of a variable, function that returns its content, and last act."""
 
-    before: int
-    now: int
+    before: bytes
+    content: Callable[[], bytes]
     act: str
 
 
@@ -128,51 +128,61 @@ class LocalChanges:
     """The variables that this rank changed by itself since its last collective. Restored old values do not count.
 
     Copies of a variable drift apart if ranks assign different values, and no message shows it. So a checksum of the
-    changed variables is part of the id that opens the next collective, which costs no message.
+    changed variables is part of the id that opens the next collective, which costs no message. It is computed only
+    then, because checksums take several times as long as the assignments.
 
-    >>> mine, theirs = LocalChanges(), LocalChanges()
+    >>> mine, theirs, variable = LocalChanges(), LocalChanges(), bytearray(b"old")
     >>> for changes in (mine, theirs):
-    ...     changes.change("w", 17, 18, "assign of variable 'w' at train.py:7")
-    >>> mine.checksum == theirs.checksum
+    ...     changes.change("w", b"old", lambda: bytes(variable), "assign of variable 'w' at train.py:7")
+    >>> variable[:] = b"new"
+    >>> mine.settled().text
+    "assign of variable 'w' at train.py:7 (checksum 6be34445)"
+    >>> variable[:] = b"old"
+    >>> theirs.settled() is None
     True
-    >>> theirs.change("w", 18, 17, "assign of variable 'w' at train.py:9")
-    >>> mine.checksum == theirs.checksum, theirs.checksum
-    (False, 0)
     """
 
     def __init__(self) -> None:
         self._changes: dict[str, _Change] = {}
+        # Checksum and last act by label.
+        self._settled: dict[str, tuple[int, str]] = {}
 
-    def now(self, label: str) -> int | None:
-        """Return the present checksum of a variable, or None if it is unknown."""
-        return self._changes[label].now if label in self._changes else None
+    def before(self, label: str) -> bytes | None:
+        """Return the old content of a changed variable, or None."""
+        return self._changes[label].before if label in self._changes else None
 
-    def change(self, label: str, before: int, now: int, act: str) -> None:
-        """Record the checksums of a variable before and after an act."""
-        first = self._changes[label].before if label in self._changes else before
-        self._changes[label] = _Change(first, now, act)
+    def change(self, label: str, before: bytes, content: Callable[[], bytes], act: str) -> None:
+        """Record the content before an act, and a function that returns the content."""
+        first = self.before(label)
+        self._changes[label] = _Change(before if first is None else first, content, act)
 
     def add(self, label: str, checksum: int, act: str) -> None:
         """Record an act with its value, if ranks can only compare their sequences of acts."""
-        before = self._changes.get(label, _Change(0, 0, "")).now
-        self._changes[label] = _Change(0, zlib.crc32(f"{before} {checksum}".encode()), act)
+        before = self._settled.get(label, (0, ""))[0]
+        self._settled[label] = zlib.crc32(f"{before} {checksum}".encode()), act
 
-    def _changed(self) -> list[tuple[str, _Change]]:
-        return [(label, change) for label, change in sorted(self._changes.items()) if change.now != change.before]
+    def settled(self) -> LocalChanges | None:
+        """Compute the checksums, at the next collective. Return None if nothing has changed in the end."""
+        for label, change in self._changes.items():
+            now = change.content()
+            if now != change.before:
+                self._settled[label] = zlib.crc32(now), change.act
+        self._changes.clear()
+        return self if self._settled else None
 
     @property
     def checksum(self) -> int:
-        """Checksum of all changes; 0 if nothing has changed."""
+        """Checksum of all settled changes."""
         found = 0
-        for label, change in self._changed():
-            found = zlib.crc32(f"{label} {change.now}".encode(), found)
+        for label, (checksum, _) in sorted(self._settled.items()):
+            found = zlib.crc32(f"{label} {checksum}".encode(), found)
         return found
 
     @property
     def text(self) -> str:
         """The changes, for the error of ranks that differ."""
-        changed = self._changed()
-        lines = [f"{change.act} (checksum {change.now & 0xFFFFFFFF:08x})" for _, change in changed[:_MOST_LINES]]
+        changed = [each for _, each in sorted(self._settled.items())]
+        lines = [f"{act} (checksum {checksum & 0xFFFFFFFF:08x})" for checksum, act in changed[:_MOST_LINES]]
         more = len(changed) - len(lines)
         return "; ".join([*lines, *([f"{more} more"] if more else [])])
 

@@ -16,7 +16,6 @@ from mpidist.collectives.channel.operation import Signature, describe, note_text
 from mpidist.collectives.node.memory import Pool
 from mpidist.collectives.node.packing import Pack, copies_of_overlapping, group_by_size
 from mpidist.collectives.reduce.registry import Algorithm
-from mpidist.core.nest import flat_kind
 from mpidist.core.options import CommunicationOptions, ReduceOp
 
 # Placeholder for a result in a list.
@@ -99,7 +98,7 @@ class ReductionPlan:
         self._empty = [index for index, shape in enumerate(self.shapes) if 0 in shape]
         needs_no_cast = [(dtype, dtype) for _, dtype in signature] == self.formed
         is_one_pack = len(self.packs) == 1 and len(self.packs[0].indices) == len(signature)
-        self.may_be_short = is_one_pack and needs_no_cast and flat_kind(note) is not None
+        self.may_be_short = is_one_pack and needs_no_cast
 
     def _make_packs(self, signature: Signature, joins_small: bool) -> None:
         groups: dict[tuple[DType, DType, DType, bool], list[int]] = {}
