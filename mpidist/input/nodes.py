@@ -192,10 +192,6 @@ class GraphNode(ABC):
         """Return the table that keeps its rows in memory, this one or a copy. None: it does not."""
         return None
 
-    def is_cut_from_arrays(self) -> bool:
-        """Return whether a row is one of arrays with several axes, probably no batch."""
-        return False
-
     def batch_spec(self, size: int | None) -> object:
         """Return the spec of a batch of ``size`` rows."""
         spec = self.spec()
@@ -237,11 +233,6 @@ class GraphNode(ABC):
             yield from node.seeds()
         if self.own_seed is not None:
             yield self.own_seed
-
-    def files(self) -> Iterator[str]:
-        """Yield the paths of the files that the graph reads."""
-        for node in self.inputs:
-            yield from node.files()
 
     def __str__(self) -> str:
         return described(self.text, [str(node) for node in self.inputs])

@@ -107,10 +107,6 @@ class Files(GraphNode):
         """The call without the folder."""
         return f"from_files({files_text(self.paths, without_folder=True)})"
 
-    def files(self) -> Iterator[str]:
-        """Yield the paths."""
-        return map(os.fsdecode, self.paths)
-
     def items(self, run: Pass) -> Iterator[object]:
         """Yield copies of the elements of each file."""
         return map(owned, self._elements())
@@ -148,9 +144,11 @@ class FileNames(GraphNode):
         """Yield all row numbers."""
         return iter((range(len(self.paths)),))
 
-    def files(self) -> Iterator[str]:
-        """Yield the paths."""
-        return iter(self.paths)
+
+def files_of(node: GraphNode) -> Iterator[str]:
+    """Yield the paths of the files that a graph reads."""
+    sources = (step for step in node.graph() if isinstance(step, (Files, FileNames)))
+    return (os.fsdecode(path) for step in sources for path in step.paths)
 
 
 def node_of(source: Any, columns: Sequence[str] | None = None) -> GraphNode:
