@@ -155,7 +155,8 @@ def outline(node: GraphNode, mask_batch_size: bool = True) -> str:
         return outline(node.source, mask_batch_size)
     # The size of the last batching may change.
     inside = [outline(before, mask_batch_size and isinstance(node, Mapped)) for before in node.inputs]
-    return described(node.text_of_size("*") if mask_batch_size and isinstance(node, Batched) else node.identity, inside)
+    text = node.text_of_size("*") if mask_batch_size and isinstance(node, Batched) else node.identity or node.text
+    return described(text, inside)
 
 
 def _drawn_seeds(node: GraphNode) -> list[Seed]:

@@ -110,6 +110,8 @@ class GraphNode(ABC):
     inputs: tuple[GraphNode, ...]
     # The call that made it, for messages, comparisons between ranks and saved positions.
     text: str = field(init=False, default="")
+    # The text without folders, if another job may find its files in other folders.
+    identity: str = field(init=False, default="")
     cardinality: int = field(init=False, default=UNKNOWN)  # elements in a pass
     form: Form = field(init=False, default=Form.ELEMENTS)  # of items()
     # It yields all its rows in order, and can read any of them by number.
@@ -136,11 +138,6 @@ class GraphNode(ABC):
     def source(self) -> GraphNode:
         """The only input."""
         return self.inputs[0]
-
-    @property
-    def identity(self) -> str:
-        """The text without folders, because another job may find its files in other folders."""
-        return self.text
 
     @abstractmethod
     def items(self, run: Pass) -> Iterator[Any]:
