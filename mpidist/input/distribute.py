@@ -63,7 +63,7 @@ def distribute_dataset(
     Args:
         dataset: A Dataset, or a DataLoader of PyTorch; batched with the global batch size.
         workers: The workers that share it.
-        strategy: The strategy whose replicas get it.
+        strategy: The strategy of the replicas.
         options: An InputOptions or None.
 
     Raises:
@@ -124,7 +124,7 @@ def distribute_from_function(
         dataset_fn: Called outside of any strategy's scope with an InputContext; returns a Dataset that is
             batched with the batch size of one replica.
         workers: The workers that share the input.
-        strategy: The strategy whose replicas get it.
+        strategy: The strategy of the replicas.
         options: An InputOptions or None.
         per_replica_allowed: Whether the strategy supports PER_REPLICA.
 

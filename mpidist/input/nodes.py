@@ -349,8 +349,8 @@ class ArrayRows(RowSource):
         if len(sizes) != 1:
             found = ", ".join(f"{size} at {path}" for size, path in sizes.items())
             raise ValueError(
-                f"from_tensor_slices() got arrays whose first axes differ: {found or 'no arrays at all'}; "
-                "expected arrays with one row for each element"
+                f"from_tensor_slices() got arrays whose first axes differ: {found or 'no arrays at all'}. "
+                "Pass arrays with one row for each element"
             )
         return ArrayRows(columns)
 
