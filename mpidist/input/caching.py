@@ -41,7 +41,7 @@ class CachedFile(PassThrough):
         return f"{self.filename}.{sha256(f'{self.source} {samples}'.encode()).hexdigest()[:16]}"
 
     def items(self, run: Pass) -> Iterator[object]:
-        """Yield the elements of the file, or write it and yield those of the input."""
+        """Yield the elements of the file, or write the elements of the input to it."""
         path = self.path()
         if os.path.lexists(path):
             return read_elements(path)

@@ -112,7 +112,7 @@ class Concatenated(GraphNode):
         return itertools.chain.from_iterable(self.streams(run))
 
     def streams(self, run: Pass) -> Sequence[Iterator[Any]]:
-        """Return the items of each input. Row numbers are those of the table."""
+        """Return the items of each input, with the row numbers of the table."""
         runs = [run.repetition(number) for number in range(len(self.inputs))]
         if self.form is not Form.ELEMENTS:
             table = self.table
@@ -125,7 +125,7 @@ class Concatenated(GraphNode):
         return [self._checked(node, own, seen) for node, own in zip(self.inputs, runs, strict=True)]
 
     def _checked(self, node: GraphNode, run: Pass, seen: list[object]) -> Iterator[object]:
-        """Yield the elements of an input. Compare the first one with those of other inputs."""
+        """Yield the elements of an input. Check the spec of the first element."""
         elements = node.elements(run)
         for element in elements:
             seen.append(spec_of(element))
@@ -140,7 +140,7 @@ class Concatenated(GraphNode):
         return self.inputs[owner].row(index - self.starts[owner])
 
     def read_rows(self, index: RowIndex, run: Pass) -> list[object]:
-        """Return the rows, those of each input read together."""
+        """Return the rows as a list, read together for each input."""
         found: list[object] = [None] * len(index)
         for node, positions, own in self._divided(index):
             for position, row in zip(positions.tolist(), node.read_rows(own, run), strict=True):
@@ -148,7 +148,7 @@ class Concatenated(GraphNode):
         return found
 
     def read(self, index: RowIndex, run: Pass) -> object:
-        """Return the rows as one batch, those of each input read together."""
+        """Return the rows as one batch, read together for each input."""
         parts = self._divided(index)
         batches = [node.read(own, run) for node, _, own in parts]
         if len(batches) == 1:
@@ -311,7 +311,7 @@ class Interleaved(GraphNode):
 
 
 class _Reading:
-    """An open dataset of which a thread reads one block ahead."""
+    """An open dataset. A thread reads one block ahead."""
 
     def __init__(self, opener: Opener, size: int, threads: ThreadPoolExecutor) -> None:
         # Opened by the thread that reads the first block.

@@ -32,8 +32,9 @@ from mpidist.input.local_batches import (
     batches_of_worker,
     dealt_batches,
 )
-from mpidist.input.nodes import Form, GraphNode
+from mpidist.input.nodes import ArrayRows, Form, GraphNode
 from mpidist.input.rules import files_summary, idle_replicas, own_elements, policy_in_force
+from mpidist.input.sources import files_of
 from mpidist.input.torch_loader import check_shared, is_loader, unbatched_source
 from mpidist.values import regroup
 from mpidist.values.placement import place_at
@@ -62,7 +63,7 @@ def distribute_dataset(
     Args:
         dataset: A Dataset, or a DataLoader of PyTorch; batched with the global batch size.
         workers: The workers that share it.
-        strategy: The strategy whose replicas get it.
+        strategy: The strategy of the replicas.
         options: An InputOptions or None.
 
     Raises:
@@ -123,7 +124,7 @@ def distribute_from_function(
         dataset_fn: Called outside of any strategy's scope with an InputContext; returns a Dataset that is
             batched with the batch size of one replica.
         workers: The workers that share the input.
-        strategy: The strategy whose replicas get it.
+        strategy: The strategy of the replicas.
         options: An InputOptions or None.
         per_replica_allowed: Whether the strategy supports PER_REPLICA.
 
@@ -220,7 +221,8 @@ def _summary(batches: DealtBatches | RecutBatches, policy: AutoShardPolicy) -> s
 def _yields_single_rows(node: GraphNode) -> bool:
     """Return whether each element is a row of arrays. Elements of other sources may be batches."""
     for step in node.graph():
-        if isinstance(step, (Batched, Interleaved)) or not (step.inputs or step.is_cut_from_arrays()):
+        is_row = isinstance(step, ArrayRows) and step.is_cut_from_arrays()
+        if isinstance(step, (Batched, Interleaved)) or not (step.inputs or is_row):
             return False
     return True
 
@@ -246,7 +248,7 @@ def _warn_of_whole_streams(node: GraphNode, num_workers: int) -> None:
     )
     text = str(node)
     # There is another warning for files together with other sources.
-    if not streams or next(node.files(), None) is not None or text in _warned_of:
+    if not streams or next(files_of(node), None) is not None or text in _warned_of:
         return
     _warned_of.add(text)
     _log.warning(

@@ -142,8 +142,6 @@ class DistributedIterator(PassIterator[E_co]):
     without rows. If the number of steps is known, a step needs no communication.
     """
 
-    _over = "the distributed dataset"
-
     def _begin(self, remainder: Remainder) -> None:
         super()._begin(remainder)
         distribution, batches = self._distribution, remainder.batches

@@ -45,7 +45,7 @@ class Position:
     """The progress of a pass, and all that the order of its elements depends on.
 
     The numbers count from the beginning of the pass: first ``rows``, then ``steps``, then ``elements``. They, the
-    seeds and ``replica_counts`` are those of the ranks that began the pass, even if other ranks resume it.
+    seeds and ``replica_counts`` belong to the ranks that began the pass, even if other ranks resume it.
 
     Attributes:
         pass_number: The number of the pass over the dataset, from 0.
@@ -155,7 +155,8 @@ def outline(node: GraphNode, mask_batch_size: bool = True) -> str:
         return outline(node.source, mask_batch_size)
     # The size of the last batching may change.
     inside = [outline(before, mask_batch_size and isinstance(node, Mapped)) for before in node.inputs]
-    return described(node.text_of_size("*") if mask_batch_size and isinstance(node, Batched) else node.identity, inside)
+    text = node.text_of_size("*") if mask_batch_size and isinstance(node, Batched) else node.identity or node.text
+    return described(text, inside)
 
 
 def _drawn_seeds(node: GraphNode) -> list[Seed]:
@@ -168,7 +169,7 @@ def _pipelines_of(batches: LocalBatches) -> list[_Pipeline]:
 
 
 def _pipeline_numbers(batches: LocalBatches) -> range:
-    """Return the numbers of a worker's pipelines among those of all workers."""
+    """Return the numbers of a worker's pipelines, counted over all workers."""
     first = batches.workers.worker_id * len(batches.nodes)
     return range(first, first + len(batches.nodes))
 
@@ -326,8 +327,8 @@ class Distribution:
             plans = {rank: text for rank, (text, *_) in enumerate(gathered)}
             lines = "\n".join(["", *said_lines(plans.items(), "  ")])
             raise MismatchError(
-                "experimental_distribute_dataset() got different datasets on different ranks; expected the same "
-                "dataset, of which each rank takes its part. If each rank has its own data, use "
+                "experimental_distribute_dataset() got different datasets on different ranks. Pass the same "
+                "dataset on every rank. If each rank has its own data, use "
                 f"distribute_datasets_from_function(dataset_fn):{lines}",
                 plans,
             )

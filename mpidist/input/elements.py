@@ -214,7 +214,7 @@ def _join_leaves(*leaves: object) -> object:
 
 
 def unbatched(given: str) -> ValueError:
-    """Return the error for a dataset whose elements cannot be split over replicas."""
+    """Return the error for elements that cannot be split over replicas."""
     return ValueError(
         f"the dataset gives {given}, which cannot be split over replicas; expected batches. Call "
         "dataset.batch(global_batch_size) before distributing it"
@@ -301,7 +301,7 @@ def batched(spec: object, size: int | None) -> object:
 
 
 def with_rows(spec: object, rows: int | None) -> object:
-    """Return a spec whose first axes have the size ``rows``. Scalars are unchanged."""
+    """Return a spec with ``rows`` as the size of the first axes. Scalars are unchanged."""
     return map_spec(lambda leaf: leaf._replace(shape=(rows, *leaf.shape[1:])) if leaf.shape else leaf, spec)
 
 

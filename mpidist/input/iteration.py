@@ -135,7 +135,7 @@ class PassIterator(ABC, Generic[E_co]):
             return self._advance("get_next()")
         except StopIteration:
             raise OutOfRangeError(
-                f"there are no more elements in this pass over {self._over}. Begin another pass with "
+                f"there are no more elements in this pass over {self._distribution}. Begin another pass with "
                 "iter(dataset), or use get_next_as_optional()"
             ) from None
 
@@ -151,11 +151,6 @@ class PassIterator(ABC, Generic[E_co]):
             found = Optional()
         found.iterator = self
         return found
-
-    @property
-    def _over(self) -> object:
-        """The dataset, for messages."""
-        return self._distribution
 
     @property
     @abstractmethod

@@ -110,6 +110,8 @@ class GraphNode(ABC):
     inputs: tuple[GraphNode, ...]
     # The call that made it, for messages, comparisons between ranks and saved positions.
     text: str = field(init=False, default="")
+    # The text without folders, if another job may find its files in other folders.
+    identity: str = field(init=False, default="")
     cardinality: int = field(init=False, default=UNKNOWN)  # elements in a pass
     form: Form = field(init=False, default=Form.ELEMENTS)  # of items()
     # It yields all its rows in order, and can read any of them by number.
@@ -136,11 +138,6 @@ class GraphNode(ABC):
     def source(self) -> GraphNode:
         """The only input."""
         return self.inputs[0]
-
-    @property
-    def identity(self) -> str:
-        """The text without folders, because another job may find its files in other folders."""
-        return self.text
 
     @abstractmethod
     def items(self, run: Pass) -> Iterator[Any]:
@@ -192,10 +189,6 @@ class GraphNode(ABC):
         """Return the table that keeps its rows in memory, this one or a copy. None: it does not."""
         return None
 
-    def is_cut_from_arrays(self) -> bool:
-        """Return whether a row is one of arrays with several axes, probably no batch."""
-        return False
-
     def batch_spec(self, size: int | None) -> object:
         """Return the spec of a batch of ``size`` rows."""
         spec = self.spec()
@@ -237,11 +230,6 @@ class GraphNode(ABC):
             yield from node.seeds()
         if self.own_seed is not None:
             yield self.own_seed
-
-    def files(self) -> Iterator[str]:
-        """Yield the paths of the files that the graph reads."""
-        for node in self.inputs:
-            yield from node.files()
 
     def __str__(self) -> str:
         return described(self.text, [str(node) for node in self.inputs])
@@ -361,8 +349,8 @@ class ArrayRows(RowSource):
         if len(sizes) != 1:
             found = ", ".join(f"{size} at {path}" for size, path in sizes.items())
             raise ValueError(
-                f"from_tensor_slices() got arrays whose first axes differ: {found or 'no arrays at all'}; "
-                "expected arrays with one row for each element"
+                f"from_tensor_slices() got arrays whose first axes differ: {found or 'no arrays at all'}. "
+                "Pass arrays with one row for each element"
             )
         return ArrayRows(columns)
 

@@ -18,7 +18,7 @@ from itertools import accumulate
 from mpidist.input.combining import Interleaved
 from mpidist.input.input_options import AutoShardPolicy, WorkerLayout
 from mpidist.input.nodes import Form, GraphNode
-from mpidist.input.sources import FileNames, Files
+from mpidist.input.sources import FileNames, Files, files_of
 from mpidist.input.steps import Mapped, Prefetched, Repeated, Shard, ShardHint, Shuffled, Sliced
 
 ASSIGNMENTS = ("tf", "block")
@@ -125,7 +125,7 @@ def policy_in_force(node: GraphNode, policy: AutoShardPolicy, num_workers: int) 
             "Use Dataset.from_files(paths, reader) or Dataset.list_files(pattern) as every source, or "
             "AutoShardPolicy.DATA"
         )
-    if num_workers > 1 and next(node.files(), None) is not None:
+    if num_workers > 1 and next(files_of(node), None) is not None:
         _log.warning(
             "mpidist: %s reads files and also %s, so AutoShardPolicy.AUTO is DATA: every rank reads all of the files "
             "and keeps its part of each batch. If that is intended, use with_options(auto_shard_policy="
@@ -201,7 +201,7 @@ def dealt_files(node: GraphNode) -> Iterator[str]:
     if isinstance(node, Shard) and isinstance(node.source, FileNames):
         yield from node.source.paths[node.start :: node.step]
     elif isinstance(node, (Files, FileNames)):
-        yield from node.files()
+        yield from files_of(node)
     elif not (isinstance(node, Sliced) and node.form is Form.ROWS):
         for each in node.inputs:
             yield from dealt_files(each)

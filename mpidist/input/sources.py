@@ -35,7 +35,7 @@ class StreamSource(GraphNode):
         self.make_iterable = make_iterable
         self.signature = signature
         self.dynamic = signature is None or any(None in leaf.shape for leaf in flatten_spec(signature))
-        self._opened_last: Callable[[], object] = _nothing
+        self._opened_last: Callable[[], object] | None = None
 
     def items(self, run: Pass) -> Iterator[object]:
         """Yield copies of the elements, because user code may modify its arrays later."""
@@ -50,7 +50,7 @@ class StreamSource(GraphNode):
 
     def _open(self) -> Iterator[object]:
         elements = iter(self.make_iterable())
-        is_same = elements is self._opened_last()
+        is_same = self._opened_last is not None and elements is self._opened_last()
         try:
             # A weak reference, so that a generator is closed with its pass, and its files with it.
             self._opened_last = weakref.ref(elements)
@@ -74,11 +74,7 @@ class StreamSource(GraphNode):
 
     def __getstate__(self) -> dict[str, object]:
         # Iterators cannot be pickled.
-        return {**self.__dict__, "_opened_last": _nothing}
-
-
-def _nothing() -> None:
-    """Return None, the iterator before the first one."""
+        return {**self.__dict__, "_opened_last": None}
 
 
 def files_text(paths: Sequence[FilePath], without_folder: bool = False) -> str:
@@ -98,18 +94,10 @@ class Files(GraphNode):
     def __init__(self, paths: Sequence[FilePath], reader: Callable[..., Iterable[object]]) -> None:
         super().__init__(())
         self.text = f"from_files({files_text(paths)}, {getattr(reader, '__name__', type(reader).__name__)})"
+        self.identity = f"from_files({files_text(paths, without_folder=True)})"
         self.paths = tuple(paths)
         self.reader = reader
         self.dynamic = True
-
-    @property
-    def identity(self) -> str:
-        """The call without the folder."""
-        return f"from_files({files_text(self.paths, without_folder=True)})"
-
-    def files(self) -> Iterator[str]:
-        """Yield the paths."""
-        return map(os.fsdecode, self.paths)
 
     def items(self, run: Pass) -> Iterator[object]:
         """Yield copies of the elements of each file."""
@@ -137,20 +125,18 @@ class FileNames(GraphNode):
         super().__init__(())
         self.text, self.cardinality = f"list_files({files_text(paths)})", len(paths)
         self.form, self.chosen_from = Form.ROWS, SequenceRows(paths)
+        self.identity = f"list_files({files_text(paths, without_folder=True)})"
         self.paths = paths
-
-    @property
-    def identity(self) -> str:
-        """The call without the folder."""
-        return f"list_files({files_text(self.paths, without_folder=True)})"
 
     def items(self, run: Pass) -> Iterator[object]:
         """Yield all row numbers."""
         return iter((range(len(self.paths)),))
 
-    def files(self) -> Iterator[str]:
-        """Yield the paths."""
-        return iter(self.paths)
+
+def files_of(node: GraphNode) -> Iterator[str]:
+    """Yield the paths of the files that a graph reads."""
+    sources = (step for step in node.graph() if isinstance(step, (Files, FileNames)))
+    return (os.fsdecode(path) for step in sources for path in step.paths)
 
 
 def node_of(source: Any, columns: Sequence[str] | None = None) -> GraphNode:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mpidist.input.dataset import Dataset
 from mpidist.input.elements import ArraySpec
 from mpidist.input.input_options import AutoShardPolicy, Options
+from tests.input.policy_helpers import stream
 
 pytestmark = pytest.mark.one_rank
 
@@ -21,10 +22,6 @@ Point = namedtuple("Point", "x y")
 
 def numbers(dataset):
     return [np.asarray(element).tolist() for element in dataset]
-
-
-def stream(count):
-    return Dataset.from_generator(lambda: iter(range(count)))
 
 
 counts = st.integers(-1, 12)

@@ -11,6 +11,7 @@ from mpidist.input.distribute import distribute_from_function, distribute_values
 from mpidist.input.elements import ArraySpec
 from mpidist.input.input_options import InputContext, InputOptions, InputReplicationMode, InputWorkers
 from mpidist.values import PerReplica
+from tests.input.policy_helpers import stream
 from tests.input.worker_threads import run_workers, steps_of
 
 pytestmark = pytest.mark.one_rank
@@ -22,10 +23,6 @@ PER_REPLICA = InputOptions(experimental_replication_mode=InputReplicationMode.PE
 
 def from_function(dataset_fn, counts):
     return run_workers(lambda workers: steps_of(distribute_from_function(dataset_fn, workers, None)), counts)
-
-
-def stream(count):
-    return Dataset.from_generator(lambda: iter(range(count)))
 
 
 def test_replicas_take_the_next_batches_in_turn():

@@ -74,7 +74,7 @@ def test_files_by_a_pattern(paths, monkeypatch):
     monkeypatch.chdir(folder)
     dataset = Dataset.list_files("**/[ac]", shuffle=False)
     assert list(dataset) == ["a", "c"]
-    assert (len(dataset), list(dataset._node.files())) == (2, ["a", "c"])
+    assert (len(dataset), list(dataset._node.paths)) == (2, ["a", "c"])
     assert repr(dataset).startswith("<Dataset list_files('a' and 1 more [")
     assert [x.tolist() for x in dataset.map(lambda path: np.array(read_all(path)[:2]))] == [[0, 1], [4, 5]]
     rows = dataset.interleave(lambda path: Dataset.from_files([path], lines), cycle_length=2)

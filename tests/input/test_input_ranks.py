@@ -8,7 +8,7 @@ from mpidist.core.errors import MismatchError, PeerError
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset, distribute_from_function
 from mpidist.input.input_options import AutoShardPolicy, InputWorkers
-from tests.input.policy_helpers import read
+from tests.input.policy_helpers import read, stream
 from tests.input.worker_threads import lists, steps_of
 
 pytestmark = [pytest.mark.nodes, pytest.mark.counts]
@@ -23,10 +23,6 @@ def communicator():
 def workers_of(communicator, replicas=1):
     size = communicator.size
     return InputWorkers(size, communicator.rank, (replicas,) * size, communicator if size > 1 else None, True)
-
-
-def stream(count):
-    return Dataset.from_generator(lambda: iter(range(count)))
 
 
 def test_a_rank_without_elements_learns_what_they_look_like(communicator):

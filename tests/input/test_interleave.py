@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset
 from mpidist.input.elements import ArraySpec
+from tests.input.policy_helpers import stream
 from tests.input.worker_threads import run_workers, steps_of
 
 pytestmark = pytest.mark.one_rank
@@ -17,10 +18,6 @@ pytestmark = pytest.mark.one_rank
 
 def numbers(dataset):
     return [int(x) for x in dataset]
-
-
-def stream(count):
-    return Dataset.from_generator(lambda: iter(range(count)))
 
 
 def test_the_example_of_tensorflow():

@@ -11,6 +11,7 @@ import pytest
 from mpidist.core import context
 from mpidist.input.dataset import Dataset
 from mpidist.input.input_options import InputWorkers
+from tests.input.policy_helpers import stream
 from tests.input.worker_threads import run_workers, steps_of
 
 pytestmark = pytest.mark.one_rank
@@ -20,10 +21,6 @@ SECONDS = 60
 
 def call_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("mpidist-call")]
-
-
-def stream(count):
-    return Dataset.from_generator(lambda: iter(range(count)))
 
 
 def batches(count):

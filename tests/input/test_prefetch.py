@@ -12,6 +12,7 @@ from mpidist.core.errors import PeerError
 from mpidist.input.dataset import Dataset
 from mpidist.input.distribute import distribute_dataset, distribute_from_function
 from mpidist.input.input_options import InputOptions, InputReplicationMode, InputWorkers
+from tests.input.policy_helpers import stream
 from tests.input.test_read_ahead import SECONDS, readers_alive
 from tests.input.worker_threads import run_workers, steps_of
 
@@ -43,10 +44,6 @@ class Samples:
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.asked) >= count, SECONDS), self.asked
             assert len(self.asked) == count
-
-
-def stream(count):
-    return Dataset.from_generator(lambda: iter(range(count)))
 
 
 def numbers(dataset):

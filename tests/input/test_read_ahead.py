@@ -56,21 +56,6 @@ def test_close_ends_the_thread_and_closes_the_generator_in_it():
     elements.close()
 
 
-@pytest.mark.parametrize("in_a_cycle", [False, True])
-def test_dropping_it_ends_the_thread(in_a_cycle):
-    numbers = Numbers()
-    elements = ReadAhead(numbers, 2)
-    next(elements)
-    if in_a_cycle:
-        elements.cycle = elements
-    (thread,) = readers_alive()
-    del elements
-    gc.collect()
-    thread.join(SECONDS)
-    assert not thread.is_alive()
-    assert numbers.closed_in is not None
-
-
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
 def test_any_exception_reaches_the_user(error):
     def source():

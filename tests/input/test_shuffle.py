@@ -5,16 +5,13 @@ import itertools
 import pytest
 
 from mpidist.input.dataset import Dataset
+from tests.input.policy_helpers import stream
 
 pytestmark = pytest.mark.one_rank
 
 
 def rows(count):
     return Dataset.range(count)
-
-
-def stream(count):
-    return Dataset.from_generator(lambda: iter(range(count)))
 
 
 def numbers(dataset, limit=None):
