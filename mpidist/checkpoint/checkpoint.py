@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint import reader
-from mpidist.checkpoint.agreement import Agreement, extended_of
+from mpidist.checkpoint.agreement import Agreement, digest, extended_of
 from mpidist.checkpoint.directory import checkpoints_in
-from mpidist.checkpoint.objects import Leaves, Owned, collect
+from mpidist.checkpoint.format import Manifest, Tensor, TensorPart
+from mpidist.checkpoint.objects import Leaves, Owned, collect, is_on_read
 from mpidist.checkpoint.restoring import (
     Aligned,
     LoadStatus,
@@ -26,7 +31,7 @@ from mpidist.checkpoint.restoring import (
     give_shape,
     restore_iterators,
 )
-from mpidist.checkpoint.writer import Save, SaveOptions
+from mpidist.checkpoint.writer import Job, Plan, deal, elements_of, file_names, plan_parts
 from mpidist.core.context import (
     StrategyLike,
     get_replica_context,
@@ -38,6 +43,7 @@ from mpidist.core.context import (
 )
 from mpidist.core.phases import CHECKPOINT
 from mpidist.values.composite import is_by_position
+from mpidist.values.placement import on_host
 
 
 class Checkpoint:
@@ -402,3 +408,147 @@ def _strategy_of(leaves: Leaves, method: str) -> StrategyLike:
             strategy = get_strategy()
     extended_of(strategy).require_checkpoints(method if method[0].isupper() else f"Checkpoint.{method}")
     return strategy
+
+
+# One save, with all ranks -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Options of a save.
+
+    Attributes:
+        is_sharded: Whether all ranks write.
+        is_async: Whether a thread writes.
+        kept: The field of the manifest. The first rank's counts.
+        finish: Called on the first rank when the checkpoint is on the disk, in the thread that wrote it.
+        finished: Called on every rank with the result of ``finish``.
+        failed: Called on every rank after a failure.
+    """
+
+    is_sharded: bool = False
+    is_async: bool = False
+    kept: tuple[float, tuple[str, ...]] | None = None
+    finish: Callable[[Manifest], list[str]] | None = None
+    finished: Callable[[list[str]], None] | None = None
+    failed: Callable[[], None] | None = None
+
+
+class Save:
+    """One save on one rank: ``start`` and then ``settle``, both collective.
+
+    It takes two collectives, and two more if several ranks or a thread write. ``path`` is the first rank's path once
+    it has begun to write, ``counter_before`` the save counter to restore after a failure.
+    """
+
+    def __init__(self, agreement: Agreement, leaves: Leaves, path: Path, options: SaveOptions) -> None:
+        self._agreement, self._leaves, self._options = agreement, leaves, options
+        self.path = str(path)
+        self.counter_before = 0
+        self._is_divided = False
+        self._job: Job | None = None
+
+    def start(self, next_sequence: Callable[[], int], number: int, run_calls: int) -> None:
+        """Copy all values, and begin to write if several ranks or a thread write."""
+        agreement, leaves, options = self._agreement, self._leaves, self._options
+        values: dict[str, object] = {}
+        tensors: dict[str, Tensor] = {}
+        names: list[str] = []
+        own_id = agreement.extended.local_replica_ids[0] if options.is_sharded else 0
+
+        def describe() -> list[int]:
+            values.update(leaves.values())
+            tensors.update(leaves.describe())
+            if options.is_sharded:  # the plan depends on all sizes
+                names.extend(f"{key} of shape {each.shape} and dtype {each.dtype}" for key, each in tensors.items())
+            else:
+                names.extend(leaves.names_of_all_ranks())
+            return [own_id, digest(names)]
+
+        answers = agreement.every_rank_does(describe)
+        agreement.check_same(names, [theirs for _, theirs in answers])
+        self._is_divided = options.is_sharded and len(answers) > 1
+        rank, ranks, plan = 0, 1, {key: [(0, 0, tensor.size)] for key, tensor in tensors.items()}
+        if self._is_divided:
+            rank, ranks = [first for first, _ in answers].index(own_id), len(answers)
+            itemsizes = {key: each.dtype.itemsize for key, each in (*leaves.variables.items(), *leaves.arrays.items())}
+            plan = plan_parts({key: (tensor.size, itemsizes[key]) for key, tensor in tensors.items()}, ranks)
+        is_writer = agreement.is_chief or self._is_divided
+        # A rank may lack the memory for a copy.
+        with agreement.extended.shared_errors("saving"):
+            arrays = self._read(plan, rank if is_writer else None)
+
+        def manifest() -> Manifest:
+            names = file_names(ranks)
+            for key, parts in plan.items():
+                locations = tuple([TensorPart(names[rank], start, stop) for rank, start, stop in parts])
+                tensors[key] = replace(tensors[key], parts=locations)
+            known = leaves.manifest(tensors, values, number, run_calls)
+            return replace(known, sequence=next_sequence(), kept=options.kept, is_shared=agreement.extended.spans_ranks)
+
+        if is_writer:
+            self._job = Job(Path(self.path), rank, ranks, arrays, manifest, options.finish)
+        if self._is_divided or options.is_async:
+            self._begin_on_all_ranks()
+
+    def _begin_on_all_ranks(self) -> None:
+        job = self._job
+        try:
+            self.path, directory = self._agreement.chief_does(lambda: [self.path, job.begin() if job else ""])
+        except BaseException:
+            if job is not None:
+                job.discard()
+            raise
+        if job is not None:
+            job.directory = Path(directory)
+            if self._options.is_async:
+                job.start_thread()
+
+    def settle(self) -> None:
+        """Write or wait for the thread. Raise its exception, or PeerError for another rank."""
+        agreement, job, options = self._agreement, self._job, self._options
+        try:
+            records = agreement.every_rank_does(job.part) if job is not None and self._is_divided else None
+            self.path, result = agreement.chief_does(lambda: (self.path, job.result(records) if job else None))
+        except BaseException:
+            if job is not None:
+                job.settle(failed=True)
+            if options.failed is not None:
+                options.failed()
+            raise
+        if job is not None:
+            job.settle(failed=False)
+        if options.finished is not None and result is not None:
+            options.finished(result)
+
+    def _read(self, plan: Plan, writer: int | None) -> dict[str, Array]:
+        """Return the parts that rank ``writer`` writes.
+
+        Collective for ON_READ variables, and for divided arrays, because the first rank's value counts.
+        """
+        comm = self._agreement.extended.communicator
+        wanted = {key: (start, stop) for key, parts in plan.items() for rank, start, stop in parts if rank == writer}
+        arrays = {}
+        for key, variable in self._leaves.variables.items():
+            if key in wanted or is_on_read(variable):
+                array = variable.as_array()
+                if key in wanted:
+                    arrays[key] = self._part_of(array, *wanted[key], is_on_read(variable))
+        for key, array in sorted(self._leaves.arrays.items()):
+            is_dealt = comm is not None and plan[key] != [(0, 0, array.size)]
+            part = deal(comm, array, plan[key]) if comm is not None and is_dealt else array
+            if key in wanted:
+                arrays[key] = part if is_dealt else self._part_of(array, *wanted[key])
+        return arrays
+
+    def _part_of(self, array: Array, start: int, stop: int, is_temporary: bool = False) -> Array:
+        if stop - start < array.size:
+            part = elements_of(array, start, stop)
+            # A view would keep all of an array that nobody else needs.
+            array = part.copy() if is_temporary else part
+        if not self._options.is_async:
+            return array
+        copied = array if isinstance(array, np.ndarray) else on_host(array)
+        # The program may change it while a thread writes. An array from a device is a copy already.
+        needs_copy = copied is array
+        return np.array(copied) if needs_copy else copied

@@ -1,14 +1,10 @@
-"""The directory of checkpoints: find, lock and remove them, and clean up after killed writers."""
+"""Find the checkpoints of a directory, and name files that other libraries write."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import re
 import shutil
-import stat
-import uuid
 import warnings
 import zlib
 from collections.abc import Callable
@@ -19,20 +15,10 @@ from mpidist.checkpoint import format as files
 from mpidist.checkpoint.agreement import extended_of
 from mpidist.checkpoint.format import MANIFEST, DamagedCheckpointError, FileRecord, Manifest
 from mpidist.core.context import StrategyLike, get_strategy
-from mpidist.core.files import NotAFileError, open_regular
 
 _OUR_MANIFEST = re.compile(rb'"format":\s*"%b"' % files.FORMAT.encode())
 _SMALLEST_FILE = 8  # the length of a header
 _NUMBERED = re.compile(r".+-\d+")
-# Directories being written (tmp), replaced by a new one of the name (old), and removed (del).
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.(?P<kind>tmp|old|del)")
-_LOCK = re.compile(r"\.(?P<name>.+)\.lock")
-# Files that writers put into the directory of a checkpoint.
-_FILE = re.compile(r"data.*\.safetensors|manifest\.json|rank-\d+\.json(\.part)?")
-# Errors of a file system without locks. There, concurrent writers are not detected, and leftovers stay.
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-# Lock files of this process, by device and inode.
-_held: set[tuple[int, int]] = set()
 
 
 # Finding ----------------------------------------------------------------------------------------------------------
@@ -169,153 +155,6 @@ def with_sizes(path: Path, manifest: Manifest) -> Manifest:
         if size < max(count, _SMALLEST_FILE):
             raise DamagedCheckpointError(f"{path / name} is damaged: it has {size} bytes for {count} elements")
     return replace(manifest, files=records)
-
-
-# Locking and removing ---------------------------------------------------------------------------------------------
-
-
-class WriterLock:
-    """The right to write one checkpoint, until it is released or the process ends.
-
-    ``is_real`` says whether the file system has locks.
-
-    Raises:
-        BlockingIOError: Another writer holds it.
-        NotAFileError: The path of its file is something else.
-        OSError: The file cannot be created.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = _lock_file(path)
-        while True:
-            descriptor = open_regular(self._file, os.O_RDWR | os.O_CREAT)
-            try:
-                self.is_real = _lock(descriptor)
-                # The last holder may have removed the file since it was opened.
-                own, found = os.fstat(descriptor), _status_of(self._file)
-                if found is not None and os.path.samestat(own, found):
-                    _held.add((own.st_dev, own.st_ino))
-                    self._descriptor: int | None = descriptor
-                    return
-            except BaseException:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)
-
-    def release(self) -> None:
-        """Remove the file and release the lock. Further calls do nothing."""
-        if self._descriptor is None:
-            return
-        # Removed while it is locked, so that nobody locks a file without a name.
-        descriptor, self._descriptor = self._descriptor, None
-        try:
-            self._file.unlink(missing_ok=True)
-        finally:
-            status = os.fstat(descriptor)
-            _held.discard((status.st_dev, status.st_ino))
-            os.close(descriptor)
-
-
-def is_locked_here(path: Path) -> bool:
-    """Return whether this process writes the checkpoint ``path``."""
-    status = _status_of(_lock_file(path))
-    return status is not None and (status.st_dev, status.st_ino) in _held
-
-
-def _lock_file(path: Path) -> Path:
-    return path.parent / f".{path.name}.lock"
-
-
-def _lock(descriptor: int) -> bool:
-    """Lock a file, and return whether its file system has locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return False
-    return True
-
-
-def _status_of(path: Path) -> os.stat_result | None:
-    try:
-        return path.lstat()
-    except FileNotFoundError:
-        return None
-
-
-def hidden_name(path: Path, kind: str) -> Path:
-    """Return an unused name beside the checkpoint, of kind ``tmp``, ``old`` or ``del``."""
-    return path.parent / f".{path.name}.{uuid.uuid4().hex}.{kind}"
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint; a crash leaves all of it or nothing under its name. Raises OSError."""
-    lock = WriterLock(path)
-    try:
-        doomed = hidden_name(path, "del")
-        try:
-            path.rename(doomed)
-        except FileNotFoundError:
-            return
-        shutil.rmtree(doomed)
-    finally:
-        lock.release()
-
-
-def clean_leftovers(directory: Path, accepts: Callable[[str], object]) -> None:
-    """Remove the leftovers of killed writers, of checkpoints whose names ``accepts`` accepts.
-
-    A checkpoint that was moved away but not replaced is moved back. Files of other programs and accounts stay.
-    """
-    if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
-        return
-    for name in sorted({match["name"] for match in _leftovers_in(directory) if accepts(match["name"])}):
-        try:
-            lock = WriterLock(directory / name)
-        except (BlockingIOError, PermissionError, NotAFileError):
-            continue  # another writer is alive, or the lock belongs to another account or program
-        try:
-            if lock.is_real:
-                _clean(directory, name)
-        finally:
-            lock.release()
-
-
-def _clean(directory: Path, name: str) -> None:
-    for match in _leftovers_in(directory):
-        entry, place = directory / match.string, directory / name
-        if match.re is not _LEFTOVER or match["name"] != name:
-            continue
-        if match["kind"] != "old" or place.exists():
-            shutil.rmtree(entry)
-        elif is_checkpoint(entry):
-            entry.rename(place)
-
-
-def _leftovers_in(directory: Path) -> list[re.Match[str]]:
-    """Return the leftovers of a directory, recognized by name, kind and content."""
-    matches = []
-    for entry in os.listdir(directory):
-        leftover, lock = _LEFTOVER.fullmatch(entry), _LOCK.fullmatch(entry)
-        if leftover is not None and _is_ours(directory / entry):
-            matches.append(leftover)
-        elif lock is not None:
-            status = _status_of(directory / entry)
-            if status is not None and stat.S_ISREG(status.st_mode) and status.st_size == 0:
-                matches.append(lock)
-    return matches
-
-
-def _is_ours(path: Path) -> bool:
-    """Return whether ``path`` is a directory of nothing but files of checkpoints."""
-    try:
-        with os.scandir(path) as entries:
-            return not path.is_symlink() and all(
-                _FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) for entry in entries
-            )
-    except (NotADirectoryError, FileNotFoundError, PermissionError):
-        return False
 
 
 # Files of other libraries, with the names that Keras uses (keras.src.distribute.distributed_file_utils) --------------

@@ -13,13 +13,12 @@ from typing import SupportsIndex, SupportsInt
 
 import numpy as np
 
-from mpidist.checkpoint import directory as on_disk
-from mpidist.checkpoint import reader
+from mpidist.checkpoint import reader, writer
 from mpidist.checkpoint.agreement import Agreement
-from mpidist.checkpoint.checkpoint import Checkpoint, tracked_by
-from mpidist.checkpoint.directory import Found, checkpoints_in, clean_leftovers
+from mpidist.checkpoint.checkpoint import Checkpoint, SaveOptions, tracked_by
+from mpidist.checkpoint.directory import Found, checkpoints_in
 from mpidist.checkpoint.format import Manifest
-from mpidist.checkpoint.writer import SaveOptions
+from mpidist.checkpoint.writer import clean_leftovers
 from mpidist.values import Variable
 
 _SECONDS_PER_HOUR = 3600.0
@@ -298,7 +297,7 @@ class _Retention:
             if is_kept:
                 continue
             try:
-                on_disk.remove_checkpoint(Path(oldest))
+                writer.remove_checkpoint(Path(oldest))
             except OSError as error:
                 warnings.warn(f"checkpoint {oldest}, an old one, cannot be removed: {error}", stacklevel=2)
 

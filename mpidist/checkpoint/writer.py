@@ -5,17 +5,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import socket
+import stat
 import sys
 import threading
 import time
+import uuid
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,13 +28,13 @@ import numpy as np
 
 from mpidist.arrays.dtypes import Array
 from mpidist.checkpoint import format as files
-from mpidist.checkpoint.agreement import Agreement, digest, spread
-from mpidist.checkpoint.directory import WriterLock, hidden_name, is_checkpoint, is_locked_here, read_manifest
-from mpidist.checkpoint.format import MANIFEST, DamagedCheckpointError, FileRecord, Manifest, Tensor, TensorPart
-from mpidist.checkpoint.objects import Leaves, is_on_read
+from mpidist.checkpoint.agreement import spread
+from mpidist.checkpoint.directory import is_checkpoint, read_manifest
+from mpidist.checkpoint.format import MANIFEST, DamagedCheckpointError, FileRecord, Manifest
 from mpidist.core import settings
 from mpidist.core.concurrency import Stopwatch
 from mpidist.core.errors import PeerError
+from mpidist.core.files import NotAFileError, open_regular
 from mpidist.core.text import numbered_ranks
 from mpidist.values.placement import on_host
 
@@ -45,6 +49,15 @@ SMALLEST_FILE_BYTES = 1 << 20
 # Step in which an array travels if only the first rank's value counts.
 _WINDOW_BYTES = 2 << 20
 _LONGEST_POLL_SECONDS = 0.1
+# Directories being written (tmp), replaced by a new one of the name (old), and removed (del).
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.(?P<kind>tmp|old|del)")
+_LOCK = re.compile(r"\.(?P<name>.+)\.lock")
+# Files that writers put into the directory of a checkpoint.
+_FILE = re.compile(r"data.*\.safetensors|manifest\.json|rank-\d+\.json(\.part)?")
+# Errors of a file system without locks. There, concurrent writers are not detected, and leftovers stay.
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+# Lock files of this process, by device and inode.
+_held: set[tuple[int, int]] = set()
 _IMPORTED = time.time()
 _unsettled: set[Job] = set()
 # A forked child has none of the threads, and would wait for them at its end.
@@ -82,13 +95,13 @@ def plan_parts(extents: Mapping[str, tuple[int, int]], ranks: int) -> Plan:
     return plan
 
 
-def _elements_of(array: Array, start: int, stop: int) -> Array:
+def elements_of(array: Array, start: int, stop: int) -> Array:
     """Return elements of an array as a vector: a view if the array is contiguous."""
     is_in_order = not isinstance(array, np.ndarray) or array.flags.c_contiguous
     return (array.reshape(-1) if is_in_order else array.flat)[start:stop]
 
 
-def _deal(comm: Communicator, array: Array, parts: Sequence[tuple[int, int, int]]) -> Array:
+def deal(comm: Communicator, array: Array, parts: Sequence[tuple[int, int, int]]) -> Array:
     """Return this rank's part of the first rank's array (collective).
 
     It travels in steps, so that no rank needs memory for more than its part.
@@ -101,160 +114,16 @@ def _deal(comm: Communicator, array: Array, parts: Sequence[tuple[int, int, int]
         counts = [0] * comm.size
         for rank, first, last in parts:
             counts[rank] = max(0, min(last, end) - max(first, begin))
-        sent = on_host(_elements_of(array, begin, end)) if comm.rank == 0 else np.empty(0, array.dtype)
+        sent = on_host(elements_of(array, begin, end)) if comm.rank == 0 else np.empty(0, array.dtype)
         offset = max(start, begin) - start
         comm.scatter(sent, counts=counts, out=mine[offset : offset + counts[comm.rank]])
     return mine.reshape(array.shape) if mine.size == array.size else mine
 
 
-# One save, with all ranks -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SaveOptions:
-    """Options of a save.
-
-    Attributes:
-        is_sharded: Whether all ranks write.
-        is_async: Whether a thread writes.
-        kept: The field of the manifest. The first rank's counts.
-        finish: Called on the first rank when the checkpoint is on the disk, in the thread that wrote it.
-        finished: Called on every rank with the result of ``finish``.
-        failed: Called on every rank after a failure.
-    """
-
-    is_sharded: bool = False
-    is_async: bool = False
-    kept: tuple[float, tuple[str, ...]] | None = None
-    finish: Callable[[Manifest], list[str]] | None = None
-    finished: Callable[[list[str]], None] | None = None
-    failed: Callable[[], None] | None = None
-
-
-class Save:
-    """One save on one rank: ``start`` and then ``settle``, both collective.
-
-    It takes two collectives, and two more if several ranks or a thread write. ``path`` is the first rank's path once
-    it has begun to write, ``counter_before`` the save counter to restore after a failure.
-    """
-
-    def __init__(self, agreement: Agreement, leaves: Leaves, path: Path, options: SaveOptions) -> None:
-        self._agreement, self._leaves, self._options = agreement, leaves, options
-        self.path = str(path)
-        self.counter_before = 0
-        self._is_divided = False
-        self._job: Job | None = None
-
-    def start(self, next_sequence: Callable[[], int], number: int, run_calls: int) -> None:
-        """Copy all values, and begin to write if several ranks or a thread write."""
-        agreement, leaves, options = self._agreement, self._leaves, self._options
-        values: dict[str, object] = {}
-        tensors: dict[str, Tensor] = {}
-        names: list[str] = []
-        own_id = agreement.extended.local_replica_ids[0] if options.is_sharded else 0
-
-        def describe() -> list[int]:
-            values.update(leaves.values())
-            tensors.update(leaves.describe())
-            if options.is_sharded:  # the plan depends on all sizes
-                names.extend(f"{key} of shape {each.shape} and dtype {each.dtype}" for key, each in tensors.items())
-            else:
-                names.extend(leaves.names_of_all_ranks())
-            return [own_id, digest(names)]
-
-        answers = agreement.every_rank_does(describe)
-        agreement.check_same(names, [theirs for _, theirs in answers])
-        self._is_divided = options.is_sharded and len(answers) > 1
-        rank, ranks, plan = 0, 1, {key: [(0, 0, tensor.size)] for key, tensor in tensors.items()}
-        if self._is_divided:
-            rank, ranks = [first for first, _ in answers].index(own_id), len(answers)
-            itemsizes = {key: each.dtype.itemsize for key, each in (*leaves.variables.items(), *leaves.arrays.items())}
-            plan = plan_parts({key: (tensor.size, itemsizes[key]) for key, tensor in tensors.items()}, ranks)
-        is_writer = agreement.is_chief or self._is_divided
-        # A rank may lack the memory for a copy.
-        with agreement.extended.shared_errors("saving"):
-            arrays = self._read(plan, rank if is_writer else None)
-
-        def manifest() -> Manifest:
-            names = _file_names(ranks)
-            for key, parts in plan.items():
-                locations = tuple([TensorPart(names[rank], start, stop) for rank, start, stop in parts])
-                tensors[key] = replace(tensors[key], parts=locations)
-            known = leaves.manifest(tensors, values, number, run_calls)
-            return replace(known, sequence=next_sequence(), kept=options.kept, is_shared=agreement.extended.spans_ranks)
-
-        if is_writer:
-            self._job = Job(Path(self.path), rank, ranks, arrays, manifest, options.finish)
-        if self._is_divided or options.is_async:
-            self._begin_on_all_ranks()
-
-    def _begin_on_all_ranks(self) -> None:
-        job = self._job
-        try:
-            self.path, directory = self._agreement.chief_does(lambda: [self.path, job.begin() if job else ""])
-        except BaseException:
-            if job is not None:
-                job.discard()
-            raise
-        if job is not None:
-            job.directory = Path(directory)
-            if self._options.is_async:
-                job.start_thread()
-
-    def settle(self) -> None:
-        """Write or wait for the thread. Raise its exception, or PeerError for another rank."""
-        agreement, job, options = self._agreement, self._job, self._options
-        try:
-            records = agreement.every_rank_does(job.part) if job is not None and self._is_divided else None
-            self.path, result = agreement.chief_does(lambda: (self.path, job.result(records) if job else None))
-        except BaseException:
-            if job is not None:
-                job.settle(failed=True)
-            if options.failed is not None:
-                options.failed()
-            raise
-        if job is not None:
-            job.settle(failed=False)
-        if options.finished is not None and result is not None:
-            options.finished(result)
-
-    def _read(self, plan: Plan, writer: int | None) -> dict[str, Array]:
-        """Return the parts that rank ``writer`` writes.
-
-        Collective for ON_READ variables, and for divided arrays, because the first rank's value counts.
-        """
-        comm = self._agreement.extended.communicator
-        wanted = {key: (start, stop) for key, parts in plan.items() for rank, start, stop in parts if rank == writer}
-        arrays = {}
-        for key, variable in self._leaves.variables.items():
-            if key in wanted or is_on_read(variable):
-                array = variable.as_array()
-                if key in wanted:
-                    arrays[key] = self._part_of(array, *wanted[key], is_on_read(variable))
-        for key, array in sorted(self._leaves.arrays.items()):
-            is_dealt = comm is not None and plan[key] != [(0, 0, array.size)]
-            part = _deal(comm, array, plan[key]) if comm is not None and is_dealt else array
-            if key in wanted:
-                arrays[key] = part if is_dealt else self._part_of(array, *wanted[key])
-        return arrays
-
-    def _part_of(self, array: Array, start: int, stop: int, is_temporary: bool = False) -> Array:
-        if stop - start < array.size:
-            part = _elements_of(array, start, stop)
-            # A view would keep all of an array that nobody else needs.
-            array = part.copy() if is_temporary else part
-        if not self._options.is_async:
-            return array
-        copied = array if isinstance(array, np.ndarray) else on_host(array)
-        # The program may change it while a thread writes. An array from a device is a copy already.
-        needs_copy = copied is array
-        return np.array(copied) if needs_copy else copied
-
-
 # One save, on one rank --------------------------------------------------------------------------------------------
 
 
-def _file_names(ranks: int) -> list[str]:
+def file_names(ranks: int) -> list[str]:
     """Return the names of the files of all ranks that write."""
     if ranks == 1:
         return [files.DATA]
@@ -363,7 +232,7 @@ class Job:
         """Remove all files, on the first rank."""
         if self._begun is not None:
             notes = [note.name for rank in range(self._ranks) for note in self._notes(rank)]
-            self._begun[0].discard((*_file_names(self._ranks), *notes))
+            self._begun[0].discard((*file_names(self._ranks), *notes))
 
     def _join(self) -> None:
         if self._thread is not None and self._thread.ident is not None:
@@ -398,7 +267,7 @@ class Job:
                 f"{self.directory}, which the first rank has made, is not there where this rank looks; expected a "
                 "directory that all ranks share: save to one, or without sharded=True"
             )
-        return asdict(files.write_tensors(self.directory / _file_names(self._ranks)[self._rank], self._arrays))
+        return asdict(files.write_tensors(self.directory / file_names(self._ranks)[self._rank], self._arrays))
 
     def _publish(self, records: list[Record] | None) -> list[str] | None:
         if self._begun is None:
@@ -406,7 +275,7 @@ class Job:
         assert self._begun is not None
         writing, manifest = self._begun
         records = [self._write()] if records is None else records
-        written = zip(_file_names(self._ranks), records, strict=True)
+        written = zip(file_names(self._ranks), records, strict=True)
         found = {name: FileRecord(**record) for name, record in written if record}
         manifest = replace(manifest, files=found, saved_at=time.time(), writer=_this_writer())
         writing.publish(manifest)
@@ -524,15 +393,15 @@ class _Writing:
             raise FileExistsError(f"{path} exists and is no checkpoint; expected a free name: move it away")
         _make_directory(path.parent)
         try:
-            lock = WriterLock(path)
+            lock = _WriterLock(path)
         except BlockingIOError as error:
-            if is_locked_here(path):
+            if _is_locked_here(path):
                 raise FileExistsError(
                     f"this process itself still saves checkpoint {path}, in a thread (async_save=True); expected one "
                     "save under a name at a time: call wait() of the Checkpoint that saves it first"
                 ) from error
             raise FileExistsError(_two_writers(path, "another process")) from error
-        self.directory = hidden_name(path, "tmp")
+        self.directory = _hidden_name(path, "tmp")
         with contextlib.ExitStack() as undo:
             undo.callback(lock.release)
             if not is_shared:
@@ -562,7 +431,7 @@ class _Writing:
 
     def _replace(self) -> None:
         # A directory cannot be renamed over one that is not empty.
-        old = hidden_name(self._path, "old")
+        old = _hidden_name(self._path, "old")
         self._path.rename(old)
         try:
             self.directory.rename(self._path)
@@ -652,3 +521,150 @@ def _sync_names(descriptor: int) -> None:
         # Some network file systems write names at once, and cannot sync a directory.
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
+
+
+# Locking and removing ---------------------------------------------------------------------------------------------
+
+
+class _WriterLock:
+    """The right to write one checkpoint, until it is released or the process ends.
+
+    ``is_real`` says whether the file system has locks.
+
+    Raises:
+        BlockingIOError: Another writer holds it.
+        NotAFileError: The path of its file is something else.
+        OSError: The file cannot be created.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = _lock_file(path)
+        while True:
+            descriptor = open_regular(self._file, os.O_RDWR | os.O_CREAT)
+            try:
+                self.is_real = _lock(descriptor)
+                # The last holder may have removed the file since it was opened.
+                own, found = os.fstat(descriptor), _status_of(self._file)
+                if found is not None and os.path.samestat(own, found):
+                    _held.add((own.st_dev, own.st_ino))
+                    self._descriptor: int | None = descriptor
+                    return
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+    def release(self) -> None:
+        """Remove the file and release the lock. Further calls do nothing."""
+        if self._descriptor is None:
+            return
+        # Removed while it is locked, so that nobody locks a file without a name.
+        descriptor, self._descriptor = self._descriptor, None
+        try:
+            self._file.unlink(missing_ok=True)
+        finally:
+            status = os.fstat(descriptor)
+            _held.discard((status.st_dev, status.st_ino))
+            os.close(descriptor)
+
+
+def _is_locked_here(path: Path) -> bool:
+    """Return whether this process writes the checkpoint ``path``."""
+    status = _status_of(_lock_file(path))
+    return status is not None and (status.st_dev, status.st_ino) in _held
+
+
+def _lock_file(path: Path) -> Path:
+    return path.parent / f".{path.name}.lock"
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock a file, and return whether its file system has locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def _status_of(path: Path) -> os.stat_result | None:
+    try:
+        return path.lstat()
+    except FileNotFoundError:
+        return None
+
+
+def _hidden_name(path: Path, kind: str) -> Path:
+    """Return an unused name beside the checkpoint, of kind ``tmp``, ``old`` or ``del``."""
+    return path.parent / f".{path.name}.{uuid.uuid4().hex}.{kind}"
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint; a crash leaves all of it or nothing under its name. Raises OSError."""
+    lock = _WriterLock(path)
+    try:
+        doomed = _hidden_name(path, "del")
+        try:
+            path.rename(doomed)
+        except FileNotFoundError:
+            return
+        shutil.rmtree(doomed)
+    finally:
+        lock.release()
+
+
+def clean_leftovers(directory: Path, accepts: Callable[[str], object]) -> None:
+    """Remove the leftovers of killed writers, of checkpoints whose names ``accepts`` accepts.
+
+    A checkpoint that was moved away but not replaced is moved back. Files of other programs and accounts stay.
+    """
+    if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
+        return
+    for name in sorted({match["name"] for match in _leftovers_in(directory) if accepts(match["name"])}):
+        try:
+            lock = _WriterLock(directory / name)
+        except (BlockingIOError, PermissionError, NotAFileError):
+            continue  # another writer is alive, or the lock belongs to another account or program
+        try:
+            if lock.is_real:
+                _clean(directory, name)
+        finally:
+            lock.release()
+
+
+def _clean(directory: Path, name: str) -> None:
+    for match in _leftovers_in(directory):
+        entry, place = directory / match.string, directory / name
+        if match.re is not _LEFTOVER or match["name"] != name:
+            continue
+        if match["kind"] != "old" or place.exists():
+            shutil.rmtree(entry)
+        elif is_checkpoint(entry):
+            entry.rename(place)
+
+
+def _leftovers_in(directory: Path) -> list[re.Match[str]]:
+    """Return the leftovers of a directory, recognized by name, kind and content."""
+    matches = []
+    for entry in os.listdir(directory):
+        leftover, lock = _LEFTOVER.fullmatch(entry), _LOCK.fullmatch(entry)
+        if leftover is not None and _is_ours(directory / entry):
+            matches.append(leftover)
+        elif lock is not None:
+            status = _status_of(directory / entry)
+            if status is not None and stat.S_ISREG(status.st_mode) and status.st_size == 0:
+                matches.append(lock)
+    return matches
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether ``path`` is a directory of nothing but files of checkpoints."""
+    try:
+        with os.scandir(path) as entries:
+            return not path.is_symlink() and all(
+                _FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) for entry in entries
+            )
+    except (NotADirectoryError, FileNotFoundError, PermissionError):
+        return False

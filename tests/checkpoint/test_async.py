@@ -18,7 +18,8 @@ import mpidist
 from mpidist import Checkpoint
 from mpidist.checkpoint import format as files
 from mpidist.checkpoint import latest_checkpoint, writer
-from mpidist.checkpoint.writer import Save, finish_writing, give_up_all
+from mpidist.checkpoint.checkpoint import Save
+from mpidist.checkpoint.writer import finish_writing, give_up_all
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import of_all_ranks
 from tests.support.ranks.jobs import child_environment, run_script

@@ -18,8 +18,7 @@ import pytest
 
 import mpidist
 from mpidist import Checkpoint, CheckpointManager
-from mpidist.checkpoint import DamagedCheckpointError
-from mpidist.checkpoint import directory as on_disk
+from mpidist.checkpoint import DamagedCheckpointError, writer
 from mpidist.checkpoint import format as files
 from mpidist.core.errors import PeerError
 from tests.checkpoint.shared_folder import damage
@@ -185,7 +184,7 @@ def test_the_old_goes_only_when_the_new_is_safe(
     manager = CheckpointManager(checkpoint, tmp_path, 1)
     first = manager.save()
     events = []
-    write, remove = files.write_tensors, on_disk.remove_checkpoint
+    write, remove = files.write_tensors, writer.remove_checkpoint
 
     def fails(path: Path, tensors: Any) -> Any:
         raise OSError(28, "No space left on device", str(path))
@@ -197,7 +196,7 @@ def test_the_old_goes_only_when_the_new_is_safe(
             manager.save()
     assert manager.checkpoints == [first]
     monkeypatch.setattr(files, "write_tensors", lambda *a: (events.append("written"), write(*a))[1])
-    monkeypatch.setattr(on_disk, "remove_checkpoint", lambda path: (events.append(path.name), remove(path)))
+    monkeypatch.setattr(writer, "remove_checkpoint", lambda path: (events.append(path.name), remove(path)))
     second = manager.save()
     assert names([second]) == ["ckpt-2"]
     assert events == (["written", "ckpt-1"] if strategy.extended.should_checkpoint else [])
@@ -363,7 +362,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_told_of(tmp_path: Path, monkeypa
 
     manager = CheckpointManager(Checkpoint(step=1), tmp_path, 1)
     manager.save()
-    monkeypatch.setattr(on_disk, "remove_checkpoint", refuse)
+    monkeypatch.setattr(writer, "remove_checkpoint", refuse)
     with pytest.warns(UserWarning, match=r"ckpt-1, an old one, cannot be removed: .*Permission denied"):
         manager.save()
     assert names(manager.checkpoints) == ["ckpt-2"]

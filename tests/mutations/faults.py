@@ -831,7 +831,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a thread writes arrays that the program changes meanwhile",
-        "mpidist/checkpoint/writer.py",
+        "mpidist/checkpoint/checkpoint.py",
         "needs_copy = copied is array",
         "needs_copy = False",
         ("tests/checkpoint/test_async.py",),
