@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 # Above this size, copying an array into the first message costs more than another message.
 _FIRST_BYTES = 16 << 10
+# Every supported Python reads it.
+_MARSHAL_VERSION = 4
 # The bytes of the head. If the head does not fit, it follows the first message.
 _HEADER = struct.Struct("=q")
 INLINE_BYTES = _FIRST_BYTES - _HEADER.size
@@ -59,7 +61,7 @@ class PackedMessage:
 
     def __init__(self, content: Any, arrays: Sequence[Array] = ()) -> None:
         sizes = [array.nbytes for array in arrays]
-        head = marshal.dumps((content, sizes))
+        head = marshal.dumps((content, sizes), _MARSHAL_VERSION)
         header = _HEADER.pack(len(head))
         self.following: list[Array] = []
         if len(head) + sum(sizes) <= INLINE_BYTES:
