@@ -13,8 +13,8 @@ from types import ModuleType
 
 import numpy as np
 
-from mpidist.arrays.device_ops import DeviceOps
 from mpidist.arrays.dtypes import Array, DType
+from mpidist.arrays.host_ops import DeviceOps
 from mpidist.arrays.kernels import CastKernels
 from mpidist.arrays.streams import MOST_STAGED_BYTES, CurrentDevice, Event, Staging, Stream
 from mpidist.core.errors import DeviceError

@@ -229,7 +229,7 @@ class SimpleClusterResolver(ClusterResolver):
         return self._cluster_spec
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of a task, or the given ``master`` unless both arguments name a task.
+        """Return the address of the task of both arguments, or the given ``master``.
 
         Raises:
             ValueError: The task is unknown.
@@ -296,7 +296,7 @@ class UnionResolver(ClusterResolver):
         return ClusterSpec({job: _merge(job, [cluster[job] for cluster in found if job in cluster]) for job in jobs})
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of a task, or the first resolver's master unless both arguments name a task.
+        """Return the address of the task of both arguments, or the first resolver's master.
 
         Raises:
             ValueError: The task is unknown.

@@ -121,7 +121,7 @@ class MPIClusterResolver(RankedResolver):
         return ranks
 
     def comm_of(self, jobs: Sequence[str]) -> MPI.Intracomm:
-        """Return a new communicator of the ranks of ``jobs``, a chief first (collective over these ranks)."""
+        """Return a new communicator of the ranks of ``jobs``, chief first (collective over them)."""
         members = [(job != "chief", job, index, rank) for rank, (job, index) in enumerate(self._tasks) if job in jobs]
         base = import_mpi().COMM_WORLD if self._comm is None else self._comm
         return create_group(base, [rank for *_, rank in sorted(members)], " and ".join(jobs))

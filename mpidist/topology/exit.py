@@ -238,7 +238,7 @@ def _chain(first: TracebackException) -> Iterator[TracebackException]:
 
 
 def _folded(stack: StackSummary, **options: bool) -> list[str]:
-    """Return the lines of a traceback, with one line for all frames of mpidist in a row."""
+    """Return the lines of a traceback. Consecutive frames of mpidist share a line."""
     lines: list[str] = []
     for inside, run in groupby(stack, lambda frame: is_of_package(frame.filename)):
         frames = list(run)
@@ -252,7 +252,7 @@ def _folded(stack: StackSummary, **options: bool) -> list[str]:
 
 
 def _lasts(stream: TextIO) -> bool:
-    """Return False for a stream whose text ends with this process, such as the buffer of PyTorch's excepthook."""
+    """Return False for a buffer, such as that of PyTorch's excepthook."""
     try:
         return os.fstat(stream.fileno()).st_nlink > 0
     except (AttributeError, TypeError, ValueError, OSError):  # a buffer, or closed
@@ -350,7 +350,7 @@ def _name(world: MPI.Intracomm) -> str:
 
 
 def _report(world: MPI.Intracomm, error: BaseException, title: str = "") -> None:
-    """Print an error, after the rank that prints its traceback had time to end the job."""
+    """Print an error. Ranks without the traceback give others time to end the job."""
     import traceback
 
     is_peer, is_full = isinstance(error, PeerError), _read_full_traceback()[0]

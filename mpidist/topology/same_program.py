@@ -48,7 +48,7 @@ def check_same_everywhere(comm: MPI.Intracomm) -> None:
 
 
 def _differences(comm: MPI.Intracomm, facts: dict[str, str]) -> list[tuple[int, int, int]]:
-    """Return this rank's, the highest and the lowest value of each word of the digest that differs (collective)."""
+    """Return the differing words of a digest: own, highest and lowest value (collective)."""
     digest = blake2b(_encoded(facts), digest_size=4 * _DIGEST_WORDS).digest()
     words = struct.unpack(f"<{_DIGEST_WORDS}I", digest)
     # The maximum of the negated words is the negated minimum.

@@ -55,17 +55,17 @@ class Topology:
         self.ranks_per_node = ranks_per_node or settings.RANKS_PER_NODE.read()
         if like is not None and like.ranks_per_node == self.ranks_per_node:
             node = like.node.Dup()
-            found = like._map, like.job
+            found = like.rank_map, like.job
         else:
             node = _node_of(comm, self.ranks_per_node)
             found = _gathered_map(comm, node)
         self.node: MPI.Intracomm = node
-        self._map: _Map = found[0]
+        self.rank_map: _Map = found[0]
         self.job: str = found[1]
         self.local_rank, self.local_size = self.node.Get_rank(), self.node.Get_size()
-        self.node_of_rank = self._map.node_of_rank
-        self.ranks_of_node = self._map.ranks_of_node
-        self.host_of_rank = self._map.host_of_rank
+        self.node_of_rank = self.rank_map.node_of_rank
+        self.ranks_of_node = self.rank_map.ranks_of_node
+        self.host_of_rank = self.rank_map.host_of_rank
         self.node_index = self.node_of_rank[self.rank]
         self.num_nodes = len(self.ranks_of_node)
 
@@ -159,7 +159,7 @@ def has_world() -> bool:
 
 
 def same_as_world(comm: MPI.Intracomm) -> Topology | None:
-    """Return the topology of all ranks if ``comm`` has the same ranks in the same order. Local."""
+    """Return the topology of all ranks if ``comm`` has the same ranks. Local."""
     mpi = import_mpi()
     is_same = _world and mpi.Comm.Compare(comm, _world[0].world) in (mpi.IDENT, mpi.CONGRUENT)
     return _world[0] if is_same else None

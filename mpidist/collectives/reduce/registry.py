@@ -1,7 +1,7 @@
 """The registry of algorithms, and the tables that choose one by message size.
 
 Each file in ``reduce/algorithms`` (arrays in host memory), and ``gpu/reduce.py``, registers its algorithms when it is
-imported.
+imported. The latter is imported when a name of an algorithm or an array on a GPU needs it.
 
 A row of a table is a list of ``(largest number of bytes, algorithm)`` in rising order, and None matches any size. The
 limits of the shipped table are the crossing points of the curves that ``python -m benchmarks`` measured on a 2-core
@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -139,7 +140,12 @@ wire_algorithms = Registry("between nodes")
 
 
 def _all_entries() -> list[AlgorithmEntry]:
+    _register_gpu_algorithms()
     return [*host_algorithms.values(), *gpu_algorithms.values(), *wire_algorithms.values()]
+
+
+def _register_gpu_algorithms() -> None:
+    import_module("mpidist.collectives.gpu.reduce")
 
 
 def algorithms_at(place: str) -> tuple[str, ...]:
@@ -160,6 +166,7 @@ def host_names() -> tuple[str, ...]:
 
 def gpu_names() -> tuple[str, ...]:
     """Return the names that are only for arrays on GPUs, sorted."""
+    _register_gpu_algorithms()
     return tuple(sorted(set(gpu_algorithms.names) - set(host_algorithms.names)))
 
 
