@@ -1,4 +1,4 @@
-"""Shares of global batches, as numbers alone: which rank has which rows."""
+"""The rows of global batches that each rank has."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def rank_parts(rows: int, replica_counts: Sequence[int]) -> list[tuple[int, int]
 
 
 def own_rows(sizes: Sequence[int], replica_counts: Sequence[int], rank: int) -> Array:
-    """Return which outputs of a rank are of its own rows.
+    """Return which outputs of a rank belong to its own rows.
 
-    One of a batch without any is not.
+    For a batch without own rows, a rank has one output of another rank's row.
 
     >>> own_rows([3, 1], (1, 1), 1)
     array([ True, False])
@@ -35,9 +35,7 @@ def own_rows(sizes: Sequence[int], replica_counts: Sequence[int], rank: int) -> 
 
 
 def row_order(sizes: Sequence[int], replica_counts: Sequence[int]) -> Array:
-    """Return where the rows of all batches are among those of all ranks.
-
-    The latter come one rank after the other.
+    """Return the positions of all rows among the outputs of all ranks in order.
 
     >>> row_order([4, 2], (1, 1))
     array([0, 1, 3, 4, 2, 5])

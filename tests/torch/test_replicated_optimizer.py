@@ -121,20 +121,6 @@ def test_sums_are_clipped(strategy: Any) -> None:
     np.testing.assert_allclose(same_on_all(strategy, step), [strategy.num_replicas_in_sync, 0.5], rtol=1e-5)
 
 
-@pytest.mark.own_strategy
-def test_gradients_that_are_changed_too_early_are_named() -> None:
-    with mpidist.MirroredStrategy(["cpu:0", "cpu:1"], communicator=alone()) as strategy:
-        model, optimizer = opened(strategy, linear)
-
-        def clipped() -> None:
-            model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-
-        with pytest.raises(RuntimeError, match=r"optimizer.synchronize\(\) first"):
-            strategy.run(clipped)
-
-
 def test_batches_without_no_sync_are_named() -> None:
     with mpidist.MirroredStrategy(["cpu:0", "cpu:1"], communicator=alone()) as strategy:
         model, optimizer = opened(strategy, linear)
