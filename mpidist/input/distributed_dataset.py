@@ -272,7 +272,7 @@ class DistributedIterator(PassIterator[E_co]):
 
 
 def _rows_in(batch: Any) -> int:
-    """Return the length of the first array of a batch, or 0 if it is no array."""
+    """Return the length of the first array of a batch, or 0 without one."""
     while isinstance(batch, (tuple, list, dict)) and batch:
         batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
     return batch.shape[0] if getattr(batch, "shape", ()) else 0

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.one_rank
 ROOT = Path(__file__).resolve().parents[2]
 _CALLS = {
     "all_reduce: files outside node/, channel/": 9,
-    "apply_gradients: files": 25,
-    "save: files": 22,
+    "apply_gradients: files": 10,
+    "save: files": 23,
     "save: calls": 300,
     "save: collectives": 2,
 }
