@@ -104,6 +104,11 @@ class Optimizer:
     slot_names: tuple[str, ...] = ()
 
     @property
+    def needed_slots(self) -> tuple[str, ...]:
+        """The slots that the current settings need. ``slot_names`` are those of the settings at creation."""
+        return self.slot_names
+
+    @property
     def touches_only_rows(self) -> bool:
         """Whether a sparse gradient changes only its rows. False if slots of all rows decay."""
         return False
@@ -518,7 +523,8 @@ class Optimizer:
             learning_rate: Learning rate of this step.
             step: Number of updates before this one.
         """
-        slots = [cast(Variable, self.get_slot(variable, name)) for name in self.slot_names]
+        names = dict.fromkeys((*self.slot_names, *self.needed_slots))
+        slots = [cast(Variable, self.get_slot(variable, name)) for name in names]
         target, *others = (cast(ArrayComponent, each.here()).writable() for each in (variable, *slots))
         dtype = compute_dtype(variable)
         array = target.astype(dtype, copy=False)

@@ -41,9 +41,10 @@ class SGD(Optimizer):
         super().__init__(learning_rate, name)
         self.momentum = _fraction("momentum", momentum)
         self.nesterov = bool(nesterov)
+        self.slot_names = self.needed_slots
 
     @property
-    def slot_names(self) -> tuple[str, ...]:  # type: ignore[override]
+    def needed_slots(self) -> tuple[str, ...]:
         """See ``Optimizer``."""
         return ("momentum",) if self.momentum else ()
 
@@ -117,9 +118,10 @@ class RMSprop(Optimizer):
         self.momentum = _fraction("momentum", momentum)
         self.epsilon = _positive("epsilon", epsilon)
         self.centered = bool(centered)
+        self.slot_names = self.needed_slots
 
     @property
-    def slot_names(self) -> tuple[str, ...]:  # type: ignore[override]
+    def needed_slots(self) -> tuple[str, ...]:
         """See ``Optimizer``."""
         also = {"momentum": self.momentum, "average_gradient": self.centered}
         return ("velocity", *(slot for slot, is_needed in also.items() if is_needed))
