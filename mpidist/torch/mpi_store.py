@@ -205,7 +205,7 @@ def _forwarded(name: str) -> Callable[..., object]:
     def method(self: MpiStore, *args: object) -> object:
         return self.ask(name, *args)
 
-    method.__doc__, method.__name__ = getattr(dist.Store, name).__doc__, name
+    method.__doc__, method.__name__ = f"See ``{name}`` of torch's Store.", name
     return method
 
 
