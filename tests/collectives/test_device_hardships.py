@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mpidist import Communicator
-from mpidist.arrays import device_ops
+from mpidist.arrays.cupy_ops import CupyOps
 from mpidist.arrays.kernels import kernel_name
 from mpidist.collectives.gpu import reduce
 from mpidist.collectives.reduce.algorithms import inter_node
@@ -207,10 +207,8 @@ def test_without_pinned_memory_all_use_staged(
 
     if world_topology().rank == 1:
         changed = [fail]
-        pinned = device_ops.CupyOps.pinned
-        monkeypatch.setattr(
-            device_ops.CupyOps, "pinned", lambda self, n: changed.pop()(self, n) if changed else pinned(self, n)
-        )
+        pinned = CupyOps.pinned
+        monkeypatch.setattr(CupyOps, "pinned", lambda self, n: changed.pop()(self, n) if changed else pinned(self, n))
     with Communicator() as comm:
         assert (comm.all_reduce("SUM", cupy.ones(1000, "f4")).get() == comm.size).all()
         assert comm.last_algorithm == "staged"
@@ -263,13 +261,13 @@ def _used_bytes() -> int:
 def test_staged_pins_a_few_chunks(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDIST_STAGING_BYTES", "65536" if world_topology().rank == 0 else "1048576")
     asked: list[int] = []
-    pinned = device_ops.CupyOps.pinned
+    pinned = CupyOps.pinned
 
     def noted(self: Any, nbytes: int) -> Any:
         asked.append(nbytes)
         return pinned(self, nbytes)
 
-    monkeypatch.setattr(device_ops.CupyOps, "pinned", noted)
+    monkeypatch.setattr(CupyOps, "pinned", noted)
     with Communicator() as comm:
         # It does not divide, and neither do the chunks.
         value = cupy.arange(300_001, dtype="f4") % 97

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from mpidist import Communicator
-from mpidist.arrays import device_ops
 from mpidist.arrays import streams as array_streams
+from mpidist.arrays.cupy_ops import CupyOps
 from mpidist.arrays.device_ops import ops_of
 from mpidist.collectives.gpu import device_streams, reduce
 from mpidist.collectives.mpi.waiting import Steps
@@ -76,13 +76,13 @@ def late_streams(patch: pytest.MonkeyPatch) -> None:
 
 def late_copies(name: str) -> Late:
     """The copies of one direction come late."""
-    copy = getattr(device_ops.CupyOps, name)
+    copy = getattr(CupyOps, name)
 
     def copied(self: Any, target: Any, source: Any, stream: Any) -> None:
         sleep_on(stream)
         copy(self, target, source, stream)
 
-    return lambda patch: patch.setattr(device_ops.CupyOps, name, copied)
+    return lambda patch: patch.setattr(CupyOps, name, copied)
 
 
 TO_HOST, TO_DEVICE = late_copies("copy_to_host"), late_copies("copy_to_device")
