@@ -51,7 +51,16 @@ _LARGEST_C_INT = 2**31 - 1
 _BARRIER = describe("barrier", operation="barrier")
 _DEFAULT_OPTIONS = CommunicationOptions()
 # Public methods that programs do not call.
-_FOR_STRATEGIES = {"announce", "broadcast_arrays", "changing", "common_memory", "done", "fast", "gather_arrays"}
+_FOR_STRATEGIES = {
+    "announce",
+    "broadcast_arrays",
+    "changing",
+    "common_memory",
+    "done",
+    "fast",
+    "gather_arrays",
+    "settle",
+}
 _FOR_STRATEGIES |= {"gather_objects", "meet", "prepare_device", "reduce_arrays", "reduce_arrays_async", "shared_errors"}
 
 
@@ -768,6 +777,10 @@ class Communicator:
         finally:
             # A collective in the block may have compared the earlier changes, so this makes new ones.
             local_changes().change(label, before, content, f"{what} at {user_call_site()}")
+
+    def settle(self, label: str) -> None:
+        """Compare earlier changes of a variable by its present content, because its copies may differ from here on."""
+        self._channel.executor.local_changes().settle(label)
 
     def done(self, label: str, what: str, checksum: int) -> None:
         """Compare an act with the other ranks at the next collective, as :meth:`changing` does."""

@@ -638,6 +638,11 @@ class StrategyExtended(ABC):
             return nullcontext()
         return self.communicator.changing(label, what, content)
 
+    def settle(self, label: str) -> None:
+        """Compare earlier changes of a variable by its present content, see ``Communicator.settle``."""
+        if self.communicator is not None and not self.is_central:
+            self.communicator.settle(label)
+
     def done(self, label: str, what: str, checksum: Callable[[], int]) -> None:
         """Compare the results of rank-local work without state at the next collective."""
         if self.communicator is not None and not self.is_central:

@@ -91,6 +91,8 @@ class _OnWrite(Policy):
                 _write_all(variable, how, value)
             return
         # There is no state to be compared before or after: the copies differ. But all ranks have to do it.
+        if not variable.is_copy:
+            variable.distribute_strategy.extended.settle(variable.label)
         _write_all(variable, how, value)
         variable.differs = differs
         if not variable.is_copy:

@@ -133,6 +133,19 @@ def test_copies_that_may_differ(strategy: Any) -> None:
     assert strategy.reduce("SUM", 1.0, axis=None) == strategy.num_replicas_in_sync
 
 
+def test_changes_before_copies_differ_are_compared(strategy: Any) -> None:
+    variable = weights(strategy)
+    own = strategy.experimental_distribute_values_from_function(lambda _: np.full(3, float(RANK)))
+    variable.assign(np.ones(3))
+    variable.assign(own)
+    assert strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", 1)) == strategy.num_replicas_in_sync
+    other = weights(strategy)
+    other.assign(np.full(3, float(IS_LAST)))
+    other.assign(own)
+    with pytest.raises(mpidist.MismatchError, match="assign outside of strategy.run"):
+        strategy.run(lambda: mpidist.get_replica_context().all_reduce("SUM", 1))
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_schedules_that_differ(strategy: Any, inside: bool) -> None:
     variable = weights(strategy)

@@ -9,7 +9,8 @@ import pytest
 
 import mpidist
 
-LATE_SECONDS, MOST_SECONDS = 0.025, 60.0
+# Long beside the noise of a busy machine.
+LATE_SECONDS, MOST_SECONDS = 0.1, 60.0
 
 
 @pytest.mark.min_ranks(2)
@@ -26,7 +27,7 @@ def test_a_late_rank_is_named_on_every_rank() -> None:
 
     verdict, began, is_over = None, time.monotonic(), False
     while not is_over:
-        for _ in range(40):
+        for _ in range(10):
             strategy.run(step)
         verdict = strategy.extended.stragglers()
         knows_all = float(verdict is not None), float(time.monotonic() - began > MOST_SECONDS)

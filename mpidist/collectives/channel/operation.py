@@ -161,13 +161,17 @@ class LocalChanges:
         before = self._settled.get(label, (0, ""))[0]
         self._settled[label] = zlib.crc32(f"{before} {checksum}".encode()), act
 
+    def settle(self, label: str) -> None:
+        """Compute the checksum of a variable now, because its copies may differ from here on."""
+        change = self._changes.pop(label, None)
+        now = b"" if change is None else change.content()
+        if change is not None and now != change.before:
+            self._settled[label] = zlib.crc32(now), change.act
+
     def settled(self) -> LocalChanges | None:
         """Compute the checksums, at the next collective. Return None if nothing has changed in the end."""
-        for label, change in self._changes.items():
-            now = change.content()
-            if now != change.before:
-                self._settled[label] = zlib.crc32(now), change.act
-        self._changes.clear()
+        for label in list(self._changes):
+            self.settle(label)
         return self if self._settled else None
 
     @property
