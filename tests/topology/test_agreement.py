@@ -52,11 +52,13 @@ print(f"rank {{rank}} is right", flush=True)
 VALUES = {
     "MPIDIST_ABORT_ON_EXCEPTION": "0",
     "MPIDIST_BUILD_NATIVE": "0",
+    "MPIDIST_CHECK_NAN": "1",
     "MPIDIST_FLIGHT_RECORD": "{folder}",
     "MPIDIST_FULL_TRACEBACK": "1",
     "MPIDIST_GPU_AWARE_MPI": "1",
     "MPIDIST_GUARD": "0",
     "MPIDIST_JOBS": "worker:2",
+    "MPIDIST_METRICS": "{folder}",
     "MPIDIST_NATIVE": "0",
     "MPIDIST_PROGRESS_THREAD": "0",
     "MPIDIST_PUSH_FROM": "65536",
