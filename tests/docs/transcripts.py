@@ -55,6 +55,14 @@ PRINTED_BY = {
 }
 _WAITS = "mpidist: ranks 0,3 of 4 have waited 60 s for the other ranks in all_reduce SUM of float64(5,), "
 _RECEIVES = "mpidist: rank 0 of 4 waits for recv from rank 1 with tag 0 of float64(5,), at train.py:41 (step):"
+_LATE = (
+    "mpidist: rank 5 (node03) is 11.8 ms late in 92% of steps, in compute, since step 1,200: 18% of the job's time. Next: "
+    "`python -m mpidist doctor --burn 30` on node03"
+)
+_NAN = (
+    "NonFiniteError: the result of all_reduce SUM of float32(784, 128), float32(128,) has NaN or infinity. These "
+    "contributions have such values:"
+)
 EXCEPTED = {
     Transcript("README.md", "launcher    srun, which started 4 ranks; the MPI world has 4"): (
         "needs hosts: tests/cluster/test_slurm_scripts.py"
@@ -67,6 +75,8 @@ EXCEPTED = {
     Transcript("docs/hangs.md", _WAITS + "collective number 17:"): "a job that hangs: tests/collectives/test_hangs.py",
     Transcript("docs/hangs.md", _RECEIVES): "a job that hangs: tests/collectives/test_point_to_point.py",
     Transcript("docs/hangs.md", "communicator 1 of ranks 0-3"): "after a kill: tests/collectives/test_flight_record.py",
+    Transcript("docs/stragglers.md", _LATE): "a late rank: tests/collectives/test_stragglers.py",
+    Transcript("docs/stragglers.md", _NAN): "a NaN: tests/collectives/test_nan_check.py",
     Transcript("docs/top.md", "job of 4 ranks on node7: train.py"): "a job that hangs: tests/cli/test_top.py",
     Transcript("docs/horovod.md", "import horovod.torch as hvd"): "needs Horovod: it becomes the program below it",
 }
