@@ -56,8 +56,8 @@ PRINTED_BY = {
 _WAITS = "mpidist: ranks 0,3 of 4 have waited 60 s for the other ranks in all_reduce SUM of float64(5,), "
 _RECEIVES = "mpidist: rank 0 of 4 waits for recv from rank 1 with tag 0 of float64(5,), at train.py:41 (step):"
 _LATE = (
-    "mpidist: rank 5 (node03) is 11.8 ms late in 92% of steps, in compute, since step 1,200: 18% of the job's time. Next: "
-    "`python -m mpidist doctor --burn 30` on node03"
+    "mpidist: rank 5 (node03) is 11.8 ms late in 92% of steps, in compute, since step 1,200: 18% of the job's time. "
+    "Next: `python -m mpidist doctor --burn 30` on node03"
 )
 _NAN = (
     "NonFiniteError: the result of all_reduce SUM of float32(784, 128), float32(128,) has NaN or infinity. These "
