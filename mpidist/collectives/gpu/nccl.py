@@ -107,9 +107,11 @@ def nccl_dtype(dtype: DType, op: ReduceOp) -> DType | None:
 
     >>> nccl_dtype(np.dtype("int16"), ReduceOp.SUM)
     dtype('int32')
-    >>> nccl_dtype(np.dtype("float32"), ReduceOp.MAX) is None
-    True
+    >>> nccl_dtype(np.dtype("float32"), ReduceOp.MAX) is None, nccl_dtype(np.dtype("int32"), ReduceOp.BOR) is None
+    (True, True)
     """
+    if op not in (*_OPS, ReduceOp.MEAN):
+        return None
     name = _WIDER.get(dtype.name, dtype.name)
     if name in _FLOATS and op in (ReduceOp.MIN, ReduceOp.MAX):
         return None
