@@ -72,7 +72,8 @@ class _Plan:
         """Sum gradients over the replicas, and return the rows to update (collective)."""
         rows: list[Row] = []
         for (array, *slots), gradient in zip(self._rows, self._summed(gradients), strict=True):
-            if array.nbytes <= _ROW_BYTES:
+            # A gradient may be a view of the variable, of which each part is read before any is written.
+            if array.nbytes <= _ROW_BYTES or any(np.may_share_memory(gradient, each) for each in (array, *slots)):
                 rows.append((array, gradient, *slots))
                 continue
             count = _ROW_BYTES // array.itemsize

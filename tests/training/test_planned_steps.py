@@ -173,6 +173,21 @@ def test_variables_end_with_their_optimizer(strategy: Any) -> None:
     assert [each() for each in dead] == [None] * len(dead)
 
 
+@pytest.mark.parametrize("make", [lambda: SGD(0.1), lambda: Adam(0.1)])
+@pytest.mark.parametrize("view", [lambda array: array[::-1], lambda array: np.broadcast_to(array[:1], array.shape)])
+def test_gradients_may_be_views_of_variables(strategy: Any, make: Any, view: Any) -> None:
+    found = []
+    for copied in (np.asarray, np.array):
+        (v,), optimizer = made(strategy, make, [(40_000,)])
+        v.assign(np.arange(v.size, dtype=np.float32))
+        for _ in range(3):
+            strategy.run(
+                lambda v, o, copied: o.apply_gradients([(copied(view(np.asarray(v))), v)]), (v, optimizer, copied)
+            )
+        found.append(v.numpy().tolist())
+    assert found[0] == found[1]
+
+
 def test_an_overridden_update_is_called(strategy: Any) -> None:
     results = []
     for make in (lambda: SGD(0.1), lambda: Alone(0.1)):
