@@ -102,6 +102,14 @@ def test_a_verdict_takes_at_most_30_seconds():
     assert find_straggler(job(12, late=[5], by=0.005)) is not None
 
 
+def test_a_job_may_begin_without_steps() -> None:
+    samples = job(30, late=[5], by=0.005)
+    idle = np.zeros((KEPT_SECONDS - 30, 5), np.uint16).tobytes()
+    verdict = find_straggler({rank: each._replace(numbers=idle + each.numbers) for rank, each in samples.items()})
+    assert verdict is not None
+    assert verdict.ranks == (5,)
+
+
 @pytest.mark.parametrize("noise", [0.05, 0.5])
 def test_healthy_jobs_get_no_verdict(noise):
     assert not any(find_straggler(job(60, noise=noise, seed=seed)) for seed in range(20))

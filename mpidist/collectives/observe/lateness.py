@@ -33,6 +33,7 @@ _FULL = 1000
 # Weight of a sample halves in so many groups of samples. Groups hold some steps.
 _HALF_LIFE, _STEPS_IN_GROUP = 10.0, 2
 _FEWEST_GROUPS = 8
+_RATE_SECONDS = 16
 # A verdict needs a mean lateness of this share of the time and of so many standard errors, in most groups.
 _LEAST_LATENESS, _STANDARD_ERRORS, _LEAST_FREQUENCY = 0.1, 4.0, 0.6
 _MOSTLY = 0.8
@@ -134,7 +135,8 @@ def find_straggler(found: Mapping[int, Samples]) -> LateRanks | None:
         return None
     numbers = _aligned([found[rank] for rank in ranks])
     shares, steps = numbers[:, :, :_SHARES] / _FULL, np.median(numbers[:, :, STEPS], axis=0)
-    steps_per_second = float(steps.mean()) if len(steps) else 0.0
+    # The recent ones, because a job may have begun without steps.
+    steps_per_second = float(steps[-_RATE_SECONDS:].mean()) if len(steps) else 0.0
     group = max(1, math.ceil(_STEPS_IN_GROUP / steps_per_second)) if steps_per_second else 1
     groups = shares.shape[1] // group
     if groups < _FEWEST_GROUPS:
@@ -249,11 +251,11 @@ class Sampler:
         self._numbers.extend([numbers] * min(passed, KEPT_SECONDS))
         return True
 
-    def _totals(self) -> dict[str, tuple[int, ...]]:
+    def _totals(self) -> dict[int, tuple[int, ...]]:
         """Return nanoseconds by communicator and kind. Closed communicators drop out."""
-        found: dict[str, tuple[int, ...]] = {"": (0, 0, INPUT.nanoseconds, CHECKPOINT.nanoseconds)}
+        found: dict[int, tuple[int, ...]] = {0: (0, 0, INPUT.nanoseconds, CHECKPOINT.nanoseconds)}
         for channel in list(open_channels):
-            found[channel.name] = (channel.handshake.waited, channel.executor.moved, 0, 0)
+            found[id(channel)] = (channel.handshake.waited, channel.executor.moved, 0, 0)
         return found
 
     def samples(self) -> Samples:
