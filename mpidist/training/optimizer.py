@@ -186,8 +186,8 @@ class Optimizer:
         slots = [self._slots.get(part, {}) for part in parts_of(variable)]
         if not all(slot_name in those for those in slots):
             raise ValueError(
-                f"no slot {slot_name!r} for variable {variable.name!r}; {type(self).__name__} has the slots "
-                f"{list(self.slot_names)} for the variables {[v.name for v in self._slots]}"
+                f"no slot {slot_name!r} for variable {variable.name!r}, which has the slots {list(slots[0])}. "
+                f"{type(self).__name__} has slots for the variables {[v.name for v in self._slots]}"
             )
         found = [those[slot_name] for those in slots]
         if isinstance(variable, CompositeVariable):
