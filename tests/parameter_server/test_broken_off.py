@@ -66,6 +66,33 @@ print("and again", np.unique(v.numpy()), flush=True)
     assert "not waited for" not in job.stderr
 
 
+def test_changes_right_after_an_interrupt_are_not_sent() -> None:
+    job = after(
+        """
+from mpidist.parameter_server import transport
+with strategy.scope():
+    v = mpidist.Variable(np.zeros(1 << 20), name="v")
+zeros, real, seen = np.zeros(1 << 20), transport.MessagePipe.has_come, set()
+def interrupted(pipe):
+    global polls
+    polls -= 1
+    if polls < 0: raise KeyboardInterrupt
+    return real(pipe)
+for polls in range(0, 300, 3):
+    mine = np.ones(1 << 20)
+    transport.MessagePipe.has_come = interrupted
+    try: v.assign_add(mine)
+    except KeyboardInterrupt: mine[:] = 1000.0
+    transport.MessagePipe.has_come = real
+    seen.update(np.unique(v.numpy()))
+    v.assign(zeros)
+print(max(seen) <= 1.0, flush=True)
+"""
+    )
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines() == ["True"]
+
+
 def test_a_late_error_is_said() -> None:
     job = after(
         """
