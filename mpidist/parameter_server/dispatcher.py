@@ -17,6 +17,8 @@ from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import numpy as np
+
 from mpidist.collectives.channel.shutdown import abort_job
 from mpidist.collectives.mpi.waiting import Naps, Steps
 from mpidist.core import message_tags, nest, settings
@@ -306,13 +308,18 @@ class Dispatcher:
         worker.entries += len(gone)
         recipes = {values.number: values.built_by for values in closure.uses if values.number not in worker.has}
         worker.has.update(recipes)
-        worker.pipe.send(PackedMessage((queue.strategy, gone, recipes, closure.payload)))
+        # As arrays, because `marshal` holds at most 2 GiB.
+        built_in = {number: strategy for number, (strategy, _) in recipes.items()}
+        packed = [closure.payload, *(recipe for _, recipe in recipes.values())]
+        worker.pipe.send(
+            PackedMessage((queue.strategy, gone, built_in), [np.frombuffer(each, np.uint8) for each in packed])
+        )
         while not (worker.pipe.has_come() and worker.pipe.is_sent()):
             yield
-        result, failure = worker.pipe.content
+        failure = worker.pipe.content
         if failure is None:
             try:
-                closure.future.set_result(unpack(result, queue.find))
+                closure.future.set_result(unpack(worker.pipe.arrays.pop().data, queue.find))
                 return
             except Exception as caught:  # unpickling calls methods of the program's objects
                 error: Exception = TypeError(

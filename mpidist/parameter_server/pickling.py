@@ -64,7 +64,7 @@ class _NamingPickler(_Pickler):  # type: ignore[misc,unused-ignore]
         return self.name_of(value)
 
 
-def unpack(data: bytes, find: Find) -> Any:
+def unpack(data: bytes | memoryview, find: Find) -> Any:
     """Unpickle the result of :func:`pack`. ``find`` returns the object of each name."""
     unpickler = _FindingUnpickler(io.BytesIO(data))
     unpickler.find = find

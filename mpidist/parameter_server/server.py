@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
+
+import numpy as np
 
 from mpidist.arrays.dtypes import Array
 from mpidist.cluster_resolver import ClusterResolver, ClusterSpec, SimpleClusterResolver
@@ -110,7 +112,10 @@ class WorkerLoop:
                 drive(pipe.until_come(), lambda: _report_only("the rest of a function"))
                 if pipe.content is None:
                     break
-                pipe.send(PackedMessage(self._answer(*pipe.content)))
+                arrays, pipe.arrays = pipe.arrays, []
+                result, failure = self._answer(arrays, *pipe.content)
+                del arrays
+                pipe.send(PackedMessage(failure, [] if failure else [np.frombuffer(result, np.uint8)]))
                 drive(pipe.until_sent(), lambda: _report_only("the coordinator to take a result"))
             pipe.close()
         except Exception as error:
@@ -124,9 +129,12 @@ class WorkerLoop:
             _index.set(None)
 
     def _answer(
-        self, strategy: int, gone: list[tuple[str, int]], recipes: dict[int, Recipe], payload: bytes
+        self, arrays: Sequence[Array], strategy: int, gone: list[tuple[str, int]], built_in: dict[int, int]
     ) -> tuple[bytes, tuple[object, ...] | None]:
-        """Return the packed result of a function, and None, or its error."""
+        """Return the packed result of a function, and None, or its error.
+
+        The arrays are the packed function, and the recipes of the values ``built_in`` strategies.
+        """
         for kind, number in gone:
             if kind == "value":
                 self._recipes.pop(number, None)
@@ -134,10 +142,11 @@ class WorkerLoop:
             elif number in self._strategies:
                 self._strategies.pop(number).close()
         extended = self.extended_of(strategy)
-        self._recipes.update(recipes)
+        for (number, builder), recipe in zip(built_in.items(), arrays[1:], strict=True):
+            self._recipes[number] = builder, recipe.tobytes()
         try:
             with extended.strategy.scope():
-                fn, args, kwargs = unpack(payload, extended.find)
+                fn, args, kwargs = unpack(arrays[0].data, extended.find)
                 result = fn(*args, **kwargs)
             name = getattr(fn, "__qualname__", repr(fn))
             return pack(result, extended.name_of, f"the result of {name}, {type(result).__name__},"), None

@@ -382,6 +382,8 @@ class Service:
     def _check_given_up(self, client: _Client) -> None:
         """Raise PeerError if the client no longer waits for this request."""
         number = bytearray(GIVE_UP.size)
+        # Open MPI receives what has arrived after it has searched, so the first call may miss the message.
+        self._comm.Iprobe(client.rank, message_tags.GIVE_UP)
         while self._comm.Iprobe(client.rank, message_tags.GIVE_UP):
             # It was sent before the arrays could change. It may also be late, for an earlier request.
             self._comm.Recv([number, import_mpi().BYTE], client.rank, message_tags.GIVE_UP)

@@ -13,6 +13,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -93,7 +94,9 @@ class MessagePipe:
         self.arrays: list[Array] = []
         # Whether the arrays were not in the first part.
         self.is_split = False
-        # False if an exception interrupted the start of receives, so that their state is unknown.
+        # Receives that were started, if an exception such as Ctrl-C came before `_receiving` had them.
+        self._started: list[MPI.Request] = []
+        # False if only a part of them was started.
         self.is_in_step = True
 
     def send(self, message: PackedMessage) -> None:
@@ -119,10 +122,10 @@ class MessagePipe:
                 return False
             (size,) = _HEADER.unpack_from(self._buffer)
             if size > INLINE_BYTES:
-                head = np.empty(size, np.uint8)
-                self.is_in_step = False
-                self._head, self._receiving = head, self._receives([head])
-                self.is_in_step = True
+                if not self._started:
+                    self._head = np.empty(size, np.uint8)
+                    self._start([self._head])
+                self._receiving, self._started = self._started, []
             else:
                 self._open(self._inline, _HEADER.size + size)
                 if not self.is_split:
@@ -145,17 +148,23 @@ class MessagePipe:
                 end += size
             self.arrays, self._receiving = arrays, []
             return
-        try:
-            arrays = [self._pool.take(size, _BYTES) for size in sizes]
-        except MemoryError as error:
-            raise MemoryError(f"no memory for {sum(sizes) / 2**20:.1f} MiB of a message") from error
-        self.is_in_step = False
-        self.arrays, self._receiving, self._head = arrays, self._receives(arrays), None
-        self.is_in_step = True
+        if not self._started:
+            try:
+                self.arrays = [self._pool.take(size, _BYTES) for size in sizes]
+            except MemoryError as error:
+                raise MemoryError(f"no memory for {sum(sizes) / 2**20:.1f} MiB of a message") from error
+            self._start(self.arrays)
+        self._receiving, self._started, self._head = self._started, [], None
 
-    def _receives(self, arrays: Sequence[Array]) -> list[MPI.Request]:
-        pieces = [piece for array in arrays for piece in _pieces(array)]
-        return [self._comm.Irecv([piece, self._byte], self._other, self._tag_in) for piece in pieces]
+    def _start(self, arrays: Sequence[Array]) -> None:
+        """Start to receive arrays. Irecv may copy a large one at once, so Ctrl-C often comes here."""
+        buffers = [[piece, self._byte] for array in arrays for piece in _pieces(array)]
+        try:
+            # Python runs no signal handler inside `extend`, so all receives are started and kept, or none.
+            self._started.extend(map(self._comm.Irecv, buffers, repeat(self._other), repeat(self._tag_in)))
+        except import_mpi().Exception:
+            self.is_in_step = False
+            raise
 
     def until_sent(self) -> Steps[None]:
         """Yield until all messages have been sent."""

@@ -66,6 +66,33 @@ print("and again", np.unique(v.numpy()), flush=True)
     assert "not waited for" not in job.stderr
 
 
+def test_changes_right_after_an_interrupt_are_not_sent() -> None:
+    job = after(
+        """
+from mpidist.parameter_server import transport
+with strategy.scope():
+    v = mpidist.Variable(np.zeros(1 << 20), name="v")
+zeros, real, seen = np.zeros(1 << 20), transport.MessagePipe.has_come, set()
+def interrupted(pipe):
+    global polls
+    polls -= 1
+    if polls < 0: raise KeyboardInterrupt
+    return real(pipe)
+for polls in range(0, 300, 3):
+    mine = np.ones(1 << 20)
+    transport.MessagePipe.has_come = interrupted
+    try: v.assign_add(mine)
+    except KeyboardInterrupt: mine[:] = 1000.0
+    transport.MessagePipe.has_come = real
+    seen.update(np.unique(v.numpy()))
+    v.assign(zeros)
+print(max(seen) <= 1.0, flush=True)
+"""
+    )
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines() == ["True"]
+
+
 def test_a_late_error_is_said() -> None:
     job = after(
         """
@@ -82,25 +109,45 @@ print("value", v.numpy(), flush=True)
     assert job.stderr.count(said) == 1
 
 
-def test_what_breaks_in_between_receives_ends_the_connection() -> None:
+def test_interrupted_receives_keep_the_connection() -> None:
     job = after(
         """
 from mpidist.parameter_server import transport
 with strategy.scope():
-    v = mpidist.Variable(np.zeros((1 << 16, 2)), name="v")
-real = transport.MessagePipe._receives
+    v = mpidist.Variable(np.ones((1 << 16, 2)), name="v")
+real = transport.MessagePipe._start
 def interrupted(*arguments):
+    transport.MessagePipe._start = real
     real(*arguments)
     raise KeyboardInterrupt
-transport.MessagePipe._receives = interrupted
-try: strategy.extended.link.agree(("k",), b"x" * 100_000, "a test")
-except KeyboardInterrupt: print("interrupted", flush=True)
-transport.MessagePipe._receives = real
+for ask in (lambda: strategy.extended.link.agree(("k",), b"x" * 100_000, "a test"), v.numpy):
+    transport.MessagePipe._start = interrupted
+    try: ask()
+    except KeyboardInterrupt: print("interrupted", v.numpy().sum(), len(ask()), flush=True)
+"""
+    )
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines() == ["interrupted 131072.0 100000", "interrupted 131072.0 65536"]
+
+
+def test_failed_receives_end_the_connection() -> None:
+    job = after(
+        """
+class Failing:
+    def __init__(self, comm): self.comm = comm
+    def __getattr__(self, name): return getattr(self.comm, name)
+    def Irecv(self, *_): raise MPI.Exception(MPI.ERR_OTHER)
+with strategy.scope():
+    v = mpidist.Variable(np.zeros((1 << 16, 2)), name="v")
+pipe = strategy.extended.link.connections[0]._pipe
+pipe._comm = Failing(pipe._comm)
+try: v.numpy()
+except MPI.Exception: print("failed", flush=True)
 try: v.numpy()
 except RuntimeError as error: print(error, flush=True)
 """
     )
     assert job.returncode != 0
-    expected = "ps 0 (rank 0) can no longer be asked: the reply to a test was interrupted by KeyboardInterrupt"
-    assert job.stdout.startswith(f"interrupted\n{expected}")
+    expected = "ps 0 (rank 0) can no longer be asked: the reply to reading variable 'v' was interrupted by Exception"
+    assert job.stdout.startswith(f"failed\n{expected}")
     assert "could not take leave of ps 0" in job.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from concurrent.futures import CancelledError
 from typing import Any, NoReturn
 
@@ -11,7 +12,7 @@ import pytest
 
 import mpidist
 from mpidist.coordinator import RemoteValueStatus
-from mpidist.parameter_server import dispatcher
+from mpidist.parameter_server import dispatcher, transport
 from tests.parameter_server.coordinated import Call, Gate, OnChief, error_of
 from tests.support.ranks.jobs import run_script
 
@@ -302,3 +303,29 @@ def test_a_script_with_functions_and_errors_of_its_own() -> None:
     assert "said by a worker: hello" in done.stdout
     assert "example 25: 0.125" in done.stdout
     assert "caught: hello" in done.stdout
+
+
+def limit_marshal() -> None:
+    """Let marshal refuse 1 MiB in this process, as it refuses 2 GiB."""
+    module: Any = transport
+    real = module.marshal
+
+    def limited(value: object, version: int) -> bytes:
+        data: bytes = real.dumps(value, version)
+        if len(data) > 1 << 20:
+            raise ValueError("unmarshallable object")
+        return data
+
+    module.marshal = types.SimpleNamespace(dumps=limited, loads=real.loads)
+
+
+@chief
+def test_functions_and_results_of_any_size(strategy: Any, coordinator: Any) -> None:
+    large = bytes(2 << 20)
+    limit_marshal()
+    coordinator.schedule(limit_marshal)
+    coordinator.schedule(limit_marshal)
+    values = coordinator.create_per_worker_resource(lambda: len(large))
+    for _ in range(2):
+        assert coordinator.schedule(return_args, args=(large,)).fetch()[0] == (large,)
+        assert coordinator.schedule(lambda value: value, args=(values,)).fetch() == len(large)
