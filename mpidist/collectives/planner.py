@@ -89,7 +89,9 @@ class Planner:
             inputs = {index: arrays[index] for index, is_on_device in enumerate(plan.on_device) if is_on_device}
             packs, seconds = choice.packs_of(plan), self._seconds(options)
             call = DeviceCall(choice.streams, seconds, inputs, plan.result_signature, outs, packs)
-        steps = self._checked(plan, [arrays, *more], self._engine.all_reduce(plan, arrays, outs, call, more), call)
+        steps = self._checked(
+            plan, given, [arrays, *more], self._engine.all_reduce(plan, arrays, outs, call, more), call
+        )
         operation = self._operation(steps, plan.description, options, call)
         may_be_fast = options is None and plan.may_be_short and not self._checks_nan
         if may_be_fast and divisor == self._channel.size and not more:
@@ -114,7 +116,7 @@ class Planner:
         plan = self._reduction_plan(
             "reduce", op, here, self._channel.size, options, root=root, is_copy=here is not given
         )
-        steps = self._checked(plan, [here.arrays], self._engine.reduce_to(plan, here.arrays, root))
+        steps = self._checked(plan, given, [here.arrays], self._engine.reduce_to(plan, here.arrays, root))
         operation = self._operation(steps, plan.description, options)
         return _finishing(operation, bring_back, given) if is_root else operation.then(_nothing)
 
@@ -133,7 +135,7 @@ class Planner:
                 shape = (rows[rank + 1] - rows[rank], *shape[1:])
                 result = (math.prod(shape),), plan.result_dtypes[0]
                 call = self._movement_call(name, given.arrays, given.arrays, (result,), options, plan)
-                steps = self._checked(plan, [given.arrays], on_device.reduce_scatter(plan, call), call)
+                steps = self._checked(plan, given, [given.arrays], on_device.reduce_scatter(plan, call), call)
                 operation = self._operation(steps, plan.description, options, call)
                 return _finishing(operation, lambda flats: [flats[0].reshape(shape)], given)
         here, bring_back = _on_host(given)
@@ -141,7 +143,7 @@ class Planner:
         plan = self._reduction_plan(name, op, here, size, options, note, is_copy=here is not given)
         outs = _in_host_memory(given)
         steps = self._engine.reduce_scatter(plan, here.arrays[0], rows, outs[0] if outs else None)
-        steps = self._checked(plan, [here.arrays], steps)
+        steps = self._checked(plan, given, [here.arrays], steps)
         operation = self._operation(steps, plan.description, options)
         if options is None and counts is None and plan.may_be_short and not self._checks_nan:
             operation.fast_call = FastCall(name, array, given.signature, plan.op, plan.divisor)
@@ -279,6 +281,7 @@ class Planner:
     def _checked(
         self,
         plan: ReductionPlan,
+        given: Given[Any],
         contributed: Sequence[Sequence[Array]],
         steps: Steps[T],
         call: DeviceCall | None = None,
@@ -287,7 +290,7 @@ class Planner:
         if not self._checks_nan:
             return steps
         on = () if call is None else (call.streams.on(), call.streams.stream)
-        return checked(self._channel.comm, plan.description.text, contributed, steps, on)
+        return checked(self._channel.comm, plan.description.text, given.structure, contributed, steps, on)
 
     def _reduction_plan(
         self,

@@ -132,7 +132,7 @@ class NonFiniteError(ArithmeticError):
         contributions: By rank, the indices of its arrays that had such values. Empty if a sum of finite values
             overflowed.
         call_sites: By rank, the line of its program.
-        names: Names of the arrays, such as those of variables.
+        names: Names of the arrays, if the value is a dict. Gradients have the names of their variables.
     """
 
     def __init__(
@@ -150,10 +150,6 @@ class NonFiniteError(ArithmeticError):
         ]
         cause = "These contributions have such values:" if lines else "All contributions are finite, so it overflowed."
         super().__init__("\n".join([f"the result of {operation} has NaN or infinity. {cause}", *lines]))
-
-    def with_names(self, names: Sequence[str]) -> NonFiniteError:
-        """Return the error with names for the arrays."""
-        return NonFiniteError(self.operation, self.contributions, self.call_sites, names)
 
 
 class OutOfRangeError(Exception):

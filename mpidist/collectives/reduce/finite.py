@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TypeVar
@@ -16,23 +17,34 @@ from mpidist.core.text import user_call_site
 
 T = TypeVar("T")
 Contexts = Sequence[AbstractContextManager[object]]
+# A key of a flat dict of arrays, as structures show it.
+_KEY = re.compile(r"'([^']*)': \*")
 
 
 def checked(
-    comm: Comm, text: str, contributed: Sequence[Sequence[Array]], steps: Steps[T], on: Contexts = ()
+    comm: Comm,
+    text: str,
+    structure: str,
+    contributed: Sequence[Sequence[Array]],
+    steps: Steps[T],
+    on: Contexts = (),
 ) -> Steps[T]:
     """Return the steps of a reduction, with a check of its results.
 
     All ranks raise NonFiniteError if a result has NaN or infinity.
 
-    ``contributed`` has the arrays of each replica of this rank. ``on`` are contexts for work on the results.
+    ``structure`` describes the value, and ``contributed`` has its arrays by replica of this rank. ``on`` are contexts
+    for work on the results.
     """
     # In the thread and on the stream of the program, and before the result replaces the contribution.
     mine = sorted({index for arrays in contributed for index in _non_finite(arrays)})
-    return _checked(comm, text, (mine, user_call_site()), steps, on)
+    names = _KEY.findall(structure)
+    return _checked(comm, text, names if len(names) == len(contributed[0]) else (), (mine, user_call_site()), steps, on)
 
 
-def _checked(comm: Comm, text: str, mine: tuple[list[int], str], steps: Steps[T], on: Contexts) -> Steps[T]:
+def _checked(
+    comm: Comm, text: str, names: Sequence[str], mine: tuple[list[int], str], steps: Steps[T], on: Contexts
+) -> Steps[T]:
     results = yield from steps
     with ExitStack() as stack:
         for context in on:
@@ -44,7 +56,7 @@ def _checked(comm: Comm, text: str, mine: tuple[list[int], str], steps: Steps[T]
     everyone = yield from gather_objects(comm, mine)
     contributions = {rank: tuple(indices) for rank, (indices, _) in enumerate(everyone) if indices}
     call_sites = {rank: everyone[rank][1] for rank in contributions}
-    raise as_common(NonFiniteError(text, contributions, call_sites), comm.Get_rank() == 0)
+    raise as_common(NonFiniteError(text, contributions, call_sites, names), comm.Get_rank() == 0)
 
 
 def _non_finite(arrays: Iterable[Array]) -> list[int]:
