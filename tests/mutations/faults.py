@@ -745,7 +745,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a variable that is assigned its old value again has drifted",
-        "mpidist/collectives/channel/changes.py",
+        "mpidist/collectives/channel/operation.py",
         "            if now != change.before:\n                self",
         "            if True:\n                self",
         ("tests/strategies/test_drift.py",),
