@@ -804,8 +804,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a worker executes functions of all strategies in the scope of the first",
         "mpidist/parameter_server/server.py",
-        "        extended = self.extended_of(strategy)\n        self._recipes",
-        "        extended = self.extended_of(0)\n        self._recipes",
+        "        extended = self.extended_of(strategy)\n        for (number",
+        "        extended = self.extended_of(0)\n        for (number",
         ("tests/parameter_server/test_coordinator_lifetime.py",),
     ),
     Fault(
