@@ -130,13 +130,20 @@ def page_of(name: str) -> str:
     return f"{module}/{last}"
 
 
+def _concrete(cls: type) -> type:
+    """Return a subclass that can be created without the abstract methods."""
+    concrete = type(cls.__name__, (cls,), {})
+    concrete.__abstractmethods__ = frozenset()
+    return concrete
+
+
 def own_members(cls: type) -> list[str]:
     """Return the public members of a class that no page of a base of it has."""
     places = {base: vars(base) for base in cls.__mro__ if base.__module__.startswith("mpidist")}
     names = [name for base in places for name in places[base] if not name.startswith("_")]
     # A class may hide what is for other rooms alone.
     hides = any("__dir__" in places[base] for base in places)
-    shown = set(dir(object.__new__(cls)) if hides else names)
+    shown = set(dir(object.__new__(_concrete(cls))) if hides else names)
     # The fields of a named tuple are among its arguments.
     shown -= set(getattr(cls, "_fields", ()))
     return [

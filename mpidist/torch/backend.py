@@ -38,16 +38,16 @@ HAS_BACKENDS = hasattr(Backend, "supports_reconfigure")
 # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch keeps the C++ half of a backend alive, but not the Python object.
 _open: list[MpidistBackend] = []
 _Kind = dist.ReduceOp.RedOpType
-# By their numbers, to which a ReduceOp hashes.
+# By their hashes, which are those of a ReduceOp.
 _NAMES = {
-    int(_Kind.SUM): "SUM",
-    int(_Kind.AVG): "MEAN",
-    int(_Kind.PRODUCT): "PROD",
-    int(_Kind.MIN): "MIN",
-    int(_Kind.MAX): "MAX",
-    int(_Kind.BAND): "BAND",
-    int(_Kind.BOR): "BOR",
-    int(_Kind.BXOR): "BXOR",
+    hash(_Kind.SUM): "SUM",
+    hash(_Kind.AVG): "MEAN",
+    hash(_Kind.PRODUCT): "PROD",
+    hash(_Kind.MIN): "MIN",
+    hash(_Kind.MAX): "MAX",
+    hash(_Kind.BAND): "BAND",
+    hash(_Kind.BOR): "BOR",
+    hash(_Kind.BXOR): "BXOR",
 }
 # Of bools, as bytes 0 and 1: a sum is whether any is true, a product whether all are.
 _OF_BOOLS = {"SUM": "MAX", "MAX": "MAX", "BOR": "MAX", "PROD": "MIN", "MIN": "MIN", "BAND": "MIN", "BXOR": "BXOR"}

@@ -31,7 +31,7 @@ _log = logging.getLogger("mpidist")
 # torch's value for a call without a timeout of its own.
 _UNSET = timedelta(0)
 # ReduceOps hash to their numbers. Comparing two takes as long as a small all-reduce.
-SUM = int(dist.ReduceOp.RedOpType.SUM)
+SUM = hash(dist.ReduceOp.RedOpType.SUM)
 _MESSAGES = ("send", "recv")
 _autograd = torch.autograd
 _is_profiling: Callable[[], bool] = _autograd._profiler_enabled
