@@ -44,10 +44,14 @@ class StragglerWatch:
     def add(self, channel: Channel, observer: HangObserver) -> None:
         """Use a channel, if all ranks of the job have it."""
         if channel.size == self._ranks:
+            self._forget_closed()
             self._observers.append((channel, observer))
 
-    def _observer(self) -> HangObserver | None:
+    def _forget_closed(self) -> None:
         self._observers = [each for each in self._observers if each[0].is_usable]
+
+    def _observer(self) -> HangObserver | None:
+        self._forget_closed()
         return self._observers[0][1] if self._observers else None
 
     def _tick(self) -> None:
