@@ -24,7 +24,7 @@ Hear = Callable[[Verdict | None], object]
 
 
 class StragglerWatch:
-    """The watch of this process, over the first open communicator of all ranks.
+    """The watch of this process, over the newest open communicator of all ranks.
 
     Attributes:
         current: The verdict on rank 0, or None.
@@ -52,7 +52,8 @@ class StragglerWatch:
 
     def _observer(self) -> HangObserver | None:
         self._forget_closed()
-        return self._observers[0][1] if self._observers else None
+        # The newest, because another rank may have closed or lost an older one.
+        return self._observers[-1][1] if self._observers else None
 
     def _tick(self) -> None:
         if sampler().sample():
