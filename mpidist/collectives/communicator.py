@@ -779,7 +779,10 @@ class Communicator:
             local_changes().change(label, before, content, f"{what} at {user_call_site()}")
 
     def settle(self, label: str) -> None:
-        """Compare earlier changes of a variable by its present content, because its copies may differ from here on."""
+        """Compare earlier changes of a variable by its present content.
+
+        Its copies may differ from here on.
+        """
         self._channel.executor.local_changes().settle(label)
 
     def done(self, label: str, what: str, checksum: int) -> None:
