@@ -240,7 +240,12 @@ class Sampler:
         """Add a sample if a second is over. Call this a few times a second. Return whether it did."""
         second, now = int(time.time()), time.perf_counter_ns()
         passed = second - self._second
-        if passed <= 0:
+        if not 0 <= passed <= KEPT_SECONDS:  # the clock was set, or the job was suspended
+            self._numbers.clear()
+            self._second, self._time = second, now
+            self._before, self._steps = self._totals(), counts.steps
+            return False
+        if passed == 0:
             return False
         before, self._before = self._before, self._totals()
         length, self._second, self._time = now - self._time, second, now
@@ -248,7 +253,7 @@ class Sampler:
         spent = [np.subtract(total, before.get(name, _NOTHING)) for name, total in self._before.items()]
         shares = np.round(_FULL / length * np.sum(spent, axis=0))
         numbers = np.clip([*shares, steps / passed], 0, np.iinfo(np.uint16).max).astype(np.uint16).tobytes()
-        self._numbers.extend([numbers] * min(passed, KEPT_SECONDS))
+        self._numbers.extend([numbers] * passed)
         return True
 
     def _totals(self) -> dict[int, tuple[int, ...]]:
