@@ -14,7 +14,10 @@ from mpidist.collectives.observe.lateness import (
     Sampler,
     Samples,
     find_straggler,
+    moving_share,
+    slow_link,
 )
+from mpidist.collectives.observe.link_probe import LinkTime
 
 RANKS, RANKS_PER_HOST, STEP = 64, 8, 0.02
 
@@ -41,6 +44,7 @@ def job(
     numbers = np.minimum(np.round(kept * 1000), 65535).astype(np.uint16)
     return {
         rank: Samples(
+            rank=rank,
             host=f"node{rank // RANKS_PER_HOST}",
             second=1_000_000 + int(seconds),
             steps=number,
@@ -139,6 +143,30 @@ def test_samples_begin_again_after_the_clock_was_set(monkeypatch: pytest.MonkeyP
         sampler.sample()
         kept.append((sampler.samples().second, len(sampler.samples().numbers) // 10))
     assert kept == [(1001, 1), (1002, 2), (9000, 0), (9001, 1), (1003, 0), (1003, 0), (1004, 1)]
+
+
+def test_clocks_that_differ_by_hours_give_no_verdict() -> None:
+    samples = job(late=[5], by=0.01)
+    samples[7] = samples[7]._replace(second=samples[7].second + 200)
+    assert find_straggler(samples) is None
+    assert moving_share(samples) == moving_share({}) == 0.0
+
+
+def test_ranks_are_those_of_the_job() -> None:
+    samples = job(ranks=4, late=[1], by=0.01)
+    verdict = find_straggler({rank: each._replace(rank=rank + 4) for rank, each in samples.items()})
+    assert verdict is not None
+    assert verdict.ranks == (5,)
+
+
+def test_the_slow_way_of_a_link_is_named() -> None:
+    hosts = {0: "node0", 2: "node1", 4: "node2"}
+    fast = [LinkTime(0.01, rank, is_back) for rank in (2, 4) for is_back in (False, True)]
+    assert slow_link(fast, hosts, 0.5) is None
+    assert slow_link([], hosts, 0.5) is None
+    verdict = slow_link([*fast[:-1], LinkTime(0.1, 4, True)], hosts, 0.5)
+    assert verdict is not None
+    assert (verdict.source, verdict.target) == ("node2", "node0")
 
 
 def test_a_verdict_says_what_to_do():

@@ -18,8 +18,8 @@ from mpidist.core.errors import PeerError
 from mpidist.topology import import_mpi
 from mpidist.topology.start import limited
 
-# A connection needs a file descriptor at either end. In larger jobs the first query opens them.
-_MOST_RANKS = 256
+MOST_CONNECTED_RANKS = 256
+"""In larger jobs the first query opens the connections. Each needs a file descriptor at either end."""
 # MPI's shared window and mpidist's shared memory need a few for a moment. Without them Open MPI ends with a
 # segmentation fault, or leaves the other ranks waiting in a call that has no deadline.
 _NEEDED = 8
@@ -53,7 +53,7 @@ class Connections:
 
 def open_connections(comm: Comm, nodes: Sequence[Sequence[int]]) -> None:
     """Open the connections between the askers and the first two ranks of other nodes (collective)."""
-    if len(nodes) == 1 or comm.Get_size() > _MOST_RANKS:
+    if len(nodes) == 1 or comm.Get_size() > MOST_CONNECTED_RANKS:
         return
     rank = comm.Get_rank()
     connections = Connections(rank, nodes)

@@ -1,8 +1,8 @@
 """Lateness: samples of each rank's time, and the verdict about all samples.
 
 The core adds up how long each rank waits in handshakes. A late rank waits little while the others wait for it, so its
-lateness is the wait of a typical rank less its own. Each rank samples its waits once a second. No clock is compared
-but to the second, in which the samples of all ranks are aligned.
+lateness is the wait of a typical rank less its own. Each rank samples its waits once a second. The samples of all ranks
+are aligned by the second of the wall clock.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from mpidist.collectives.channel.channel import open_channels
 from mpidist.collectives.observe.link_probe import LinkTime, rate_of
 from mpidist.core.phases import CHECKPOINT, INPUT, counts
 from mpidist.core.text import names_text, numbered_ranks
+from mpidist.topology import import_mpi
 
 KEPT_SECONDS = 128
 """How many seconds of samples each rank keeps."""
@@ -49,6 +50,7 @@ INPUT_PHASE, CHECKPOINT_PHASE, COMPUTE_PHASE = "reading input", "checkpoints", "
 class Samples(NamedTuple):
     """The samples of one rank. ``numbers``: shares of time and steps, by second and kind."""
 
+    rank: int  # of the job
     host: str
     second: int  # the last one, of the wall clock
     steps: int  # in all
@@ -60,7 +62,7 @@ class LateRanks(NamedTuple):
     """The ranks that the others wait for.
 
     Attributes:
-        ranks: Their numbers.
+        ranks: Their numbers in the job.
         hosts: Names of their hosts.
         is_host: Whether they are all ranks of their host, and other hosts are not late.
         phase: ``"reading input"``, ``"compute"`` or ``"checkpoints"``.
@@ -157,7 +159,8 @@ def find_straggler(found: Mapping[int, Samples]) -> LateRanks | None:
     worst = int(np.argmax(np.where(is_late, mean, -1.0)))
     late = np.flatnonzero(is_late & (mean >= mean[worst] / 2))
     others = np.flatnonzero(~is_late)
-    phase, more_rows = _phase(shares, weights, late, others, float(mean[worst]), _rows(found, ranks))
+    rows = np.array([found[rank].rows_per_step for rank in ranks])
+    phase, more_rows = _phase(shares, weights, late, others, float(mean[worst]), rows)
     hosts = [found[ranks[index]].host for index in late]
     of_host = [rank for rank in ranks if found[rank].host == hosts[0]]
     is_host = len(set(hosts)) == 1 and len(late) == len(of_host) > 1
@@ -166,7 +169,7 @@ def find_straggler(found: Mapping[int, Samples]) -> LateRanks | None:
     mostly = np.flatnonzero(backwards & (np.cumsum(backwards) >= _MOSTLY * np.arange(1, groups + 1)))
     seconds = (int(mostly[-1]) + 1) * group if len(mostly) else 0
     return LateRanks(
-        ranks=tuple(ranks[index] for index in late),
+        ranks=tuple(found[ranks[index]].rank for index in late),
         hosts=tuple(dict.fromkeys(hosts)),
         is_host=is_host,
         phase=phase,
@@ -180,6 +183,8 @@ def find_straggler(found: Mapping[int, Samples]) -> LateRanks | None:
 
 def moving_share(found: Mapping[int, Samples]) -> float:
     """Return the share of the last seconds in which data moved in collectives."""
+    if not found:
+        return 0.0
     numbers = _aligned(list(found.values()))[:, -_FEWEST_GROUPS:, MOVE]
     return float(numbers.mean()) / _FULL if numbers.size else 0.0
 
@@ -187,16 +192,14 @@ def moving_share(found: Mapping[int, Samples]) -> float:
 def slow_link(times: Sequence[LinkTime], hosts: Mapping[int, str], moving: float) -> SlowLink | None:
     """Return the verdict about links to rank 0, or None if their rates are similar."""
     ways = sorted(times)
-    if not ways or ways[-1].seconds < _SLOW_LINK * ways[(len(ways) - 1) // 2].seconds:
+    if not ways:
         return None
-    worst = ways[-1]
-    ends = hosts[0], hosts.get(worst.rank, "?")
+    usual, worst = ways[(len(ways) - 1) // 2], ways[-1]
+    if worst.seconds < _SLOW_LINK * usual.seconds:
+        return None
+    ends = hosts.get(0, "?"), hosts.get(worst.rank, "?")
     source, target = reversed(ends) if worst.is_back else ends
-    return SlowLink(source, target, rate_of(worst.seconds), rate_of(ways[(len(ways) - 1) // 2].seconds), moving)
-
-
-def _rows(found: Mapping[int, Samples], ranks: list[int]) -> npt.NDArray[np.float64]:
-    return np.array([found[rank].rows_per_step for rank in ranks])
+    return SlowLink(source, target, rate_of(worst.seconds), rate_of(usual.seconds), moving)
 
 
 def _phase(
@@ -222,7 +225,9 @@ def _aligned(samples: list[Samples]) -> npt.NDArray[np.float64]:
     """Return the numbers by rank, second and kind, of the seconds that all ranks have."""
     last = min(each.second for each in samples)
     arrays = [np.frombuffer(each.numbers, np.uint16).reshape(-1, _KINDS) for each in samples]
-    arrays = [array[: len(array) - (each.second - last)] for array, each in zip(arrays, samples, strict=True)]
+    # A clock may be wrong by more than all samples.
+    ends = [max(0, len(array) - (each.second - last)) for array, each in zip(arrays, samples, strict=True)]
+    arrays = [array[:end] for array, end in zip(arrays, ends, strict=True)]
     length = min(map(len, arrays))
     return np.stack([array[len(array) - length :] for array in arrays]).astype(np.float64)
 
@@ -231,7 +236,7 @@ class Sampler:
     """Samples of this rank, once a second."""
 
     def __init__(self) -> None:
-        self._host = os.uname().nodename
+        self._rank, self._host = import_mpi().COMM_WORLD.Get_rank(), os.uname().nodename
         self._numbers: deque[bytes] = deque(maxlen=KEPT_SECONDS)
         self._second, self._time = int(time.time()), time.perf_counter_ns()
         self._before, self._steps = self._totals(), counts.steps
@@ -266,7 +271,7 @@ class Sampler:
     def samples(self) -> Samples:
         """Return what the other ranks need."""
         rows = counts.rows / counts.steps if counts.steps else 0.0
-        return Samples(self._host, self._second, counts.steps, rows, b"".join(self._numbers))
+        return Samples(self._rank, self._host, self._second, counts.steps, rows, b"".join(self._numbers))
 
 
 @cache

@@ -1,10 +1,10 @@
 """The search for slow links between nodes.
 
-It runs when moving data takes much of a job's time and no rank is late. A slow link slows down a collective for all
-ranks alike. So rank 0 exchanges bursts of small messages with the first rank of each other node, one node after the
-other, and compares the times of both ways. A time is that of a burst and a short answer, or of a short request and a
-burst. It is the shortest of some rounds, because a thread that waits for a core makes it longer, and nothing makes it
-shorter.
+The probe runs when moving data takes much of a job's time and no rank is late. A slow link slows down a collective for
+all ranks alike. So rank 0 exchanges bursts of small messages with the first rank of each other node, one node after
+the other, and compares the times of both directions. A time is that of a burst and a short answer, or of a short
+request and a burst. It is the shortest of some rounds, because a thread that waits for a core makes it longer, and
+nothing makes it shorter.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class LinkProbe:
         self.handlers: Handlers = {"burst": lambda _, *args: self._receive(*args)}
         self.endpoint: Endpoint | None = None
         self._rank, self._service = rank, service
-        # On rank 0: the shortest time of each way, and the current round.
+        # On rank 0: the shortest time of each way while a probe runs, the number of the last round, and the last
+        # round with an answer.
         self._shortest: dict[tuple[int, bool], float] | None = None
-        self._has_answer = False
+        self._round = self._answered = 0
 
     def start(self, ranks: Sequence[int], hear: Hear) -> None:
         """Exchange bursts with ``ranks`` in turn, and pass the results to ``hear``."""
@@ -65,29 +66,34 @@ class LinkProbe:
             return
         rank, is_back = following
         began = time.perf_counter()
-        self._has_answer = False
+        self._round += 1
 
         def wait() -> None:
             took = time.perf_counter() - began
-            if self._has_answer and self._shortest is not None:
+            if self._answered == self._round and self._shortest is not None:
                 self._shortest[following] = min(took, self._shortest.get(following, took))
-            if self._has_answer or took > _ROUND_SECONDS:
                 self._next(rounds, hear)
+            elif took > _ROUND_SECONDS or self.endpoint is None or not self.endpoint.is_open:
+                # Silence is for hang reports, so the probe ends.
+                self._shortest = {}
+                self._next(iter(()), hear)
             else:
                 self._service.later(0.0, wait)
 
-        self._send(rank, *((1, _BLOCKS) if is_back else (_BLOCKS, 1)))
+        self._service.hurry()
+        self._send(rank, self._round, *((1, _BLOCKS) if is_back else (_BLOCKS, 1)))
         self._service.later(0.0, wait)
 
-    def _send(self, rank: int, blocks: int, answer: int) -> None:
-        """Send so many blocks. The receiver answers with so many."""
+    def _send(self, rank: int, number: int, blocks: int, answer: int) -> None:
+        """Send blocks of a round. ``answer`` is the number of blocks that the receiver sends back."""
         assert self.endpoint is not None
         for block in range(blocks):
-            self.endpoint.notify(rank, "burst", self._rank, block == blocks - 1, answer, bytes(_BLOCK_BYTES))
+            is_last = block == blocks - 1
+            self.endpoint.notify(rank, "burst", self._rank, number, is_last, answer, bytes(_BLOCK_BYTES))
 
-    def _receive(self, source: int, is_last: bool, answer: int, _: bytes) -> None:
+    def _receive(self, source: int, number: int, is_last: bool, answer: int, _: bytes) -> None:
         self._service.hurry()
         if is_last and answer:
-            self._send(source, answer, 0)
+            self._send(source, number, answer, 0)
         elif is_last:
-            self._has_answer = True
+            self._answered = number

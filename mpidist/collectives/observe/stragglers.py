@@ -1,7 +1,8 @@
 """Stragglers: the ranks that the others wait for, found while the job runs.
 
 Rank 0 asks all ranks for their samples every ten seconds, as in a hang report: through the service threads and the
-leaders of nodes, so that no program is interrupted. It warns at most every five minutes.
+leaders of nodes, so that no program is interrupted. It warns at most every five minutes. In larger jobs, in which the
+connections for questions are not open, it asks only when the program does.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from functools import cache
 
 from mpidist.collectives.channel.channel import Channel
+from mpidist.collectives.channel.connections import MOST_CONNECTED_RANKS
 from mpidist.collectives.observe.hangs import LONGEST_SECONDS, STRAGGLER, HangObserver, Question, Report
 from mpidist.collectives.observe.lateness import MUCH_MOVING, LateRanks, Verdict, sampler, slow_link
 from mpidist.collectives.rpc import service
@@ -58,7 +60,8 @@ class StragglerWatch:
     def _tick(self) -> None:
         if sampler().sample():
             self._ticks += 1
-            observer = self._observer() if self._rank == 0 and self._ticks % _ASK_EVERY_SECONDS == 0 else None
+            is_time = self._ticks % _ASK_EVERY_SECONDS == 0 and self._ranks <= MOST_CONNECTED_RANKS
+            observer = self._observer() if self._rank == 0 and is_time else None
             if observer is not None:
                 observer.inquire(Question(STRAGGLER), lambda report: self._look_into(observer, report, self._keep))
 
