@@ -137,9 +137,8 @@ class State:
         is_job_of_several = has_world() and world_topology().world.Get_size() > 1
         if objects and not extended_of(strategy).spans_ranks and is_job_of_several:
             raise RuntimeError(
-                f"track() was given {sorted(objects)}, which belong to this process alone; expected objects of a "
-                "strategy of all ranks: call it inside `with strategy.scope():`, or give what is no variable to "
-                "State(...)"
+                f"track() was given {sorted(objects)}, which belong to this process alone. Pass objects of a strategy "
+                "of all ranks, and call track() inside `with strategy.scope():`. Pass other values to State(...)"
             )
         self.__dict__.update(_tracked=tracked, _agreed="")
         # Rank 0 has the newest commit, see `_take_over`.

@@ -1,4 +1,4 @@
-"""Whole training steps beside the same steps written by hand with mpi4py, and what happens at every step."""
+"""Whole training steps, compared with the same steps written by hand with mpi4py, and their parts."""
 
 from __future__ import annotations
 

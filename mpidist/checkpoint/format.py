@@ -280,7 +280,8 @@ def _check(is_right: bool, name: str, content: Mapping[str, object], source: str
     if not is_right:
         found = reprlib.repr(content[name]) if name in content else "missing"
         raise DamagedCheckpointError(
-            f"{source} is damaged: its {name!r} is {found}; expected what Checkpoint.save() wrote, unchanged"
+            f"{source} is damaged: its {name!r} is {found}. The file was changed after Checkpoint.save() wrote it. "
+            "Restore another checkpoint"
         )
 
 

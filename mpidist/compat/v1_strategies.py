@@ -222,9 +222,9 @@ class StrategyV1(Strategy):
         """Return an iterator over the results of ``input_fn`` on each rank (collective).
 
         Args:
-            input_fn: Function that is called once on each rank with an InputContext. It returns a Dataset, batched per
-                replica, whose batches go to the local replicas in turn; or a function without arguments that is called
-                for each local replica in each step, without end.
+            input_fn: Function that is called once on each rank with an InputContext. It returns a Dataset that is
+                batched per replica, and the local replicas get its batches in turn. Or it returns a function without
+                arguments, which is called for each local replica in each step, without end.
             replication_mode: PER_WORKER, the only supported mode.
 
         Raises:
@@ -392,7 +392,7 @@ class ParameterServerStrategyV1(StrategyV1):
     cluster. In a single process without resolver and roles, variables are on the host, so that you can try a program.
 
     Args:
-        cluster_resolver: The roles of the ranks; those of the MPI job by default
+        cluster_resolver: The roles of the ranks. The default is the roles of the MPI job
             (``MPIDIST_JOBS="ps:1,worker:3"``).
         devices: Device strings of this worker's replicas; its share of the GPUs, or the CPU, by default. Extension.
         max_staleness: The number of steps, counted by ``apply_gradients``, that a worker may be ahead of the slowest

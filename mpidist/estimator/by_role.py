@@ -237,8 +237,8 @@ def cast_of(told: Sequence[Told], rank: int, train_jobs: tuple[str, ...] = TRAIN
             raise ValueError(f"there are {jobs.count(job)} tasks {job!r} ({text}); expected at most one")
     if not any(job in train_jobs for job in jobs):
         raise ValueError(
-            f"no rank trains ({text}); expected at least one whose job is {' or '.join(train_jobs)}, such as "
-            f"MPIDIST_JOBS='{train_jobs[0]}:1,evaluator:1'"
+            f"no rank trains ({text}). At least one rank must have the job {' or '.join(train_jobs)}. For example: "
+            f"export MPIDIST_JOBS='{train_jobs[0]}:1,evaluator:1'"
         )
     directories = list(dict.fromkeys(directory for _, _, directory in told))
     if len(directories) > 1:

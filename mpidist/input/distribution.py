@@ -96,7 +96,7 @@ class Position:
         """Return the position that :meth:`to_json` has written, after checking it."""
         if not isinstance(content, dict):
             raise TypeError(
-                f"state is {content!r} of type {type(content).__name__}; expected what state() of an iterator returned"
+                f"state is {content!r} of type {type(content).__name__}. Pass the result of state() of an iterator"
             )
         if content.get("format") != FORMAT or content.get("version") != VERSION:
             raise ValueError(

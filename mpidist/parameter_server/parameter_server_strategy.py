@@ -78,8 +78,8 @@ class CoordinatedExtended(ParameterServerExtended):
             return "own", value.number
         if isinstance(value, RemoteValue):
             raise CannotTravelError(
-                "a RemoteValue was given to a scheduled function; expected its value: pass coordinator.fetch(value), "
-                "or keep what functions hand on to one another in variables"
+                "a RemoteValue was given to a scheduled function. Pass its value: coordinator.fetch(value). Or keep "
+                "the results that other functions need in variables"
             )
         extended = value.extended
         return ("strategy", extended.number) if isinstance(extended, ParameterServerExtended) else None

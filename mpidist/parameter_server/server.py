@@ -67,9 +67,9 @@ class WorkerTwinExtended(CoordinatedExtended):
     def create_variable(self, array: Array, **properties: object) -> NoReturn:
         """Raise ValueError: the coordinator creates variables."""
         raise ValueError(
-            f"variable {properties['name']!r} was created in a scheduled function; create it on the coordinator, "
-            "inside `with strategy.scope():`, and let the function use it; for those of an optimizer call "
-            "optimizer.build(variables) there"
+            f"variable {properties['name']!r} was created in a scheduled function. Create it on the coordinator, "
+            "inside `with strategy.scope():`, and use it in the function. To create the variables of an optimizer, "
+            "call optimizer.build(variables) on the coordinator"
         )
 
 

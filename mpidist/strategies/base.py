@@ -288,8 +288,8 @@ class Strategy:
         shape, parts = to_array(tensor).shape, list(partition_dimensions)
         if parts != [1] * len(shape):
             raise ValueError(
-                f"partition_dimensions {parts} for a tensor of shape {shape}; expected {[1] * len(shape)}: one number "
-                "per axis, whose product is the number of logical devices of a replica, 1"
+                f"partition_dimensions is {parts} for a tensor of shape {shape}. Pass {[1] * len(shape)}, one number "
+                "per axis. A replica has one logical device, and the product of the numbers must be 1"
             )
         return tensor
 
@@ -443,7 +443,7 @@ class ReplicaContext:
         grouped into PerReplica values. All ranks must communicate in the same way in it.
 
         Args:
-            merge_fn: Function to call; that of the first replica is called.
+            merge_fn: Function to call. If replicas pass different functions, the one of the first replica is called.
             args: Its arguments, from this replica.
             kwargs: Its keyword arguments, from this replica.
 

@@ -342,8 +342,8 @@ def _check_size(resolver: ClusterResolver, size: int) -> None:
         )
     if total not in (0, size):
         raise ValueError(
-            f"the {type(resolver).__name__} has {total} tasks ({jobs}), and the MPI world has {size} ranks; expected "
-            f"one rank for each task: mpirun -n {total} python ..., or communicator= with the ranks of those that train"
+            f"the {type(resolver).__name__} has {total} tasks ({jobs}), and the MPI world has {size} ranks. Start one "
+            f"rank for each task: mpirun -n {total} python ... Or pass communicator= with the ranks that train"
         )
 
 

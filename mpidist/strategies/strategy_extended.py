@@ -381,9 +381,9 @@ class StrategyExtended(ABC):
         four seconds if ranks do not answer. Links are compared on rank 0 only. See docs/stragglers.md.
 
         Returns:
-            An object whose text is the verdict and whose attributes are its figures: ranks, hosts, phase, share of
-            the job's time. None if nobody is late, before ten seconds of samples, in a job of one rank, and where
-            MPI allows no threads.
+            The verdict, or None. ``str()`` of the verdict is its text. Its attributes are the ranks, the hosts, the
+            phase and the share of the job's time. The result is None if nobody is late, in the first ten seconds, in
+            a job of one rank, or if MPI does not allow threads.
 
         >>> import mpidist
         >>> print(mpidist.get_strategy().extended.stragglers())

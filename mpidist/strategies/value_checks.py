@@ -104,7 +104,9 @@ def check_out(value: object, leaves: Sequence[object], out: object, op: ReduceOp
     """Raise ValueError unless ``out`` can hold the results for ``leaves``, those of ``value``."""
     for leaf, target in zip(leaves, outputs_for(value, out), strict=True):
         if isinstance(leaf, IndexedSlices):
-            raise ValueError("out was given for IndexedSlices, whose number of rows is not known; leave it out")
+            raise ValueError(
+                "out was given for IndexedSlices. The number of rows of their result is not known. Omit out"
+            )
         array = to_array(leaf)
         dtype = reduction_dtypes(array.dtype, op)[1] if num_replicas > 1 else array.dtype
         if (target.shape, target.dtype) != (array.shape, dtype):

@@ -36,9 +36,9 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
     whether it calls ``backward`` or not. A parameter that no replica has used keeps ``grad`` None. After the step, the
     buffers of all replicas are those of the first.
 
-    ``param_groups`` and ``state`` are those of the running replica, and outside of ``run`` those of the first, whose
-    settings the others use. So schedulers of ``torch.optim.lr_scheduler`` work with it: call their ``step`` outside
-    of ``strategy.run``.
+    In ``run``, ``param_groups`` and ``state`` belong to the running replica. Outside of ``run`` they belong to the
+    first replica, and the others use its settings. So you can use schedulers of ``torch.optim.lr_scheduler``: call
+    their ``step`` outside of ``strategy.run``.
 
     Args:
         model: The module that ``mpidist.torch.adopt`` has returned.
@@ -289,7 +289,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
 
     @property
     def param_groups(self) -> list[dict[str, object]]:
-        """The groups of parameters of the running replica; outside of ``run`` those of the first."""
+        """The parameter groups of the running replica, or of the first replica outside of ``run``."""
         if "_model" not in self.__dict__:
             return self._unused_groups
         groups: list[dict[str, object]] = self._with_first_settings(self._here()[0]).param_groups
@@ -302,7 +302,7 @@ class ReplicatedOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
 
     @property
     def state(self) -> object:
-        """The state of the running replica; outside of ``run`` that of the first."""
+        """The state of the running replica, or of the first replica outside of ``run``."""
         return self.inner[self._here()[0]].state
 
     @state.setter

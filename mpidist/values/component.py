@@ -76,7 +76,7 @@ class ReadsAsArray(NDArrayOperatorsMixin):
 
     @property
     def __cupy_get_ndarray__(self) -> Callable[[], Array]:
-        # CuPy asks whatever it is given for this; there is none of it where the array is NumPy's.
+        # CuPy reads this attribute of all arguments. An object with a NumPy array must not have it.
         if not self._is_on_device():
             raise AttributeError(f"{type(self).__name__} is not on a device")
         return self.as_array

@@ -37,7 +37,7 @@ _FOR_LIBRARY = {
 }  # fmt: skip
 
 
-# What to do instead, where a variable was to be made of something that has many.
+# Advice for objects that have several parameters and cannot become one variable.
 _GRADIENTS = 'in strategy.run, context.all_reduce("MEAN", [p.grad for p in module.parameters()])'
 _MODELS: tuple[tuple[Callable[[object], bool], str, str], ...] = (
     (

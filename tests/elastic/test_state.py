@@ -140,7 +140,9 @@ elastic.run(train, elastic.State(step=0))
         2,
     )
     assert len(found) == 2
-    assert all("['array'], which belong to this process alone; expected" in str(line[1]) for line in found)
+    assert all(
+        "['array'], which belong to this process alone. Pass objects of a strategy" in str(line[1]) for line in found
+    )
 
 
 def test_arrays_among_the_values_are_copied_by_a_commit() -> None:

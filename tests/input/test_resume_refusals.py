@@ -16,7 +16,7 @@ pytestmark = pytest.mark.one_rank
 def test_what_is_no_state_is_refused():
     state = begin(CASES["rows"], (2,), 4, 1)[0][1]
     restored(state)
-    with pytest.raises(TypeError, match="state is 3 of type int; expected what state"):
+    with pytest.raises(TypeError, match="state is 3 of type int. Pass the result of state"):
         restored(3)
     with pytest.raises(ValueError, match="format None and version None"):
         restored({})

@@ -76,7 +76,7 @@ def test_variables_are_created_on_the_coordinator(strategy: Any, coordinator: An
     coordinator.schedule(mpidist.Variable, args=(0.0,), kwargs={"name": "late"})
     error = error_of(coordinator.join)
     assert isinstance(error, ValueError)
-    assert "variable 'late' was created in a scheduled function; create it on the coordinator" in str(error)
+    assert "variable 'late' was created in a scheduled function. Create it on the coordinator" in str(error)
 
 
 @chief
@@ -192,7 +192,7 @@ def test_an_optimizer_that_is_not_built_says_where_to_build_it(strategy: Any, co
     coordinator.schedule(lambda: optimizer.apply_gradients([(1.0, variable)]))
     error = error_of(coordinator.join)
     assert isinstance(error, ValueError)
-    assert "create it on the coordinator" in str(error)
+    assert "Create it on the coordinator" in str(error)
     assert "optimizer.build(variables)" in str(error)
 
 
