@@ -135,7 +135,7 @@ def test_remote_values_are_refused_wherever_they_are(strategy: Any, coordinator:
     for call in calls:
         error = error_of(coordinator.schedule, return_args, **call)
         assert isinstance(error, ValueError)
-        assert "pass coordinator.fetch(value)" in str(error)
+        assert "Pass its value: coordinator.fetch(value)" in str(error)
     assert isinstance(error_of(coordinator.schedule, lambda: value), ValueError)
 
 
